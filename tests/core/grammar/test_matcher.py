@@ -9,6 +9,7 @@ import pytest
 
 from tests.core.grammar.hostile_schemas import LARGE, grammar
 from tests.core.grammar.vocabularies import allowed, json_grammar, tiny, tiny_vocabulary, walk
+from tests.how_many import num_examples
 from transom_core.errors import RequestError, StepFailed
 from transom_core.grammar import MAX_GRAMMAR_BYTES, GrammarMasks, compile_grammar, masks
 
@@ -109,7 +110,7 @@ def test_masks_of_large_schemas_are_bounded(name: str) -> None:
     """Answers to what compiles go on, or end by an error that says so; a walk never meets an empty mask without one."""
     matcher = compile_grammar(grammar(LARGE[name]), tiny_vocabulary())
     masks, random_of = GrammarMasks(2048), random.Random(3)
-    for _ in range(60):
+    for _ in range(num_examples(20, 60)):
         masks.compute([matcher])
         if matcher.has_failed:
             break

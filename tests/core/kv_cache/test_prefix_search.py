@@ -28,7 +28,7 @@ def presence() -> st.SearchStrategy[set[bytes]]:
     return st.one_of(st.sets(st.sampled_from(DIGESTS)), gaps)
 
 
-@settings(max_examples=num_examples(daily=300, exhaustive=900), deadline=None)
+@settings(max_examples=num_examples(daily=100, exhaustive=900), deadline=None)
 @given(
     st.lists(st.lists(st.one_of(RULES, COMPRESSED), min_size=1, max_size=2), min_size=1, max_size=4),
     st.data(),
@@ -67,7 +67,7 @@ def test_a_repair_is_chosen_by_what_it_saves() -> None:
         assert (hit.num_hash_blocks, hit.start) == expected
 
 
-@settings(max_examples=num_examples(daily=200, exhaustive=600), deadline=None)
+@settings(max_examples=num_examples(daily=80, exhaustive=600), deadline=None)
 @given(
     st.sampled_from(MIXES),
     st.data(),

@@ -16,6 +16,7 @@ from tests.core.kv_cache.window_repair_model import (
     state,
     window,
 )
+from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.window_repair import repair_start
 
@@ -36,7 +37,7 @@ def test_one_token_fewer_is_wrong(layout: Layout) -> None:
         assert s == n or inexact_live(specs, n, s + 1), n
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(40, 100), deadline=None)
 @given(st.lists(st.lists(RULES, min_size=1, max_size=2), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
 def test_any_layout_is_exact_and_grows_with_n(layout: Layout, block_size: int) -> None:
     specs = make_groups(layout, block_size=block_size)

@@ -42,7 +42,7 @@ def fake_nvml(driver: GpuDriver | None) -> SimpleNamespace:
         nvmlInit=init,
         nvmlShutdown=lambda: None,
         nvmlSystemGetCudaDriverVersion_v2=lambda: DRIVER.cuda[0] * 1000 + DRIVER.cuda[1] * 10,
-        nvmlSystemGetDriverVersion=lambda: DRIVER.version.encode(),
+        nvmlSystemGetDriverVersion=lambda: DRIVER.version,
         nvmlDeviceGetCount=lambda: len(gpus),
         nvmlDeviceGetHandleByIndex=lambda index: gpus[index],
         nvmlDeviceGetName=lambda gpu: gpu.name,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
+from tests.how_many import num_examples
 from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.tokenizer import Tokenizer
 
@@ -24,13 +25,13 @@ def pieces(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
 @given(
     ids=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 49151), st.just(60000)), max_size=60), skip=st.booleans()
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 def test_random_tokens(demo: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(pieces(demo, ids, skip=skip)) == demo.decode(ids, skip_special_tokens=skip)
 
 
 @given(text=TEXT, skip=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 def test_any_text_comes_back_and_never_shows_a_replacement(demo: Tokenizer, text: str, skip: bool) -> None:
     ids = demo.encode(text)
     got = pieces(demo, ids, skip=skip)

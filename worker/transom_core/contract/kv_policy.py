@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from transom_core.errors import ConfigError, RequestError
 
@@ -37,31 +37,42 @@ The router's event loop and the engine's thread each hash the prompt; 8,192 hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPolicy:
+class _Policy:
+    """What all policies have. `bound` is the name of the field that bounds what a policy keeps."""
+
+    type: ClassVar[str]
+    bound: ClassVar[str]
+    depends_on_history: ClassVar[bool] = True
+    may_exceed_model_len: ClassVar[bool] = True
+    sinks: int = DEFAULT_SINKS
+
+    @property
+    def text(self) -> str:
+        """The policy's canonical text."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        sizes = (f"{name}={one if isinstance(one, Integral) else float(one)!r}" for name, one in values.items())
+        return " ".join((self.type, *sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPolicy(_Policy):
     """Keep the first `sinks` tokens and the last `window` ones.
 
     Raises:
         RequestError: `sinks` is negative, or `window` is not positive.
     """
 
-    type: ClassVar[Literal["window"]] = "window"
-    depends_on_history: ClassVar[bool] = False
-    may_exceed_model_len: ClassVar[bool] = True  # apart from sinks, no key is further from its query than the window
-    sinks: int = DEFAULT_SINKS
-    window: int
+    type = "window"
+    bound = "window"
+    depends_on_history = False
+    window: int  # apart from sinks, no key is further from its query, so a sequence may exceed the model's length
 
     def __post_init__(self) -> None:
-        _check_whole("sinks", self.sinks, 0)
-        _check_whole("window", self.window, 1)
-
-    @property
-    def text(self) -> str:
-        """The policy's canonical text."""
-        return f"window sinks={self.sinks} window={self.window}"
+        _check_sizes(self, "window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptivePolicy:
+class AdaptivePolicy(_Policy):
     """Keep the first `sinks` tokens and a window that grows and shrinks between `min_window` and `max_window` tokens.
 
     It grows while its oldest block gets at least the share `threshold` of the attention, and shrinks while it gets less.
@@ -71,18 +82,14 @@ class AdaptivePolicy:
             between 0 and 1.
     """
 
-    type: ClassVar[Literal["adaptive"]] = "adaptive"
-    depends_on_history: ClassVar[bool] = True
-    may_exceed_model_len: ClassVar[bool] = True
-    sinks: int = DEFAULT_SINKS
+    type = "adaptive"
+    bound = "max_window"
     min_window: int
     max_window: int
     threshold: float
 
     def __post_init__(self) -> None:
-        _check_whole("sinks", self.sinks, 0)
-        _check_whole("min_window", self.min_window, 1)
-        _check_whole("max_window", self.max_window, 1)
+        _check_sizes(self, "min_window", "max_window")
         if self.min_window > self.max_window:
             raise RequestError(
                 f"kv_policy.min_window is {self.min_window} and kv_policy.max_window {self.max_window}; the first must not "
@@ -96,38 +103,22 @@ class AdaptivePolicy:
                 param="kv_policy.threshold",
             )
 
-    @property
-    def text(self) -> str:
-        """The policy's canonical text."""
-        return (
-            f"adaptive sinks={self.sinks} min_window={self.min_window} max_window={self.max_window} "
-            f"threshold={float(self.threshold)!r}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeavyPolicy:
+class HeavyPolicy(_Policy):
     """Keep `budget` tokens: the first `sinks`, the most recent ones, and the blocks that have got the most attention so far.
 
     Raises:
         RequestError: `sinks` is negative, or `budget` is not positive.
     """
 
-    type: ClassVar[Literal["heavy"]] = "heavy"
-    depends_on_history: ClassVar[bool] = True
-    # A kept block may be as far from the query as the sequence is long.
-    may_exceed_model_len: ClassVar[bool] = False
-    sinks: int = DEFAULT_SINKS
+    type = "heavy"
+    bound = "budget"
+    may_exceed_model_len = False  # a kept block may be as far from the query as the sequence is long
     budget: int
 
     def __post_init__(self) -> None:
-        _check_whole("sinks", self.sinks, 0)
-        _check_whole("budget", self.budget, 1)
-
-    @property
-    def text(self) -> str:
-        """The policy's canonical text."""
-        return f"heavy sinks={self.sinks} budget={self.budget}"
+        _check_sizes(self, "budget")
 
 
 KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
@@ -159,7 +150,8 @@ def check_kv_policy(
             'kv_policy {"type": "full"}.',
             param="kv_policy",
         )
-    name, kept = _largest(policy)
+    name: str = policy.bound
+    kept: int = getattr(policy, name)
     if isinstance(policy, HeavyPolicy):
         if kept > max_model_len:
             raise RequestError(
@@ -222,18 +214,6 @@ def kv_policy_from_json(text: str) -> KvPolicy | None:
         raise ConfigError(f"--kv-policy: {error}") from None
 
 
-def _largest(policy: KvPolicy) -> tuple[str, int]:
-    """Return the field that bounds what the policy keeps, and its value in tokens. A budget includes the sinks, a window does
-    not."""
-    match policy:
-        case WindowPolicy():
-            return "window", policy.window
-        case AdaptivePolicy():
-            return "max_window", policy.max_window
-        case HeavyPolicy():
-            return "budget", policy.budget
-
-
 def _least(policy: KvPolicy, block_size: int) -> int:
     """Return the least value of the field that bounds what the policy keeps."""
     match policy:
@@ -245,9 +225,12 @@ def _least(policy: KvPolicy, block_size: int) -> int:
             return (-(-policy.sinks // block_size) + MIN_HEAVY_BLOCKS) * block_size
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
-    """Raise RequestError unless `value` is a whole number of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
-        raise RequestError(
-            f"kv_policy.{name} is {value!r}; it must be a whole number of at least {least}.", param=f"kv_policy.{name}"
-        )
+def _check_sizes(policy: _Policy, *names: str) -> None:
+    """Raise RequestError unless `sinks` and the fields of these names are whole numbers, the fields of at least 1."""
+    for name in ("sinks", *names):
+        value, least = getattr(policy, name), 0 if name == "sinks" else 1
+        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
+            raise RequestError(
+                f"kv_policy.{name} is {value!r}; it must be a whole number of at least {least}.",
+                param=f"kv_policy.{name}",
+            )

@@ -8,9 +8,8 @@ number of entries. Example: a prompt of 100,000 tokens with 20 alternatives has 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, overload
 
 
@@ -98,19 +97,12 @@ class LogprobTable(Sequence[TokenLogprobs]):
         chosen, *top = (Logprob(*column) for column in columns)
         return TokenLogprobs(chosen, tuple(top))
 
-    def __iter__(self) -> Iterator[TokenLogprobs]:
-        for at in range(len(self)):
-            yield self[at]
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LogprobTable):
             return NotImplemented
         return len(self) == len(other) and (not len(self) or self._parts == other._parts)
 
     __hash__ = None  # type: ignore[assignment]  # it can grow
-
-    def __repr__(self) -> str:
-        return f"LogprobTable.of({list(islice(self, 3))}{', ...' if len(self) > 3 else ''})"
 
     @property
     def _parts(self) -> tuple[int, Any, Any, Any]:

@@ -63,7 +63,7 @@ def read_driver() -> GpuDriver:
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return GpuDriver(
-            version=_text(pynvml.nvmlSystemGetDriverVersion()),
+            version=pynvml.nvmlSystemGetDriverVersion(),
             cuda=(cuda // 1000, cuda % 1000 // 10),
             gpus=tuple(_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())),
         )
@@ -75,15 +75,11 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
         memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
         capability=(major, minor),
     )
-
-
-def _text(given: str | bytes) -> str:
-    return given.decode() if isinstance(given, bytes) else given  # old releases of the library return bytes
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -110,12 +110,7 @@ def join_parts(parts: Sequence[ContentPart]) -> bytes:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return the files of a folder that decide what is computed, besides the configs, whose contents `ModelFiles` already has."""
-    others = (folder / name for name in _TOKENIZER_FILES)
-    return [*weight_files(folder), *_existing(others)]
-
-
-def _existing(paths: Iterable[Path]) -> list[Path]:
-    return [path for path in paths if path.exists()]
+    return [*weight_files(folder), *(path for name in _TOKENIZER_FILES if (path := folder / name).exists())]
 
 
 def _status(path: Path) -> tuple[int, int, int, int]:

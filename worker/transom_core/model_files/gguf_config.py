@@ -9,42 +9,20 @@ from typing import Any
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader
 
-# llama.cpp's name of an architecture -> the fields of config.json that are equal in all models of the family.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"},
-    "gemma2": {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "cohere2": {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "hidden_act": "silu"},
-    "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"},
-    "olmo2": {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu"},  # those with windows
+# llama.cpp's name of an architecture -> config.json's model_type. Of "olmo2", those with windows.
+FAMILIES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "cohere2", "smollm3")},
+    "gemma3": "gemma3_text",
+    "olmo2": "olmo3",
 }
-# The same for mixture-of-experts models (files with an expert count). Fields that llama.cpp has in its code are missing in the
-# files.
-MIXTURES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu"},
-    "qwen3moe": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_act": "silu",
-        "norm_topk_prob": True,
-    },
-    "gpt-oss": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu"},
-    "llama4": {
-        "model_type": "llama4_text",
-        "architectures": ["Llama4ForCausalLM"],
-        "hidden_act": "silu",
-        "attention_chunk_size": 8192,
-    },
+# The same for mixture-of-experts models (files with an expert count).
+MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "llama4": "llama4_text"}
+# model_type -> fields of config.json that are equal in all models of the family. The files lack them: llama.cpp's code has them.
+_FIXED: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "llama4_text": {"attention_chunk_size": 8192},
 }
 # name in config.json -> name in the file's metadata, after the architecture's name and a dot
 _REQUIRED = {
@@ -105,14 +83,16 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     """
     name = header.require("general.architecture")
     family = _family(header, name)
-    required = {**_REQUIRED, **_REQUIRED_BY.get(family["model_type"], {})}
+    required = {**_REQUIRED, **_REQUIRED_BY.get(family, {})}
     config = {ours: _number(header, f"{name}.{key}") for ours, key in required.items() if key}
     given = {ours: header.metadata.get(f"{name}.{key}") for ours, key in _OPTIONAL.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     matrix = header.tensors.get("blk.0.attn_q.weight")
     return {
         **config,
-        **family,
+        "model_type": family,
+        "hidden_act": "silu",
+        **_FIXED.get(family, {}),
         **{ours: value for ours, value in given.items() if value is not None},
         **_query_scalar(header, name, config),
         **_layer_rules(header, name, config),
@@ -129,7 +109,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _family(header: GgufHeader, name: str) -> dict[str, Any]:
+def _family(header: GgufHeader, name: str) -> str:
     has_experts = bool(header.metadata.get(f"{name}.expert_count", 0))
     known = MIXTURES if has_experts else FAMILIES
     # OLMo 2 and 3 both have the name "olmo2"; files without windows are OLMo 2.

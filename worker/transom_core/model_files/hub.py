@@ -18,6 +18,7 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +35,14 @@ TEXT_FILES = (
 LOG_PERIOD_S = 10.0
 
 
-def download_config(hub_id: str) -> Path:
-    """Download `config.json`; return its folder.
+def download(hub_id: str, patterns: Sequence[str], **options: Any) -> Path:
+    """Download the files of a model whose names match one of `patterns`; return their folder.
 
-    Raises:
-        ModelError: it could not be downloaded, and is not in the local cache.
-    """
-    return _download(hub_id, [CONFIG_FILE])
-
-
-def download_text_files(hub_id: str) -> Path:
-    """Download a model's text files; return their folder.
+    `options` are further ones of `snapshot_download`.
 
     Raises:
         ModelError: they could not be downloaded, and are not in the local cache.
     """
-    return _download(hub_id, list(TEXT_FILES))
-
-
-def download_model(hub_id: str) -> Path:
-    """Download a model's text files and weight files; return their folder.
-
-    Raises:
-        ModelError: they could not be downloaded, and are not in the local cache; or the index is wrong.
-    """
-    folder = _download(hub_id, [*TEXT_FILES, INDEX_FILE])
-    commit = folder.name  # the weights must be of the same commit, even if another one is pushed meanwhile
-    if (folder / INDEX_FILE).exists():
-        names = sorted({glob.escape(name) for name in read_weight_index(folder / INDEX_FILE).values()})
-        return _download(hub_id, names, revision=commit)
-    _download(hub_id, [SINGLE_FILE], revision=commit)
-    if not (folder / SINGLE_FILE).exists():  # the weights have other names; only the repository's top folder counts
-        _download(hub_id, ["*.safetensors"], revision=commit, ignore_patterns=["*/*", "consolidated*"])
-    return folder
-
-
-def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download  # imported late: it takes half a second
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -79,7 +52,7 @@ def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
     if not sys.stderr.isatty():
         options["tqdm_class"] = _logged_progress(hub_id)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns, **options))
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), **options))
     except GatedRepoError:
         raise ModelError(f"{hub_id} needs its terms accepted on Hugging Face, then HF_TOKEN set.") from None
     except RepositoryNotFoundError:
@@ -96,6 +69,23 @@ def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
             f"{hub_id} is neither a folder here nor in the Hugging Face cache, and could not be downloaded ({reason}). "
             "Check the network and start again (whole files are kept), or give a folder, a .gguf file, or smollm2 (the demo)."
         ) from None
+
+
+def download_model(hub_id: str) -> Path:
+    """Download a model's text files and weight files; return their folder.
+
+    Raises:
+        ModelError: they could not be downloaded, and are not in the local cache; or the index is wrong.
+    """
+    folder = download(hub_id, [*TEXT_FILES, INDEX_FILE])
+    commit = folder.name  # the weights must be of the same commit, even if another one is pushed meanwhile
+    if (folder / INDEX_FILE).exists():
+        names = sorted({glob.escape(name) for name in read_weight_index(folder / INDEX_FILE).values()})
+        return download(hub_id, names, revision=commit)
+    download(hub_id, [SINGLE_FILE], revision=commit)
+    if not (folder / SINGLE_FILE).exists():  # the weights have other names; only the repository's top folder counts
+        download(hub_id, ["*.safetensors"], revision=commit, ignore_patterns=["*/*", "consolidated*"])
+    return folder
 
 
 def _logged_progress(hub_id: str) -> type[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_config import config_of, generation_config_of
 from transom_core.model_files.gguf_header import read_gguf_header
-from transom_core.model_files.hub import CONFIG_FILE, download_config, download_model, download_text_files
+from transom_core.model_files.hub import CONFIG_FILE, TEXT_FILES, download, download_model
 from transom_core.model_files.text_files import read_json
 
 DEMO_MODEL = "smollm2"
@@ -59,7 +59,7 @@ def resolve_text_files(name: str) -> ModelFiles:
     Raises:
         ModelError: as `resolve_model`.
     """
-    return _resolve(name, download_text_files)
+    return _resolve(name, lambda hub_id: download(hub_id, TEXT_FILES))
 
 
 def with_commit(name: str) -> str:
@@ -72,7 +72,7 @@ def with_commit(name: str) -> str:
     """
     if Path(name).expanduser().exists() or name == DEMO_MODEL or not _HUB_ID.fullmatch(name):
         return name
-    return f"{name.partition('@')[0]}@{download_config(name).name}"
+    return f"{name.partition('@')[0]}@{download(name, [CONFIG_FILE]).name}"
 
 
 def check_weights(folder: Path) -> None:
@@ -90,7 +90,7 @@ def check_weights(folder: Path) -> None:
         )
 
 
-def _resolve(name: str, download: Callable[[str], Path]) -> ModelFiles:
+def _resolve(name: str, download_files: Callable[[str], Path]) -> ModelFiles:
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(name, path)
@@ -99,7 +99,7 @@ def _resolve(name: str, download: Callable[[str], Path]) -> ModelFiles:
     if name == DEMO_MODEL:
         return _from_gguf(name, _demo_file())
     if _HUB_ID.fullmatch(name):
-        return _from_folder(name, download(name))
+        return _from_folder(name, download_files(name))
     raise ModelError(
         f"There is no model {name!r}: give a folder of safetensors, a .gguf file, "
         f"a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, or {DEMO_MODEL} (the demo)."
@@ -118,7 +118,7 @@ def resolve_config(name: str) -> dict[str, Any]:
     if path.suffix == ".json":
         return read_json(path.resolve())  # the operator's own choice, even if it is a link
     if not path.exists() and _HUB_ID.fullmatch(name):
-        return read_json(download_config(name) / CONFIG_FILE)
+        return read_json(download(name, [CONFIG_FILE]) / CONFIG_FILE)
     return resolve_model(name).config
 
 

@@ -73,9 +73,16 @@ class Walk:
         return "".join(text for _, text in self.tokens)
 
 
+def compiled(tokenizer: WalkTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of a grammar. Raises AssertionError where the grammar is not valid."""
+    matcher = LLMatcher(tokenizer.library, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    return matcher
+
+
 def walk(
     tokenizer: WalkTokenizer,
-    grammar: str,
+    grammar: LLMatcher,
     *,
     seed: int,
     hints: Iterable[str] = (),
@@ -84,10 +91,9 @@ def walk(
 ) -> Walk:
     """One random answer, of at most `longest` tokens, which begins with the text `begin`.
 
-    Raises AssertionError where the grammar is not valid, or does not allow the beginning.
+    `grammar` is a matcher at the beginning. Raises AssertionError where the grammar does not allow `begin`.
     """
-    matcher = LLMatcher(tokenizer.library, grammar)
-    assert not matcher.get_error(), matcher.get_error()
+    matcher = grammar.deep_copy()
     rng = random.Random(seed)
     hint_ids = tokenizer.ids(hints)
     first_ids = tokenizer.ids(("{", "[", *(hint for hint in hints if hint in MARKERS)))  # which may begin calls
@@ -95,16 +101,17 @@ def walk(
     for token_id in ids:
         assert matcher.consume_token(token_id), matcher.get_error()
     while len(ids) < longest and not matcher.is_stopped():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed: list[int] = np.flatnonzero(bits).tolist()
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")  # by token id
         assert not matcher.get_error(), matcher.get_error()
-        if 0 in allowed and rng.random() < 0.2:
+        if allowed[0] and rng.random() < 0.2:
             return Walk(_with_texts(tokenizer, ids), is_complete=True)
-        hinted = [i for i in (hint_ids if ids else first_ids) if i in allowed]
-        choices = hinted if hinted and rng.random() < (0.3 if ids else 0.7) else [i for i in allowed if i != 0] or [0]
+        choices = [i for i in (hint_ids if ids else first_ids) if allowed[i]]
+        if not choices or rng.random() >= (0.3 if ids else 0.7):
+            choices = np.flatnonzero(allowed[1:]).tolist()
+            if not choices:
+                return Walk(_with_texts(tokenizer, ids), is_complete=True)
+            choices = [i + 1 for i in choices]
         token_id = rng.choice(choices)
-        if token_id == 0:
-            return Walk(_with_texts(tokenizer, ids), is_complete=True)
         assert matcher.consume_token(token_id), matcher.get_error()
         ids.append(token_id)
     return Walk(_with_texts(tokenizer, ids), is_complete=matcher.is_stopped())

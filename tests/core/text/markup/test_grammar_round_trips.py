@@ -11,8 +11,8 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
-from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, walk
-from tests.how_many import num_examples
+from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, compiled, walk
+from tests.how_many import ALL_TESTS, num_examples
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
     AnswerContext,
@@ -209,8 +209,9 @@ def walks(
     grammar = form.grammar(tokenizer, context, message=message, tools=tools)
     assert grammar is not None
     hints = [hint for hint in _HINTS if hint in tokenizer.texts]
+    start = compiled(tokenizer, grammar)
     answers = [
-        walk(tokenizer, grammar, seed=seed, hints=hints, begin=begin)
+        walk(tokenizer, start, seed=seed, hints=hints, begin=begin)
         for seed in range(num_examples(4 if family.call else 12, 200))
     ]
     complete = [answer for answer in answers if answer.is_complete]
@@ -227,7 +228,7 @@ def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: boo
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(one, name) for one in FAMILIES for name in (NAMES if one.call else ("loop", "place"))],
+    [(one, name) for one in FAMILIES for name in (NAMES if ALL_TESTS else ("loop", "place"))],
     ids=lambda value: value.name if isinstance(value, Family) else value,
 )
 def test_a_named_tool_is_called_once(family: Family, name: str) -> None:
@@ -252,7 +253,7 @@ def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> No
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_message_is_json_or_a_call(family: Family) -> None:
-    prompts = [None] if family.call else [None, "<think>\n", "<think>\n\n</think>\n\n"]
+    prompts = [None] if family.call or family.reasoning is None else [None, "<think>\n", "<think>\n\n</think>\n\n"]
     for prompt_end in prompts:
         for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES), prompt_end=prompt_end):
             if not check_calls(parts, TOOLS):

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from tests.core.grammar.random_schemas import random_schema
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
-from tests.core.text.markup.grammar_walks import WalkTokenizer, walk
+from tests.core.text.markup.grammar_walks import WalkTokenizer, compiled, walk
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import AnswerContext, FreeAnswer, JsonAnswer, RegexAnswer, ToolsDemand, ToolSpec
@@ -39,7 +39,7 @@ def test_calls_of_random_tools_are_valid(parser: str, ordinary: bool) -> None:
         except RequestError:
             continue
         assert grammar is not None
-        answer = walk(tokenizer, grammar, seed=seed, hints=_HINTS, longest=800)
+        answer = walk(tokenizer, compiled(tokenizer, grammar), seed=seed, hints=_HINTS, longest=800)
         if answer.is_complete:
             arguments = _only_call(read_answer(form.parser(tokenizer, context), answer.tokens))
             jsonschema.validate(json.loads(arguments), tool.parameters)
@@ -74,7 +74,7 @@ def test_a_required_argument_whose_name_cannot_be_written_is_refused_and_another
         else:
             grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
             assert grammar is not None
-            answer = walk(tokenizer, grammar, seed=1)
+            answer = walk(tokenizer, compiled(tokenizer, grammar), seed=1)
             assert _only_call(read_answer(form.parser(tokenizer, context), answer.tokens)) == "{}"
 
 

@@ -10,12 +10,10 @@ from transom_core.text.markup.families.deepseek_sections import DeepSeekV3Tools,
 from transom_core.text.markup.families.dsml import DeepSeekV4Tools, DeepSeekV32Tools, DeepSeekV41Tools
 from transom_core.text.markup.families.gemma4 import Gemma4Tools
 from transom_core.text.markup.families.glm import Glm45Tools, Glm47Tools
-from transom_core.text.markup.families.granite import GraniteTools
 from transom_core.text.markup.families.harmony import HarmonyFormat
-from transom_core.text.markup.families.hermes import HermesTools
+from transom_core.text.markup.families.json_calls import GraniteTools, HermesTools, Llama3JsonTools
 from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
 from transom_core.text.markup.families.kimi_k3 import KimiK3Format
-from transom_core.text.markup.families.llama3_json import Llama3JsonTools
 from transom_core.text.markup.families.mistral import MistralTools
 from transom_core.text.markup.families.pythonic import Llama4Tools, PythonicTools
 from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools

@@ -21,8 +21,6 @@ class MarkupParser:
     at the end:      parts += parser.flush()
     """
 
-    __slots__ = ("_answer", "_has_ended", "_markers", "_reader", "_tokenizer", "_writer")
-
     def __init__(
         self,
         answer: Generator[None, None, None],

@@ -69,8 +69,6 @@ class Markers:
 class MarkupReader:
     """The characters that have come and were not read yet."""
 
-    __slots__ = ("_at", "_ended", "_kept", "_text")
-
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # characters of `_text` that were read

@@ -53,8 +53,6 @@ class TokenMarkers:
 class TokenMarkerParser(MarkupParser):
     """A parser whose reader sees each marker token as `TokenMarkers` reads it."""
 
-    __slots__ = ("_token_markers",)
-
     def __init__(
         self,
         answer: Generator[None, None, None],

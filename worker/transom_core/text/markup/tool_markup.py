@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -58,3 +59,20 @@ class ToolMarkup(ABC):
         body = self.body(lark, tools, parallel=parallel)
         call = lark.rule("text_and_call", f"{lark.text_until(self.openers[0], without=self.openers[1:])} {body}")
         return f"{call}{'*' if parallel and self.separator is not None else '?'} {lark.text_without(self.openers)}"
+
+
+class BareToolMarkup(ToolMarkup):
+    """How a family writes calls without a marker: they begin the message with one of `starters`. A marker may come before them."""
+
+    def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return an expression for the calls, without a marker."""
+        return self.body(lark, tools, parallel=parallel)
+
+    def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return an expression for calls, with or without a marker, or for text that neither begins like calls nor contains a
+        marker.
+        """
+        body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
+        text = lark.text_without(self.openers, begins=rf"[^{re.escape(self.starters)} \t\r\n]")
+        opener = f"{lark.marker(self.openers[0])}? " if self.openers else ""
+        return f"{opener}{body} | {text}?"

@@ -27,21 +27,6 @@ Section = Literal["reasoning", "message"]
 class PartsWriter:
     """Collects the parts of one answer."""
 
-    __slots__ = (
-        "_arguments",
-        "_drops_space",
-        "_has_reasoning",
-        "_held",
-        "_index",
-        "_keeps_space",
-        "_parts",
-        "_text",
-        "call_is_open",
-        "has_text",
-        "reads_call",
-        "section",
-    )
-
     def __init__(self, *, keeps_space: bool = False) -> None:
         """`keeps_space` says that the space between a text and a call is text."""
         self._keeps_space = keeps_space

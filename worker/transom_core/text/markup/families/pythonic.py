@@ -19,14 +19,14 @@ from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.tool_markup import BareToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
 _ARGUMENT_NAME = re.compile(r"[\w.-]+")
 _ESCAPES = 'nrtbf"\\u'  # characters after a backslash that mean the same in JSON and in Python
 
 
-class PythonicTools(ToolMarkup):
+class PythonicTools(BareToolMarkup):
     """Tool calls written as Python."""
 
     starters = "["
@@ -51,19 +51,6 @@ class PythonicTools(ToolMarkup):
         call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
         more = f"({lark.literal(', ')} {call})*" if parallel else ""
         return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
-
-    def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """Return an expression for the list, without a marker."""
-        return self.body(lark, tools, parallel=parallel)
-
-    def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """Return an expression for a list, with or without a marker, or for text that does not begin like a list or contain a
-        marker.
-        """
-        body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
-        text = lark.text_without(self.openers, begins=r"[^\[ \t\r\n]")
-        opener = f"{lark.marker(self.openers[0])}? " if self.openers else ""
-        return f"{opener}{body} | {text}?"
 
     def _read_end(self, reader: MarkupReader) -> Reading[None]:
         """Read the marker after a list, if the family has one."""
