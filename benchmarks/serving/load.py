@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.load
     python -m benchmarks.serving.load http://127.0.0.1:8000 --concurrency 1,4,16 --json load.json
-    python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --api chat --shared-prefix 256
+    python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --shared-prefix 256
 
 Closed loop: `--concurrency` clients, each sending its next request when its answer is complete. Open loop: requests arrive at
 `--rate` per second (Poisson), even if the server is late. Several levels run one after another, with prompts of their own.
@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
-from benchmarks.serving.load_client import PATHS, Load, LoadClient
+from benchmarks.serving.load_client import Load, LoadClient
 from benchmarks.serving.load_requests import Workload
 
 TABLE_WIDTH = 140
@@ -48,7 +48,6 @@ def main(
     url: Annotated[str, typer.Argument(help="The server, with or without /v1; `transom serve smollm2` if empty.")] = "",
     concurrency: Annotated[str, typer.Option(help="Closed loop: clients, one level after another.")] = "1,4,16",
     rate: Annotated[str, typer.Option(help="Open loop instead: requests per second, one level after another.")] = "",
-    api: Annotated[str, typer.Option(help="completions (token ids) or chat (words).")] = "completions",
     requests: Annotated[int, typer.Option(min=0, help="Per level; 0: 8 per client, at least 32.")] = 0,
     prompt_tokens: Annotated[str, typer.Option(help="Range of prompt lengths.")] = "32-512",
     output_tokens: Annotated[str, typer.Option(help="Range of answer lengths.")] = "16-128",
@@ -63,10 +62,7 @@ def main(
     json_path: Annotated[str, typer.Option("--json", help="Write the figures to this file; - for stdout.")] = "",
 ) -> None:
     """Measure an OpenAI-compatible server under load."""
-    if api not in PATHS:
-        raise typer.BadParameter(f"--api is {api!r}; use completions or chat.")
     workload = Workload(
-        api=api,
         model=model,
         prompt_tokens=read_range(prompt_tokens),
         output_tokens=read_range(output_tokens),
@@ -80,7 +76,7 @@ def main(
     with contextlib.ExitStack() as stack:
         url = url or stack.enter_context(demo_server())
         try:
-            client = LoadClient(base_url=url, api=api, api_key=api_key or None, timeout_s=timeout_s)
+            client = LoadClient(base_url=url, api_key=api_key or None, timeout_s=timeout_s)
             workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
         except ValueError as error:
             raise typer.BadParameter(f"{error}.") from None
