@@ -62,8 +62,9 @@ check: $(DEV) ## Format, lint, types, import rules, tests (ARGS=--no-tests)
 bench-gpu: ## Check and measure on a GPU (ARGS='kernels'; docs/gpu.md)
 	@benchmarks/gpu.sh $(ARGS)
 
-bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP
-	@scripts/bench $(ARGS)
+bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP (ARGS='URL --concurrency 1,4' for a server that runs)
+	@$(BIN)/transom bench offline smollm2
+	@$(BIN)/python -m benchmarks.serving.load $(ARGS)
 
 monitor: $(RUNTIME) ## Watch a running server: Prometheus, and Grafana if installed (ARGS='--url URL --api-key-file FILE')
 	@exec $(BIN)/python -m scripts.monitor $(ARGS)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client.core import Metric
@@ -21,74 +21,32 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 INTRODUCTION = ROOT / "scripts" / "metrics_page_intro.md"
 OWN_LABELS = ("model", "worker", "router")
-LISTED = frozenset(
-    [
-        "cause",
-        "change",
-        "finish_reason",
-        "forward",
-        "judgement",
-        "kind",
-        "mode",
-        "outcome",
-        "part",
-        "phase",
-        "reason",
-        "state",
-        "target",
-    ]
-)
-"""Labels whose values are few and always the same: the page names them, unless the family's text does."""
+# Labels whose values are few and always the same: the page names them, unless the family's text does.
+LISTED = "cause change finish_reason forward judgement kind mode outcome part phase reason state target"
 
-Section = tuple[str, tuple[str, ...]]  # title, beginnings of names
-OF_WORKERS: Sequence[Section] = (
-    (
-        "Requests",
-        (
-            "requests",
-            "request_",
-            "queue_",
-            "first_token",
-            "decode_sec",
-            "inter_token",
-            "prefill_",
-            "output_t",
-            "prompt_t",
-        ),
+Sections = Mapping[str, str]  # title -> beginnings of names
+OF_WORKERS: Sections = {
+    "Requests": "requests request_ queue_ first_token decode_sec inter_token prefill_ output_t prompt_t",
+    "Steps": "step computed out_of_memory",
+    "Prefix cache": "prefix kv_repair kv_checkpoint kv_reuse kv_held",
+    "KV pool": "kv_ preempt",
+    "Grammars": "grammar_",
+    "Load, as routers and the autoscaler see it": "load_",
+    "Ranks": "rank_ decode_steps",
+    "Disk tier": "disk_",
+    "The process": "worker_ process_ build_",
+}
+OF_ROUTERS: Sections = {
+    "Requests over HTTP": (
+        "router_request router_first router_inter router_broken router_open router_prompt router_output"
     ),
-    ("Steps", ("step", "computed", "out_of_memory")),
-    ("Prefix cache", ("prefix", "kv_repair", "kv_checkpoint", "kv_reuse", "kv_held")),
-    ("KV pool", ("kv_", "preempt")),
-    ("Grammars", ("grammar_",)),
-    ("Load, as routers and the autoscaler see it", ("load_",)),
-    ("Ranks", ("rank_", "decode_steps")),
-    ("Disk tier", ("disk_",)),
-    ("The process", ("worker_", "process_", "build_")),
-)
-OF_ROUTERS: Sequence[Section] = (
-    (
-        "Requests over HTTP",
-        (
-            "router_request",
-            "router_first",
-            "router_inter",
-            "router_broken",
-            "router_open",
-            "router_prompt",
-            "router_output",
-        ),
+    "Answers that are parsed": "router_tool router_degraded router_reasoning",
+    "Where requests go": "router_placement router_predicted router_actual router_hit router_resync router_mirror",
+    "Workers, and requests whose worker goes": (
+        "router_w router_in_ router_fail router_suspects router_drain router_desired"
     ),
-    ("Answers that are parsed", ("router_tool", "router_degraded", "router_reasoning")),
-    (
-        "Where requests go",
-        ("router_placement", "router_predicted", "router_actual", "router_hit", "router_resync", "router_mirror"),
-    ),
-    (
-        "Workers, and requests whose worker goes",
-        ("router_w", "router_in_", "router_fail", "router_suspects", "router_drain", "router_desired"),
-    ),
-    ("Pages and the process", ("router_dropped", "router_process", "router_tasks", "build_")),
-)
+    "Pages and the process": "router_dropped router_process router_tasks build_",
+}
 
 
 def main() -> None:
@@ -132,10 +90,10 @@ def router_families() -> list[Metric]:
     return list(metrics.registry.collect())
 
 
-def _sections(families: Iterable[Metric], sections: Sequence[Section]) -> Iterator[str]:
+def _sections(families: Iterable[Metric], sections: Sections) -> Iterator[str]:
     left = {_shown_name(family): family for family in families}
-    for title, beginnings in sections:
-        names = [name for name in left if name.removeprefix("transom_").startswith(beginnings)]
+    for title, beginnings in sections.items():
+        names = [name for name in left if name.removeprefix("transom_").startswith(tuple(beginnings.split()))]
         rows = [_row(name, left.pop(name)) for name in names]
         yield "\n".join([f"### {title}\n", "| name | labels | |", "|---|---|---|", *rows, ""])
     if left:
@@ -163,7 +121,7 @@ def _row(name: str, family: Metric) -> str:
 
 def _label(label: str, values: Sequence[str], text: str) -> str:
     """The label, with its values if they are few and the family's text does not name all of them."""
-    if label not in LISTED or set(values) <= set(re.findall(r"\w+", text)):
+    if label not in LISTED.split() or set(values) <= set(re.findall(r"\w+", text)):
         return f"`{label}`"
     return f"`{label}`: {', '.join(value or '(none)' for value in values)}"
 

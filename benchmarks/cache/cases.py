@@ -17,7 +17,6 @@ class Case:
     workload: str | None = None
     trace: str | None = None
     arrivals: str = "sequential"
-    host_memory: str = "0"
     skip: int = 0  # requests that are left out
     limit: int | None = None  # requests after those; None: all
     vllm_default: float | None = None
@@ -27,9 +26,8 @@ class Case:
     def name(self) -> str:
         """Words for a table's first column."""
         overlapping = ", overlapping" if self.arrivals == "recorded" else ""
-        host = "" if self.host_memory == "0" else f" + {self.host_memory} host"
         part = "" if self.limit is None else f", requests {self.skip} to {self.skip + self.limit - 1}"
-        return f"{self.workload or self.trace}, {self.model}, {self.memory}{host}{overlapping}{part}"
+        return f"{self.workload or self.trace}, {self.model}, {self.memory}{overlapping}{part}"
 
 
 def _sessions() -> tuple[Case, ...]:
@@ -49,19 +47,6 @@ def _sessions() -> tuple[Case, ...]:
         for model, memory in published
     )
     return turns + others
-
-
-def _prompts() -> tuple[Case, ...]:
-    published = {  # with room for everything
-        "system-prompt": (18 * 4_096 / (20 * 6_144), 19 * 4_096 / (20 * 6_144)),
-        "long-answers": (0.763, 0.965),
-        "edited-message": (0.0, 0.704),
-    }
-    return tuple(
-        Case(workload=workload, model=model, memory="2x", vllm_default=default, vllm_dense=dense)
-        for workload, (default, dense) in published.items()
-        for model in (GPT_OSS, GEMMA)
-    )
 
 
 def _traces() -> tuple[Case, ...]:
@@ -87,29 +72,6 @@ def _traces() -> tuple[Case, ...]:
     return (*conversation, overlapping, *mixed)
 
 
-def _tiers() -> tuple[Case, ...]:
-    """One pool against the same memory in two tiers, and agents without and with a host tier."""
-    conversation = tuple(
-        Case(trace="conversation_a", model=GPT_OSS, memory=memory, host_memory=host_memory, limit=limit)
-        for memory, host_memory, limit in (
-            ("20GiB", "60GiB", 1_000),
-            ("20GiB", "60GiB", None),
-            ("200GiB", "0", None),
-            ("20GiB", "180GiB", None),
-        )
-    )
-    agents = tuple(
-        Case(workload="agents", model=model, memory=memory, host_memory=host_memory, arrivals="recorded", limit=200)
-        for model, memory, host_memory in (
-            (GPT_OSS, "40GiB", "0"),
-            (GPT_OSS, "20GiB", "20GiB"),
-            (GEMMA, "80GiB", "0"),
-            (GEMMA, "80GiB", "160GiB"),
-        )
-    )
-    return conversation + agents
-
-
 def _cuts() -> tuple[Case, ...]:
     """Thousand requests of the traces, which an empty cache that has learned nothing begins with."""
     return tuple(
@@ -119,4 +81,4 @@ def _cuts() -> tuple[Case, ...]:
     )
 
 
-CASES = _sessions() + _prompts() + _traces() + _cuts() + _tiers()
+CASES = _sessions() + _traces() + _cuts()

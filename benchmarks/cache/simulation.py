@@ -98,7 +98,6 @@ def simulate_case(run: Run) -> dict[str, Any]:
     config = SimulationConfig(
         model=run.configs / case.model,
         memory=case.memory,
-        host_memory=case.host_memory,
         trace=run.traces / f"{case.trace}.jsonl" if case.trace else None,
         workload=case.workload,
         arrivals=case.arrivals,

@@ -16,9 +16,10 @@ import torch
 from torch.autograd import DeviceType
 from transformers import PreTrainedConfig
 
+from benchmarks.engine.steps import Steps
 from benchmarks.gpu.geometries import RandomWeights, config_json
 from tests.tiny_checkpoints import byte_tokenizer
-from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.contract import SamplingParams
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import ModelFiles
 from transom_core.settings.settings import Settings
@@ -34,6 +35,7 @@ TOP_KERNELS = 8
 RUNS = 3  # of a prompt, and of some steps each: the median counts, and how far they are apart is the spread
 FIRST_STEPS = 4  # not timed
 BATCHED_TOKENS = 8192  # of a step
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -74,6 +76,7 @@ class Transom:
         begin_s = time.perf_counter()
         self._executor = LocalExecutor(engine_config, loaded)
         self._engine = Engine(engine_config, self._executor, tokenizer, metrics)
+        self._steps = Steps(self._engine)
         self.architecture, self.weight_bytes = architecture, model.weight_bytes
         self.kv_pool_bytes = self._engine.info.memory.kv_bytes
         self._about = {
@@ -82,7 +85,6 @@ class Transom:
             "weight_bytes": model.weight_bytes,
             "num_graphs": self._engine.info.num_graphs,
         }
-        self._num_requests = 0
 
     def prefill(self, num_tokens: int) -> dict[str, Any]:
         """`seconds` to the first token of one prompt, their `spread` over some runs, and that `first_token`."""
@@ -90,31 +92,26 @@ class Transom:
         for _ in range(1 + RUNS):  # the first warms up
             [prompt] = prompts(1, num_tokens, self._vocab_size)
             begin_s = time.perf_counter()
-            self._add(prompt, max_tokens=1)
-            while self._engine.has_work:
-                for event in self._events():
-                    first = event.token_ids[0] if event.token_ids else first
+            self._steps.add(prompt, ONE_TOKEN)
+            [first] = [token for event in self._steps.to_the_end() for token in event.token_ids]
             seconds.append(time.perf_counter() - begin_s)
         return _middle("seconds", seconds[1:]) | {"first_token": first} | self._about
 
     def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """`step_s`, its `spread`, and `tokens_per_s` of `batch` sequences, each `context` tokens long, over runs of `steps` steps;
         and what the device's kernels take of a step."""
-        names = {self._add(prompt, max_tokens=None) for prompt in prompts(batch, context, self._vocab_size)}
-        started: set[str] = set()
-        while started < names:
-            started.update(event.request_id for event in self._events())
-        self._steps(FIRST_STEPS)
+        self._start(batch, context)
+        self._steps.tokens(FIRST_STEPS)
         forward_s, num_replayed, moments = self._engine.forward_s, self._num_replayed(), [time.perf_counter()]
         for _ in range(RUNS):
-            if self._steps(steps) != batch * steps:
+            if self._steps.tokens(steps) != batch * steps:
                 raise RuntimeError(f"{steps} steps did not bring a token for each of {batch} sequences every time.")
             # A step's result has come; what is in flight then belongs to the next run.
             moments.append(time.perf_counter())
         outside_s = moments[-1] - moments[0] - (self._engine.forward_s - forward_s)
         num_replayed = self._num_replayed() - num_replayed
         kernels = self._profiled()
-        self._end(names)
+        self._steps.stop()
         found = _middle("step_s", [(end - begin) / steps for begin, end in itertools.pairwise(moments)])
         return {
             **found,
@@ -134,32 +131,25 @@ class Transom:
         """`seconds` to the first token of prompts whose first `cached` tokens are in the prefix cache, and `more` are new."""
         [prefix] = prompts(1, cached, self._vocab_size)
         seconds, hits = [], 0
-        for tail in [
-            [],
-            *prompts(1 + RUNS, more, self._vocab_size),
-        ]:  # the first prompt is the prefix, the second warms up
+        # The first prompt is the prefix, the second warms up.
+        for tail in [[], *prompts(1 + RUNS, more, self._vocab_size)]:
             begin_s = time.perf_counter()
-            self._add(prefix + tail, max_tokens=1, salt="prefix")
-            while self._engine.has_work:
-                for event in self._events():
-                    hits = event.usage.num_cached_tokens if event.usage is not None else hits
+            self._steps.add(prefix + tail, ONE_TOKEN, salt="prefix")
+            [hits] = [event.usage.num_cached_tokens for event in self._steps.to_the_end() if event.usage is not None]
             seconds.append(time.perf_counter() - begin_s)
         return _middle("seconds", seconds[2:]) | {"cached": hits, "more": more} | self._about
 
     def mixed(self, batch: int, steps: int, length: int) -> dict[str, Any]:
         """`step_s` of `steps` steps in which `batch` sequences decode, and prompts of `length` tokens are computed beside them, one
         after the other; `tokens` of both kinds."""
-        names = {self._add(prompt, max_tokens=None) for prompt in prompts(batch, length, self._vocab_size)}
-        started: set[str] = set()
-        while started < names:
-            started.update(event.request_id for event in self._events())
+        names = self._start(batch, length)
         fresh, tokens, begin_s = iter(prompts(2 * steps, length, self._vocab_size)), 0, time.perf_counter()
         for _ in range(steps):
             if self._engine.scheduler.num_waiting == 0:
-                self._add(next(fresh), max_tokens=1)
-            tokens += sum(1 if event.request_id in names else length for event in self._events())
+                self._steps.add(next(fresh), ONE_TOKEN)
+            tokens += sum(1 if event.request_id in names else length for event in self._steps.step())
         spent_s = time.perf_counter() - begin_s
-        self._end(names)
+        self._steps.stop()
         return {
             "step_s": spent_s / steps,
             "batch": batch,
@@ -168,33 +158,10 @@ class Transom:
             **self._about,
         }
 
-    def _end(self, names: set[str]) -> None:
-        for name in names:
-            self._engine.abort(name)
-        while self._engine.has_work:
-            self._events()
-
-    def _add(self, prompt: list[int], *, max_tokens: int | None, salt: str | None = None) -> str:
-        """Without a salt a request finds nothing in the prefix cache, so that its prompt is computed."""
-        self._num_requests += 1
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        name = f"request-{self._num_requests}"
-        self._engine.add(
-            Request(request_id=name, prompt_token_ids=tuple(prompt), params=params, seed=0, cache_salt=salt or name)
-        )
-        return name
-
-    def _events(self) -> list[OutputEvent]:
-        """Of one step. A step that failed ends the engine and tells its requests so."""
-        events = self._engine.step()
-        for event in events:
-            if event.error is not None:
-                raise RuntimeError(str(event.error))
-        return events
-
-    def _steps(self, count: int) -> int:
-        """Tokens that `count` steps brought."""
-        return sum(len(event.token_ids) for _ in range(count) for event in self._events())
+    def _start(self, batch: int, length: int) -> set[str]:
+        names = {self._steps.add(prompt) for prompt in prompts(batch, length, self._vocab_size)}
+        self._steps.until_started()
+        return names
 
     def _num_replayed(self) -> int:
         """Steps so far that were CUDA graphs."""
@@ -206,7 +173,7 @@ class Transom:
         kind = DeviceType.CUDA if is_cuda else DeviceType.CPU  # calls on the host carry their kernels' times once more
         try:
             with torch.profiler.profile(activities=[kinds.CUDA if is_cuda else kinds.CPU], acc_events=True) as trace:
-                self._steps(PROFILED_STEPS)
+                self._steps.tokens(PROFILED_STEPS)
                 if is_cuda:
                     torch.cuda.synchronize()
             entries = [entry for entry in trace.key_averages() if entry.device_type == kind]

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from transom_core.contract import Request, SamplingParams
+from benchmarks.engine.steps import Steps
+from transom_core.contract import SamplingParams
 from transom_core.model_config.architecture import Architecture, LayerAttention
 from transom_core.model_files.resolve import resolve_text_files
 from transom_core.settings.settings import Settings
@@ -39,6 +40,7 @@ from transom_worker.telemetry.metrics import EngineMetrics
 BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0, 10.0), {"graphs": 0.1, "eager": 1.5}
 CONTEXT, VOCABULARY, HEADS = 1024, 1024, 2
 FIRST_STEPS = 8  # not timed
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1 << 14, ignore_eos=True)
 SPIN_S = 2e-4  # sleeping is not exact
 
 
@@ -133,26 +135,17 @@ def make_engine(device: SimulatedDevice) -> Engine:
 
 def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: float) -> float:
     """The share of the time in which the device computed, while `batch` sequences decoded for some seconds."""
-    device_step_s, device.step_s = device.step_s, 0.0
-    names = [f"{batch}-{time.perf_counter_ns()}-{i}" for i in range(batch)]
-    for i, name in enumerate(names):
-        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1 << 14, ignore_eos=True)
-        prompt = tuple(3 + (i + j) % 900 for j in range(CONTEXT))
-        engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params, seed=i))
-    started: set[str] = set()
-    while len(started) < batch:
-        started.update(event.request_id for event in engine.step())
+    device_step_s, device.step_s, steps = device.step_s, 0.0, Steps(engine)
+    for i in range(batch):
+        steps.add((3 + (i + j) % 900 for j in range(CONTEXT)), SAMPLED, salt="all")
+    steps.until_started()
     device.step_s = device_step_s
-    for _ in range(FIRST_STEPS):
-        engine.step()
+    steps.tokens(FIRST_STEPS)
     begin_s, before_s = time.perf_counter(), device.busy_s
     while time.perf_counter() < begin_s + seconds:
-        engine.step()
+        steps.step()
     share = (device.busy_s - before_s) / (time.perf_counter() - begin_s)
-    for name in names:
-        engine.abort(name)
-    while engine.has_work:
-        engine.step()
+    steps.stop()
     return share
 
 

@@ -1,11 +1,13 @@
 """Load on any OpenAI-compatible server: first token, gaps between tokens, throughput, as a table and as JSON.
 
+    python -m benchmarks.serving.load
     python -m benchmarks.serving.load http://127.0.0.1:8000 --concurrency 1,4,16 --json load.json
-    python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --api chat --shared-prefix 256
+    python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --shared-prefix 256
 
 Closed loop: `--concurrency` clients, each sending its next request when its answer is complete. Open loop: requests arrive at
 `--rate` per second (Poisson), even if the server is late. Several levels run one after another, with prompts of their own.
-`make bench` runs it on the demo model; docs/performance.md has the last figures, which `engine.cpu_peers` took with this client.
+Without a URL it serves the demo model itself, as `make bench` does. docs/performance.md has the last figures, which
+`engine.cpu_peers` took with this client.
 
 Why a client of our own: client and server share two cores in these figures, so a client must cost little, and engines are compared
 on prompts of exactly the same token ids. 8,192 tokens in 64 streams, 16 at once, took 1.4 s of processor time here and 25 s with
@@ -17,11 +19,13 @@ requirements that exclude ours, and guidellm and vLLM's client bring a second to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,18 +35,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
-from benchmarks.serving.load_client import PATHS, Load, LoadClient
+from benchmarks.serving.load_client import Load, LoadClient
 from benchmarks.serving.load_requests import Workload
 
 TABLE_WIDTH = 140
+START_S = 400.0
 
 
 def main(
-    url: Annotated[str, typer.Argument(help="The server, with or without /v1.")],
+    url: Annotated[str, typer.Argument(help="The server, with or without /v1; `transom serve smollm2` if empty.")] = "",
     concurrency: Annotated[str, typer.Option(help="Closed loop: clients, one level after another.")] = "1,4,16",
     rate: Annotated[str, typer.Option(help="Open loop instead: requests per second, one level after another.")] = "",
-    api: Annotated[str, typer.Option(help="completions (token ids) or chat (words).")] = "completions",
     requests: Annotated[int, typer.Option(min=0, help="Per level; 0: 8 per client, at least 32.")] = 0,
     prompt_tokens: Annotated[str, typer.Option(help="Range of prompt lengths.")] = "32-512",
     output_tokens: Annotated[str, typer.Option(help="Range of answer lengths.")] = "16-128",
@@ -57,10 +62,7 @@ def main(
     json_path: Annotated[str, typer.Option("--json", help="Write the figures to this file; - for stdout.")] = "",
 ) -> None:
     """Measure an OpenAI-compatible server under load."""
-    if api not in PATHS:
-        raise typer.BadParameter(f"--api is {api!r}; use completions or chat.")
     workload = Workload(
-        api=api,
         model=model,
         prompt_tokens=read_range(prompt_tokens),
         output_tokens=read_range(output_tokens),
@@ -69,16 +71,17 @@ def main(
         temperature=temperature,
         seed=seed,
     )
-    try:
-        client = LoadClient(base_url=url, api=api, api_key=api_key or None, timeout_s=timeout_s)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.") from None
     console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else TABLE_WIDTH)
     loads = read_loads(concurrency, rate)
-    try:
-        workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
-    except (httpx.HTTPError, OSError, RuntimeError) as error:
-        raise SystemExit(f"{url}: {error}") from None
+    with contextlib.ExitStack() as stack:
+        url = url or stack.enter_context(demo_server())
+        try:
+            client = LoadClient(base_url=url, api_key=api_key or None, timeout_s=timeout_s)
+            workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}.") from None
+        except (httpx.HTTPError, OSError, RuntimeError) as error:
+            raise SystemExit(f"{url}: {error}") from None
     console.print(table(summaries, title=f"{workload.model}, {workload}"))
     for summary in summaries:
         for message, count in summary.errors.items():
@@ -86,6 +89,15 @@ def main(
     write_json(json_path, workload, summaries)
     if any(summary.errors for summary in summaries):
         raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def demo_server() -> Iterator[str]:
+    """`transom serve` of the demo model; its URL."""
+    port = free_port()
+    with ServerProcess("transom", transom_serve("smollm2", port), os.environ) as server:
+        server.wait_until(lambda: READY in server.log_text(), START_S)
+        yield f"http://127.0.0.1:{port}"
 
 
 def read_range(text: str) -> tuple[int, int]:

@@ -171,10 +171,7 @@ def decode(packets: Sequence[Packet]) -> tuple[int, list[Packet]]:
 
 
 def has_token(event: dict[str, Any]) -> bool:
-    """Whether the event carries text. A completion's event counts even when its text is still an unfinished character."""
+    """Whether the event carries a token, which counts even when its text is still an unfinished character."""
     for choice in event.get("choices") or ():
-        delta = choice.get("delta")
-        if delta is not None:
-            return bool(delta.get("content") or delta.get("reasoning_content"))
         return bool(choice.get("text")) or choice.get("finish_reason") is None
     return False

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PATH = "/v1/completions"
 READ_BYTES = 1 << 16
 LAST_CHUNK = b"\r\n0\r\n\r\n"  # no event ends so: its lines end in \n, and none is a bare 0
 Packet = tuple[float, bytes]  # seconds of the monotonic clock, bytes
@@ -51,9 +51,9 @@ class Load:
 
 
 class LoadClient:
-    """A client of one server's API."""
+    """A client of one server's completions."""
 
-    def __init__(self, *, base_url: str, api: str, api_key: str | None = None, timeout_s: float) -> None:
+    def __init__(self, *, base_url: str, api_key: str | None = None, timeout_s: float) -> None:
         """`base_url` may end in /v1. Raises ValueError for what is not an http or https URL."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -65,7 +65,7 @@ class LoadClient:
         self._headers = {"Host": parts.netloc, "Connection": "close", "Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._request_line = f"POST {prefix}{PATHS[api]} HTTP/1.1"
+        self._request_line = f"POST {prefix}{PATH} HTTP/1.1"
         self._timeout_s = timeout_s
 
     async def first_model(self) -> str:

@@ -9,23 +9,15 @@ from typing import Any
 
 FIRST_TOKEN_ID = 1000  # below lie special tokens and single bytes, in every vocabulary that we know
 LAST_TOKEN_ID = 30000
-COMMON_WORDS = (  # a token each in most vocabularies
-    "time people water year work house world home school family story point week company group number room area money fact "
-    "month night word study book eye job business issue side kind head hour game line member law car city name team "
-    "minute idea body back parent face level office door health person art war history party result change morning "
-    "reason research girl guy moment air teacher force order plan place case end road map table river light"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """How requests are drawn: lengths in tokens, both ends included.
 
-    Prompts are token ids for the completions API, so that lengths are exact; for chat they are common words, about a token
-    each. `shared_prefix_tokens` of every prompt are the same; the rest is its own.
+    Prompts are token ids, so that lengths are exact. `shared_prefix_tokens` of every prompt are the same; the rest is its own.
     """
 
-    api: str = "completions"
     model: str
     prompt_tokens: tuple[int, int] = (32, 512)
     output_tokens: tuple[int, int] = (16, 128)
@@ -38,7 +30,7 @@ class Workload:
         """The workload in a few words."""
         prompt, output = ("-".join(map(str, ends)) for ends in (self.prompt_tokens, self.output_tokens))
         shared = f", first {self.shared_prefix_tokens} shared" if self.shared_prefix_tokens else ""
-        return f"{self.api}, prompts {prompt}{shared}, answers {output} tokens"
+        return f"prompts {prompt}{shared}, answers {output} tokens"
 
     def bodies(self, label: str) -> Iterator[dict[str, Any]]:
         """Request bodies without end; another label draws other prompts, so that runs do not hit each other's cache."""
@@ -49,12 +41,10 @@ class Workload:
             own = self._draw(stream, max(1, num_prompt_tokens - len(shared)))
             yield self._body([*shared, *own], stream.randint(*self.output_tokens))
 
-    def _draw(self, source: random.Random, count: int) -> list[Any]:
-        if self.api == "chat":
-            return source.choices(COMMON_WORDS.split(), k=count)
+    def _draw(self, source: random.Random, count: int) -> list[int]:
         return [source.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(count)]
 
-    def _body(self, prompt: list[Any], max_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -64,6 +54,4 @@ class Workload:
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
-        if self.api == "chat":
-            return body | {"messages": [{"role": "user", "content": " ".join(prompt)}]}
         return body | {"prompt": prompt}

@@ -123,7 +123,7 @@ async def busy(client: LoadClient, workload: Workload) -> None:
 
 async def measure(url: str, keys: list[str], num_requests: int, console: Console) -> list[Summary]:
     """The victim's figures beside nothing, beside a busy client, and beside each attack."""
-    victim, other = (LoadClient(base_url=url, api="completions", api_key=key, timeout_s=TIMEOUT_S) for key in keys)
+    victim, other = (LoadClient(base_url=url, api_key=key, timeout_s=TIMEOUT_S) for key in keys)
     usual = Workload(model=await victim.first_model(), prompt_tokens=(32, 128), output_tokens=(32, 32))
     await victim.run(Load(concurrency=4), usual.bodies("warm-up"), 8)
     found = []

@@ -97,7 +97,7 @@ def test_divergences_are_excused_at_near_ties_alone() -> None:
     assert families.compare([right], [lost]).worst == float("inf")
 
 
-@pytest.mark.parametrize("name", ["mistral", families.V4])
+@pytest.mark.parametrize("name", ["mistral", pytest.param(families.V4, marks=pytest.mark.exhaustive)])
 def test_a_family_beside_itself(name: str) -> None:
     found = families.answer(TINY, name, {})
     assert (found["status"], found["error"]) == ("passed", "")

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"prompt_tokens": (4, 8), "output_tokens": (2, 4)}
 
 
 async def measure(server, loads):
-    client = LoadClient(base_url=server.url, api="completions", timeout_s=120)
+    client = LoadClient(base_url=server.url, timeout_s=120)
     return await load.measure(client, Workload(model="", **SMALL), loads, 6, 2, QUIET)
 
 
@@ -78,6 +78,3 @@ def test_prompts_have_the_drawn_lengths_and_are_the_same_for_the_same_seed():
     assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
     assert len({tuple(body["prompt"][3:]) for body in bodies}) == 200
     assert bodies == first(200, "a", shared_prefix_tokens=3) != first(200, "b", shared_prefix_tokens=3)
-    [chat] = first(1, "a", api="chat", prompt_tokens=(5, 5), ignore_eos=False)
-    assert len(chat["messages"][0]["content"].split()) == 5
-    assert "ignore_eos" not in chat

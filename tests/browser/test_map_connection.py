@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, FREE, FakeWorker
+from tests.browser.block_frames import ACTIVE, FREE, FakeWorker, fake_with_a_request
 from tests.browser.map_page import MapPage
 from tests.browser.map_server import event
 
@@ -17,10 +17,7 @@ BLUE = "#0072b2"
 
 @pytest.fixture
 def worker() -> FakeWorker:
-    fake = FakeWorker()
-    fake.lease(0, 0)
-    fake.put(0, 0, ACTIVE, references=1)
-    return fake
+    return fake_with_a_request()
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(block_map: MapPage, worker: FakeWorker) -> None:

@@ -6,20 +6,13 @@ import re
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, FakeWorker
+from tests.browser.block_frames import ACTIVE, FakeWorker, fake_with_a_request
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
 
 BLUE = "#0072b2"
 GONE = re.compile(r"gone since \d\d:\d\d:\d\d")
-
-
-def busy(name: str) -> FakeWorker:
-    fake = FakeWorker(worker=name, running=1)
-    fake.lease(0, 0)
-    fake.put(0, 0, ACTIVE, references=1)
-    return fake
 
 
 def present(block_map: MapPage, *names: str) -> None:
@@ -47,7 +40,7 @@ def crashed(block_map: MapPage) -> tuple[FakeWorker, FakeWorker, list[str]]:
     """Two workers, of which the first has departed, and the snapshots of the map at two moments before, five seconds apart."""
     block_map.freeze_clock()
     block_map.open()
-    first, second = busy("w0"), busy("w1")
+    first, second = fake_with_a_request("w0"), fake_with_a_request("w1")
     present(block_map, "w0", "w1")
     block_map.send(first.frame(whole=True))
     block_map.pass_time(1)
@@ -103,7 +96,7 @@ def test_one_can_step_back_to_before_the_crash(
 def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()
-    fake = busy("w0")
+    fake = fake_with_a_request("w0")
     present(block_map, "w0")
     block_map.send(fake.frame(whole=True))
     before = block_map.all_pixels()
@@ -126,7 +119,7 @@ def test_eight_are_kept_at_most_and_the_oldest_goes_first(block_map: MapPage) ->
     block_map.open()
     names = [f"w{i}" for i in range(11)]
     present(block_map, *names, "idle")
-    block_map.send(*(busy(name).frame(whole=True) for name in names))
+    block_map.send(*(fake_with_a_request(name).frame(whole=True) for name in names))
     for left in range(1, 11):
         block_map.pass_time(1)
         present(block_map, *names[left:])
@@ -156,7 +149,7 @@ def test_a_worker_that_comes_back_was_away_between(
 def test_a_filter_for_who_left_is_taken_back_but_can_be_set_again(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()
-    first, second = busy("w0"), busy("w1")
+    first, second = fake_with_a_request("w0"), fake_with_a_request("w1")
     present(block_map, "w0", "w1")
     block_map.send(first.frame(whole=True), second.frame(whole=True))
     block_map.page.select_option("#worker-filter", "w0")

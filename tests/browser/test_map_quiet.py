@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, FakeWorker
+from tests.browser.block_frames import fake_with_a_request
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
@@ -15,13 +15,6 @@ ANNOUNCED = """() => {
   const watched = { childList: true, characterData: true, subtree: true };
   new MutationObserver(() => said.push(region.textContent)).observe(region, watched);
 }"""
-
-
-def worker(name: str) -> FakeWorker:
-    fake = FakeWorker(worker=name)
-    fake.lease(0, 0)
-    fake.put(0, 0, ACTIVE, references=1)
-    return fake
 
 
 def note(block_map: MapPage, name: str) -> str:
@@ -39,7 +32,7 @@ def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()
     block_map.evaluate(ANNOUNCED)
-    hangs, rests = worker("hangs"), worker("rests")
+    hangs, rests = fake_with_a_request("hangs"), fake_with_a_request("rests")
     block_map.send(hangs.frame(whole=True), rests.frame(whole=True))
     for seconds in (5, 7, 1):
         assert note(block_map, "hangs") == ""
@@ -65,7 +58,7 @@ def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
 def test_a_stream_that_was_lost_is_no_workers_silence(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()
-    fake = worker("w0")
+    fake = fake_with_a_request("w0")
     block_map.send(fake.frame(whole=True))
     block_map.server.drop()
     block_map.page.wait_for_selector("#status[data-kind=lost]")

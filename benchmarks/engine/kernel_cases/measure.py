@@ -38,8 +38,8 @@ def measure_rival(case: Case, rival: str, device: torch.device, timer: Timer) ->
 
 def _prepared(case: Case, device: torch.device) -> Prepared | str:
     """The case on its device, in memory of its own; or why there is no room for it."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:

@@ -23,11 +23,10 @@ from benchmarks.engine.peers.engine import (
     clean_environment,
     random_prompt,
 )
+from benchmarks.engine.steps import Steps
 from benchmarks.json_child import ROOT, Child, answer_calls
 from benchmarks.server_process import transom_serve
-from transom_core.contract import Request, SamplingParams
 from transom_core.settings.settings import Settings
-from transom_worker.engine.engine import Engine as TransomEngine
 from transom_worker.engine.startup import build_engine
 
 KV_CACHE_MEMORY = "2GiB"  # as vLLM gets
@@ -97,79 +96,42 @@ class Variant(Transom):
 class TransomChild:
     """One engine and the sequences that it decodes now."""
 
-    def __init__(self) -> None:
-        self._engine: TransomEngine | None = None
-        self._running: list[str] = []
-        self._num_requests = 0
+    _steps: Steps
+    _batch = 0
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Build the engine."""
         begin_s = time.perf_counter()
-        self._engine = build_engine(Settings.parse(**settings).engine_config())
+        self._steps = Steps(build_engine(Settings.parse(**settings).engine_config()))
         return {"seconds": time.perf_counter() - begin_s}
 
     def prefill(self, num_tokens: int) -> dict[str, Any]:
         """Seconds from the admission of one new prompt to its first token."""
-        self._stop_all()
+        self._steps.stop()
         begin_s = time.perf_counter()
-        self._add(random_prompt(random.Random(), num_tokens))
-        self._steps_until_all_started()
+        self._steps.add(random_prompt(random.Random(), num_tokens))
+        self._steps.until_started()
         return {"seconds": time.perf_counter() - begin_s}
 
     def start(self, batch: int, context: int) -> dict[str, Any]:
         """Start `batch` sequences and run until each has its first token, which stands at position `context`."""
-        self._stop_all()
+        self._steps.stop()
+        self._batch = batch
         for index in range(batch):
-            self._add(random_prompt(random.Random(f"{context} {index}"), context))
-        self._steps_until_all_started()
+            self._steps.add(random_prompt(random.Random(f"{context} {index}"), context), salt="start")
+        self._steps.until_started()
         return {}
 
     def decode(self, steps: int) -> dict[str, Any]:
         """Seconds of `steps` decode steps of all started sequences."""
-        built, begin_s = self._built(), time.perf_counter()
-        num_tokens = sum(len(event.token_ids) for _ in range(steps) for event in built.step())
+        begin_s = time.perf_counter()
+        num_tokens = self._steps.tokens(steps)
         seconds = time.perf_counter() - begin_s
-        if num_tokens != steps * len(self._running):
+        if num_tokens != steps * self._batch:
             raise RuntimeError(
-                f"{steps} steps of {len(self._running)} sequences gave {num_tokens} tokens; the KV pool is too small."
+                f"{steps} steps of {self._batch} sequences gave {num_tokens} tokens; the KV pool is too small."
             )
         return {"seconds": seconds, "tokens": num_tokens}
-
-    def _built(self) -> TransomEngine:
-        if self._engine is None:
-            raise RuntimeError("`load` comes first.")
-        return self._engine
-
-    def _add(self, prompt: list[int]) -> None:
-        self._num_requests += 1
-        request_id = f"bench-{self._num_requests}"
-        self._built().add(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=tuple(prompt),
-                params=SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True),
-                seed=0,
-            )
-        )
-        self._running.append(request_id)
-
-    def _steps_until_all_started(self) -> None:
-        """Step until every running sequence has a token."""
-        started: set[str] = set()
-        while len(started) < len(self._running):
-            for event in self._built().step():
-                if event.error is not None:
-                    raise RuntimeError(f"{event.request_id}: {event.error}")
-                if event.token_ids:
-                    started.add(event.request_id)
-
-    def _stop_all(self) -> None:
-        built = self._built()
-        for request_id in self._running:
-            built.abort(request_id)
-        self._running.clear()
-        while built.has_work:
-            built.step()
 
 
 if __name__ == "__main__":

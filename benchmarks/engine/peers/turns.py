@@ -171,7 +171,7 @@ class Bench:
 async def closed_loop(url: str, level: int, requests: int, number: int) -> Summary:
     """One level of `serving.load`, after two requests that warm up; every round has prompts of its own."""
     workload = Workload(model=SERVED_NAME, seed=number)
-    client = LoadClient(base_url=url, api=workload.api, timeout_s=600.0)
+    client = LoadClient(base_url=url, timeout_s=600.0)
     await client.run(Load(concurrency=2), workload.bodies("warm-up"), 2)
     load, begin_cpu_s = Load(concurrency=level), time.process_time()
     raws = await client.run(load, workload.bodies(load.label), requests)

@@ -11,8 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.serving.load_requests import COMMON_WORDS
-
+COMMON_WORDS = (  # a token each in most vocabularies
+    "time people water year work house world home school family story point week company group number room area money fact "
+    "month night word study book eye job business issue side kind head hour game line member law car city name team "
+    "minute idea body back parent face level office door health person art war history party result change morning "
+    "reason research girl guy moment air teacher force order plan place case end road map table river light"
+)
 WORDS = COMMON_WORDS.split()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GENERATING = (CHAT, COMPLETIONS)

@@ -1,4 +1,4 @@
-"""`Feed`: passes one worker's block map frames to one client.
+"""`Feed` passes one worker's block map frames to one client, through the client's `Outbox`.
 
 - **frame**: a binary message with blocks. A **whole frame** has all blocks of the worker; later frames have only the changes.
 - **feed**: reads the frames of one worker and puts them into the client's outbox as server-sent events. If the client reads too
@@ -11,13 +11,14 @@ import asyncio
 import base64
 import contextlib
 import json
+from collections import Counter, deque
 from typing import Any
 
-from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient
 from transom_core.errors import TransomError
 
+MAX_UNSENT = 2  # frames of one worker that may wait
 MAX_MESSAGE_CHARS = 300
 
 
@@ -29,6 +30,53 @@ def sse(event: str, data: bytes) -> bytes:
 def sse_json(event: str, value: Any) -> bytes:
     """Return one server-sent event with a value as JSON."""
     return sse(event, json.dumps(value).encode())
+
+
+class Outbox:
+    """A queue of events: the workers' feeds fill it, and the response's task empties it. Runs on one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[bytes, str | None]] = deque()
+        self.num_unsent: Counter[str] = Counter()  # frames by worker; workers without a waiting frame have no entry
+        self._changed = asyncio.Event()
+        self._sent = asyncio.Event()
+
+    def is_full(self, worker: str) -> bool:
+        """Return whether `MAX_UNSENT` frames of this worker wait."""
+        return self.num_unsent[worker] >= MAX_UNSENT
+
+    def put(self, event: bytes, worker: str | None = None) -> None:
+        """Add a server-sent event. `worker` is the worker whose frame it is; None for other events."""
+        self._waiting.append((event, worker))
+        if worker is not None:
+            self.num_unsent[worker] += 1
+        self._changed.set()
+
+    async def next(self, timeout_s: float) -> bytes | None:
+        """Take the next event; return None if none came within `timeout_s`."""
+        if not self._waiting:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+        if not self._waiting:
+            return None
+        event, worker = self._waiting.popleft()
+        if worker is not None:
+            self._uncount(worker)
+            self._sent.set()
+        return event
+
+    def _uncount(self, worker: str) -> None:
+        self.num_unsent[worker] -= 1
+        if not self.num_unsent[worker]:
+            del self.num_unsent[worker]
+
+    async def wait_until_empty(self, worker: str) -> None:
+        """Wait until all of this worker's frames have been taken."""
+        while self.num_unsent[worker]:
+            self._sent.clear()
+            await self._sent.wait()
 
 
 class Feed:

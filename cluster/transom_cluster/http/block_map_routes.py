@@ -13,8 +13,7 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from transom_cluster.blockmap.feed import Feed, describe_error, sse_json
-from transom_cluster.blockmap.outbox import Outbox
+from transom_cluster.blockmap.feed import Feed, Outbox, describe_error, sse_json
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
 from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.request_state import request_state

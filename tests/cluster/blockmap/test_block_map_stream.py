@@ -18,7 +18,7 @@ from tests.cluster import conftest
 from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, timings, until
 from tests.cluster.stub_worker import StubWorker
-from transom_cluster.blockmap import outbox
+from transom_cluster.blockmap.feed import MAX_UNSENT
 from transom_cluster.http.api import build_api
 from transom_core.errors import Overloaded
 
@@ -151,7 +151,7 @@ async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
         await until(watched(slow))  # and begun anew
         told = call.events("frame")
         assert told == [b"%d" % number for number in range(len(told))]
-        assert len(told) <= outbox.MAX_UNSENT + 1
+        assert len(told) <= MAX_UNSENT + 1
         slow.watchers[0].put_nowait(b"whole")
         await until(lambda: call.events("frame")[-1] == b"whole")
         assert not call.events("problem")
