@@ -28,7 +28,6 @@ from transom_cluster.http.request_middleware import set_response_id
 from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, render_chat
 from transom_cluster.openai.request.answer_options import AnswerOptions
@@ -59,7 +58,7 @@ class PreparedChat:
 
     params: SamplingParams
     requests: Sequence[contract.Request]
-    answers: Sequence[ChatAnswer]
+    answers: Sequence[AnswerReader]
     is_parsed: bool
 
 
@@ -128,8 +127,10 @@ class PromptRequest:
         grammar = await self.grammar(markup, options, context)
         requests = await self.engine_requests(body, [prompt], params, limits, grammar, prompt_param="messages")
         answers = [
-            ChatAnswer(
-                AnswerReader(tokenizer, one.params, markup.format.parser(tokenizer, context)),
+            AnswerReader(
+                tokenizer,
+                one.params,
+                markup.format.parser(tokenizer, context),
                 include_reasoning=options.include_reasoning,
                 parallel_tool_calls=options.tools_demand is None or options.tools_demand.parallel,
             )
@@ -160,15 +161,15 @@ class PromptRequest:
         Raises:
             RequestError: no grammar can express the constraint, or the check refuses it; `param` names the field.
         """
-        demand, checker = options.form.demand, self._router.grammar_checker
+        tokenizer, checker = self._router.tokenizer, self._router.grammar_checker
         write = functools.partial(
-            markup.format.grammar, self._router.tokenizer, context, message=demand, tools=options.tools_demand
+            markup.format.grammar, tokenizer, context, message=options.message, tools=options.tools_demand
         )
         grammar = await self.threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
         if grammar is None:
             return None
         check = functools.partial(
-            checker.check, grammar, param=options.form.param or "tools", client=self.threads.client
+            checker.check, grammar, param=options.message_param or "tools", client=self.threads.client
         )
         return check() if checker.is_known(grammar) else await self.threads.check(check)
 

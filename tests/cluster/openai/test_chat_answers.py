@@ -14,7 +14,6 @@ from tests.cluster.openai.published_document import check_published
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
 from transom_cluster.openai.answer import response_types
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata
@@ -57,10 +56,7 @@ def writer_of(
 ) -> ChatWriter:
     requests = [request_of(choice) for choice in range(len(scripts))]
     answers = [
-        ChatAnswer(
-            AnswerReader(ScriptedTokenizer(steps), request.params, ScriptedParser(steps, at_end)),  # type: ignore[arg-type]
-            **answer,
-        )
+        AnswerReader(ScriptedTokenizer(steps), request.params, ScriptedParser(steps, at_end), **answer)  # type: ignore[arg-type]
         for steps, request in zip(scripts, requests, strict=True)
     ]
     return ChatWriter(

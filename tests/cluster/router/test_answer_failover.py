@@ -25,7 +25,6 @@ from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_state import RequestState
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.router.router import Router
@@ -123,7 +122,7 @@ async def answered(router: Router, case: Case) -> str:
         for i in range(len(case.texts))
     ]
     answers = [
-        ChatAnswer(AnswerReader(router.tokenizer, params, format_of(case.markup).parser(router.tokenizer, CONTEXT)))
+        AnswerReader(router.tokenizer, params, format_of(case.markup).parser(router.tokenizer, CONTEXT))
         for _ in requests
     ]
     writer = ChatWriter(

@@ -1,7 +1,7 @@
 """Writes responses of /v1/chat/completions: `chat.completion` as a whole, `chat.completion.chunk` in a stream.
 
 If an answer can only be text, the text goes from the engine's event to the client unchanged. If the answer may have reasoning or
-tool calls, a `ChatAnswer` parses it, and its parts become deltas or a message.
+tool calls, an `AnswerReader` parses it, and its parts become deltas or a message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_message import ChatMessage, call_id, chat_deltas
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import (
@@ -46,9 +46,9 @@ class ChatWriter(ChunkWriter):
         *,
         include_usage: bool = False,
         num_top_logprobs: int | None = None,
-        answers: Sequence[ChatAnswer] = (),
+        answers: Sequence[AnswerReader] = (),
     ) -> None:
-        super().__init__(metadata, requests, include_usage=include_usage, readers=[answer.reader for answer in answers])
+        super().__init__(metadata, requests, include_usage=include_usage, readers=answers)
         self._answers = answers
         self._messages = [ChatMessage() for _ in answers]
         self._num_prompt_logprobs = requests[0].params.prompt_logprobs or 0

@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.cluster.openai.published_document import check_event, check_published
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import wire_error
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata
@@ -60,18 +60,18 @@ class Letters:
         return bytes([token_id])
 
 
-class ScriptedReader:
+class ScriptedReader(AnswerReader):
     """Gives one part of the answer for each event, and the rest with the last one."""
 
     def __init__(self, parts: Sequence[AnswerPart]) -> None:
+        super().__init__(Letters(), SamplingParams(), None)  # type: ignore[arg-type]
         self._parts = iter(parts)
-        self.num_read = 0
         self.num_reasoning_tokens = 2
 
     def is_message(self, position: int) -> bool:
         return True
 
-    def read(self, event: OutputEvent) -> list[AnswerPart]:
+    def _read(self, event: OutputEvent) -> list[AnswerPart]:
         self.num_read += len(event.token_ids)
         parts = self._parts if event.finish_reason else itertools.islice(self._parts, 1)
         return list(parts)
@@ -97,7 +97,7 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
     return ResponsesWriter(
         ResponseMetadata(id="resp_abc", model="m", created_s=7),
         [engine_request],
-        ChatAnswer(ScriptedReader(parts)),  # type: ignore[arg-type]
+        ScriptedReader(parts),
         options,
         request_echo(request, SamplingParams()),
     )
