@@ -109,4 +109,4 @@ def test_requests_of_the_published_document(server: HttpServer, subtests: pytest
     schema = schemathesis.openapi.from_dict(_served())
     schema.config.generation.update(modes=[GenerationMode.POSITIVE])
     schema.config.phases.coverage.enabled = False  # a thousand variants of fields that are refused by name
-    check_all_operations(schema, check, subtests, max_examples=num_examples(15, 500))
+    check_all_operations(schema, check, subtests, max_examples=num_examples(5, 500))

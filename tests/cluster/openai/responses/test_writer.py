@@ -34,6 +34,7 @@ from transom_core.text.markup.parts import (
 )
 
 PARSER = BodyParser(ResponsesRequest, RESPONSES_RULES)
+CLIENT_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ANSWER: list[AnswerPart] = [
     ReasoningText("The user"),
@@ -127,7 +128,7 @@ def sent_events(text: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         check_event(event)
-        TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+        CLIENT_EVENT.validate_python(event, strict=True)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
