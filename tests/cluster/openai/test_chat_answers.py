@@ -62,7 +62,7 @@ def writer_of(
     return ChatWriter(
         ResponseMetadata(id="chatcmpl-1", model="m", created_s=1),
         requests,
-        ScriptedTokenizer(scripts[0]),
+        ScriptedTokenizer(scripts[0]),  # type: ignore[arg-type]
         include_usage=True,
         num_top_logprobs=num_top_logprobs,
         answers=answers,

@@ -90,7 +90,7 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
     options = ItemOptions(
         response_id="resp_abc",
         names=names,
-        tokenizer=Letters(),
+        tokenizer=Letters(),  # type: ignore[arg-type]
         num_top_logprobs=num_top,
         includes_encrypted_reasoning=request.includes_encrypted_reasoning,
     )
