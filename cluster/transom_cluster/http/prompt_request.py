@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
-from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.client_threads import ClientThreads, RequestThreads
 from transom_cluster.http.request_middleware import set_response_id
 from transom_cluster.http.request_state import request_state, routed_path
@@ -219,7 +218,8 @@ class PromptRequest:
         further = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)
         timeout_s = config.limits.request_timeout_s
         time_left_s = None if timeout_s is None else max(0.0, timeout_s - state.age_s)
-        salt = client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt
+        # With the client in the salt, requests of different clients never share cached prefixes.
+        salt = f"{state.client}:{body.cache_salt or ''}" if config.salt_by_key else body.cache_salt
         configured = self._router.engine_seed if params.seed is None else params.seed
         for p, prompt in enumerate(prompts):
             seed = secrets.randbits(63) if configured is None else configured
