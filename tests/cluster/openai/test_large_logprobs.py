@@ -139,8 +139,8 @@ def writers(num_tokens: int, n: int) -> list[ResponseWriter]:
 
 
 def test_memory_while_a_response_is_kept_and_written() -> None:
-    """An entry takes 12 bytes until it is sent; 84,000 of them take some 130 bytes each as objects, and more as JSON."""
-    num_tokens, n = 500, 8
+    """An entry takes 12 bytes until it is sent; 42,000 of them take some 130 bytes each as objects, and more as JSON."""
+    num_tokens, n = 250, 8
     num_entries = num_tokens * n * 21
     writers(num_tokens, 1)  # so that Python's lists of unused objects are full
     tracemalloc.start()
