@@ -61,6 +61,16 @@ def stream_events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+class StubPeers:
+    """Other routers, asked in the same process; an exception stands for one that does not answer."""
+
+    def __init__(self, *others: Router | Exception) -> None:
+        self.others = others
+
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
+
+
 @dataclass
 class Api:
     """The API in the test's own event loop, without sockets. `worker` is the first of `workers`."""
