@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -51,6 +52,23 @@ def make_router(
         tracing=tracing,
         grammar_checker=AnyGrammar(),  # type: ignore[arg-type]
     )
+
+
+def stream_events(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream that has ended as it should."""
+    *lines, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+class StubPeers:
+    """Other routers, asked in the same process; an exception stands for one that does not answer."""
+
+    def __init__(self, *others: Router | Exception) -> None:
+        self.others = others
+
+    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
+        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
 from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
-from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
+from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import LimitSet
 from transom_cluster.http.client_threads import RequestThreads
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
@@ -47,11 +47,12 @@ def build_api(router: Router) -> FastAPI:
     api = FastAPI(
         title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
-    keys, admins = ApiKeys.from_config(router.config), ApiKeys.admins_from_config(router.config)
-    limits = LimitSet(router.config.limits)
+    config = router.config
+    keys = ApiKeys(config.api_keys, config.api_key_file)
+    admins = ApiKeys((), config.admin_api_key_file, flag=ADMIN_FLAG)
+    limits = LimitSet(config.limits)
     api.state.limits = limits
     # The innermost layer comes first: outer layers count and log the requests that inner layers refuse.
-    config = router.config
     api.add_middleware(AdmissionMiddleware, config=config, keys=keys, admins=admins, limits=limits)
     api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)
     if config.allowed_origins:
@@ -69,7 +70,7 @@ def build_api(router: Router) -> FastAPI:
     admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))
     complete_openapi_document(document, needs_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
     _answer_head_requests(api)
-    for endpoint, statuses in declared_statuses(api.routes, document, router.config).items():
+    for endpoint, statuses in declared_statuses(api.routes, document, config).items():
         router.metrics.may_end(endpoint, statuses)
     return api
 

@@ -58,22 +58,12 @@ class ApiKeys:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._flag = flag
-        self._fixed = [_Key(key) for key in keys]
+        self._fixed = [_digest_and_owner(key) for key in keys]
         self._path = path
         self._clock = clock
         self._next_check_s = clock() + FILE_CHECK_PERIOD_S
         self._version = None if path is None else _version(path)
-        self._from_file = [] if path is None else [_Key(*one) for one in read_key_file(path, flag=flag).items()]
-
-    @classmethod
-    def from_config(cls, config: ServerConfig) -> ApiKeys:
-        """Make the clients' keys from a server's settings."""
-        return cls(config.api_keys, config.api_key_file)
-
-    @classmethod
-    def admins_from_config(cls, config: ServerConfig) -> ApiKeys:
-        """Make the admin keys from a server's settings."""
-        return cls((), config.admin_api_key_file, flag=ADMIN_FLAG)
+        self._from_file = [] if path is None else self._read(path)
 
     @property
     def are_required(self) -> bool:
@@ -83,12 +73,15 @@ class ApiKeys:
     def owner_of(self, presented: bytes) -> KeyOwner | None:
         """Return the client that has the presented key; None if no client has it."""
         self._reload_if_changed()
-        digest = sha256(presented).digest()
+        presented_digest = sha256(presented).digest()
         found = None
-        for key in (*self._fixed, *self._from_file):
-            if hmac.compare_digest(key.digest, digest):
-                found = key.owner
+        for digest, owner in (*self._fixed, *self._from_file):
+            if hmac.compare_digest(digest, presented_digest):
+                found = owner
         return found
+
+    def _read(self, path: str) -> list[tuple[bytes, KeyOwner]]:
+        return [_digest_and_owner(*one) for one in read_key_file(path, flag=self._flag).items()]
 
     def _reload_if_changed(self) -> None:
         now_s = self._clock()
@@ -100,7 +93,7 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._from_file = [_Key(*one) for one in read_key_file(self._path, flag=self._flag).items()]
+            self._from_file = self._read(self._path)
             logger.info("Read %d API keys from %s.", len(self._from_file), self._path)
         except ConfigError as error:
             logger.error("API keys stay as they were: %s", error)
@@ -113,15 +106,11 @@ class KeyOwner(NamedTuple):
     weight: float
 
 
-class _Key:
-    """One key's digest, and the name of its client. The digest cannot be computed from the name."""
-
-    __slots__ = ("digest", "owner")
-
-    def __init__(self, key: str, weight: float = 1.0) -> None:
-        raw = key.encode()
-        self.digest = sha256(raw).digest()
-        self.owner = KeyOwner(sha256(b"transom client\0" + raw).hexdigest()[:_CLIENT_DIGITS], weight)
+def _digest_and_owner(key: str, weight: float = 1.0) -> tuple[bytes, KeyOwner]:
+    """Return a key's digest, and its client. The digest cannot be computed from the client's name."""
+    raw = key.encode()
+    client = sha256(b"transom client\0" + raw).hexdigest()[:_CLIENT_DIGITS]
+    return sha256(raw).digest(), KeyOwner(client, weight)
 
 
 def read_key_file(path: str, *, flag: str = "--api-key-file") -> dict[str, float]:
@@ -131,8 +120,7 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> dict[str, float
 
     Raises:
         ConfigError: the path is empty; the file is missing, is readable by all users of the machine, is not text or has no key; or
-        a
-            weight is not a number in the allowed range.
+            a weight is not a number in the allowed range.
     """
     if not path.strip():
         raise ConfigError(f"{flag} is empty; give a file with one key per line, or leave it out to serve without keys.")
@@ -207,11 +195,6 @@ def current_keys(config: ServerConfig) -> tuple[str, ...]:
 def address_digest(address: str) -> str:
     """Return a name for the clients at an address, for servers without keys. The name does not reveal the address to workers."""
     return sha256(b"transom address\0" + address.encode()).hexdigest()[:_CLIENT_DIGITS]
-
-
-def client_cache_salt(cache_salt: str | None, client: str) -> str:
-    """Combine a request's cache salt with its client, so that requests of different clients never share cached prefixes."""
-    return f"{client}:{cache_salt or ''}"
 
 
 def shows_all_clients(path: str) -> bool:

@@ -18,7 +18,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transom_core.config import LimitsConfig
 from transom_core.contract import Request
@@ -38,6 +38,31 @@ class Budget:
     limit: int
     remaining: int
     reset_s: float
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Holds up to `capacity` tokens, and gains `per_s` of them in a second. It is full when it is made; `left` may be a debt."""
+
+    capacity: float
+    per_s: float
+    refilled_s: float
+    left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.capacity
+
+    def refill(self, now_s: float) -> None:
+        """Add the tokens for the time since the last call."""
+        self.left = min(self.capacity, self.left + (now_s - self.refilled_s) * self.per_s)
+        self.refilled_s = now_s
+
+
+@dataclass(slots=True)
+class _Client(TokenBucket):
+    """One client's bucket, and the counter of what it has at once."""
+
+    num_concurrent: int = 0
 
 
 class ClientLimits:
@@ -116,9 +141,8 @@ class ClientLimits:
         state = self._clients.get(client)
         if state is None:
             self._forget_idle(now_s)
-            state = self._clients[client] = _Client(left=most, refilled_s=now_s)
-        state.left = min(most, state.left + (now_s - state.refilled_s) * most / 60)
-        state.refilled_s = now_s
+            state = self._clients[client] = _Client(most, most / 60, now_s)
+        state.refill(now_s)
         return state
 
     def _forget_idle(self, now_s: float) -> None:
@@ -126,20 +150,9 @@ class ClientLimits:
         if len(self._clients) < MAX_IDLE_CLIENTS:
             return
         for client, state in list(self._clients.items()):
-            filled_s = 60 * (1 - state.left / self._rate) if self._rate else 60.0
-            if state.num_concurrent == 0 and now_s - state.refilled_s >= filled_s:
+            state.refill(now_s)
+            if state.num_concurrent == 0 and state.left >= state.capacity:
                 del self._clients[client]
-
-
-class _Client:
-    """One client's bucket and counter."""
-
-    __slots__ = ("left", "num_concurrent", "refilled_s")
-
-    def __init__(self, *, left: float, refilled_s: float) -> None:
-        self.left = left
-        self.refilled_s = refilled_s
-        self.num_concurrent = 0
 
 
 class LimitSet:

@@ -22,13 +22,11 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
-from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.client_threads import ClientThreads, RequestThreads
 from transom_cluster.http.request_middleware import set_response_id
 from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, render_chat
 from transom_cluster.openai.request.answer_options import AnswerOptions
@@ -59,7 +57,7 @@ class PreparedChat:
 
     params: SamplingParams
     requests: Sequence[contract.Request]
-    answers: Sequence[ChatAnswer]
+    answers: Sequence[AnswerReader]
     is_parsed: bool
 
 
@@ -128,8 +126,10 @@ class PromptRequest:
         grammar = await self.grammar(markup, options, context)
         requests = await self.engine_requests(body, [prompt], params, limits, grammar, prompt_param="messages")
         answers = [
-            ChatAnswer(
-                AnswerReader(tokenizer, one.params, markup.format.parser(tokenizer, context)),
+            AnswerReader(
+                tokenizer,
+                one.params,
+                markup.format.parser(tokenizer, context),
                 include_reasoning=options.include_reasoning,
                 parallel_tool_calls=options.tools_demand is None or options.tools_demand.parallel,
             )
@@ -160,15 +160,15 @@ class PromptRequest:
         Raises:
             RequestError: no grammar can express the constraint, or the check refuses it; `param` names the field.
         """
-        demand, checker = options.form.demand, self._router.grammar_checker
+        tokenizer, checker = self._router.tokenizer, self._router.grammar_checker
         write = functools.partial(
-            markup.format.grammar, self._router.tokenizer, context, message=demand, tools=options.tools_demand
+            markup.format.grammar, tokenizer, context, message=options.message, tools=options.tools_demand
         )
         grammar = await self.threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
         if grammar is None:
             return None
         check = functools.partial(
-            checker.check, grammar, param=options.form.param or "tools", client=self.threads.client
+            checker.check, grammar, param=options.message_param or "tools", client=self.threads.client
         )
         return check() if checker.is_known(grammar) else await self.threads.check(check)
 
@@ -218,7 +218,8 @@ class PromptRequest:
         further = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)
         timeout_s = config.limits.request_timeout_s
         time_left_s = None if timeout_s is None else max(0.0, timeout_s - state.age_s)
-        salt = client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt
+        # With the client in the salt, requests of different clients never share cached prefixes.
+        salt = f"{state.client}:{body.cache_salt or ''}" if config.salt_by_key else body.cache_salt
         configured = self._router.engine_seed if params.seed is None else params.seed
         for p, prompt in enumerate(prompts):
             seed = secrets.randbits(63) if configured is None else configured

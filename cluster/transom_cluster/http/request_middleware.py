@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.declared_statuses import OTHER
-from transom_cluster.http.request_state import RequestState, attach_request_state, request_state, routed_path
+from transom_cluster.http.request_state import STATE_KEY, RequestState, request_state, routed_path
 from transom_cluster.openai.answer.error_responses import WireError, wire_error
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.router_metrics import RouterMetrics
@@ -58,7 +58,7 @@ class RequestMiddleware:
         start_s, headers = time.perf_counter(), Headers(scope=scope)
         trace = self._begin_trace(scope, headers)
         state = RequestState(x_request_id=headers.get(ID_HEADER, "")[:MAX_ID_CHARS], trace=trace)
-        attach_request_state(scope, state)
+        scope.setdefault("state", {})[STATE_KEY] = state
 
         async def send_with_id(message: Message) -> None:
             state.outcome.message_sending(message)

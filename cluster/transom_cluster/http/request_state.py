@@ -15,7 +15,7 @@ from transom_cluster.telemetry.request_outcome import RequestOutcome
 from transom_cluster.telemetry.request_timeline import ONLY_CLIENT, RequestTimeline
 from transom_cluster.telemetry.router_tracing import RequestTrace
 
-_KEY = "transom"
+STATE_KEY = "transom"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,14 +48,9 @@ class RequestState:
         return time.monotonic() - self.arrival_s
 
 
-def attach_request_state(scope: Scope, state: RequestState) -> None:
-    """Store a request's state in its scope."""
-    scope.setdefault("state", {})[_KEY] = state
-
-
 def request_state(scope: Scope) -> RequestState:
     """Return the state of the request that `scope` belongs to."""
-    state: RequestState = scope["state"][_KEY]
+    state: RequestState = scope["state"][STATE_KEY]
     return state
 
 

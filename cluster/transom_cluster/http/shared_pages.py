@@ -12,12 +12,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import dataclass
 from typing import Any
 
+from transom_cluster.http.client_limits import TokenBucket
 from transom_cluster.router.background_tasks import BackgroundTasks
 
 COLLECTIONS_PER_S = 1.0
 MAX_BURST = 5.0  # how many collections of a page may follow each other at once after an idle time
+
+
+@dataclass(slots=True)
+class _Page(TokenBucket):
+    """One page's bucket, and the task of its running or last collection."""
+
+    task: asyncio.Task[str] | None = None
 
 
 class SharedPages:
@@ -35,10 +44,10 @@ class SharedPages:
         """Return the page. If it is time for a new one, `collect` makes it. An error of `collect` stands for its page."""
         now_s = self._clock()
         self._forget_full(now_s)
-        page = self._pages.setdefault(key, _Page(now_s))
+        page = self._pages.setdefault(key, _Page(MAX_BURST, COLLECTIONS_PER_S, now_s))
         page.refill(now_s)
-        if page.task is None or (page.task.done() and page.tokens >= 1):
-            page.tokens -= 1
+        if page.task is None or (page.task.done() and page.left >= 1):
+            page.left -= 1
             page.task = self._tasks.spawn(collect())
         return await asyncio.shield(page.task)  # the collection continues if this caller leaves
 
@@ -46,21 +55,5 @@ class SharedPages:
         """Forget pages whose buckets are full again: no client has asked for them for some seconds."""
         for key, page in list(self._pages.items()):
             page.refill(now_s)
-            if page.tokens >= MAX_BURST and (page.task is None or page.task.done()):
+            if page.left >= MAX_BURST and (page.task is None or page.task.done()):
                 del self._pages[key]
-
-
-class _Page:
-    """One page's bucket, and the task of its running or last collection."""
-
-    __slots__ = ("refilled_s", "task", "tokens")
-
-    def __init__(self, now_s: float) -> None:
-        self.task: asyncio.Task[str] | None = None
-        self.tokens = MAX_BURST
-        self.refilled_s = now_s
-
-    def refill(self, now_s: float) -> None:
-        """Add the tokens for the time since the last call."""
-        self.tokens = min(MAX_BURST, self.tokens + (now_s - self.refilled_s) * COLLECTIONS_PER_S)
-        self.refilled_s = now_s

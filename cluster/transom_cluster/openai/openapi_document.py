@@ -13,7 +13,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from transom_cluster.openai.answer import response_types
-from transom_cluster.openai.request.body import WireModel
+from transom_cluster.openai.request.body import BodyModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.request.field_rules import (
@@ -26,7 +26,7 @@ from transom_cluster.openai.request.field_rules import (
 from transom_cluster.openai.responses.object_types import ResponseObject
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 
-POST_ENDPOINTS: dict[str, tuple[type[WireModel], FieldRules, type[Any]]] = {
+POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
     # path of a POST route: its request body, the rules for other fields, its response body
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
@@ -153,7 +153,7 @@ def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _body_schemas(model: type[WireModel]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _body_schemas(model: type[BodyModel]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a reference to a request body's JSON Schema, and a dict by name of this schema and those that it refers to. All
     documents share them."""
     (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")

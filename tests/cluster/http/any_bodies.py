@@ -6,12 +6,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from transom_cluster.openai.request.body import WireModel
+from transom_cluster.openai.request.body import BodyModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
 
-MODELS: dict[str, tuple[type[WireModel], Any]] = {
+MODELS: dict[str, tuple[type[BodyModel], Any]] = {
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES),
     "/tokenize": (TokenizeRequest, None),

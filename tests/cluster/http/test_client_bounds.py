@@ -34,7 +34,7 @@ from transom_core.grammar import GrammarChecker
 from transom_core.telemetry.request_timelines import MAX_EVENTS, MAX_TIMELINES
 from transom_core.virtual_time import MAX_ACCOUNTS
 
-NUM_REQUESTS = 150
+NUM_REQUESTS = 60
 ENTRY_BYTES = 300  # an entry for a client in a table
 EVENT_BYTES = 350  # an event of a timeline
 WAITING_REQUEST_BYTES = 8192  # a waiting choice with its deadline and events

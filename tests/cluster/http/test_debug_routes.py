@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import Api, running_api, until
+from tests.cluster.conftest import Api, StubPeers, running_api, until
 from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
@@ -241,21 +241,11 @@ async def test_clients_see_their_own_requests_only() -> None:
     assert "client" not in line
 
 
-class Peers:
-    """Another router in the same process."""
-
-    def __init__(self, other: Any) -> None:
-        self.other = other
-
-    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
-        return [TimeoutError("a third one"), query.answer(self.other)]
-
-
 async def test_any_router_knows_what_another_one_served() -> None:
     keys = ("mine", "yours")
     mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
     async with running_api(StubWorker(), api_keys=keys) as api, running_api(StubWorker(), api_keys=keys) as asked:
-        asked.router.peers = Peers(api.router)
+        asked.router.peers = StubPeers(TimeoutError("a third one"), api.router)
         request_id = (await api.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
         own_id = (await asked.client.post("/v1/completions", json={"prompt": "a"}, headers=mine)).json()["id"]
         assert (await timeline_of(asked, request_id, **mine))["id"] == request_id

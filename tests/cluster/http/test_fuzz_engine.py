@@ -84,7 +84,7 @@ def contents(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, content
 
 
-@settings(FUZZ, max_examples=num_examples(60, 1000))
+@settings(FUZZ, max_examples=num_examples(30, 1000))
 @given(contents(), content_types)
 def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_type: str) -> None:
     path, content = request_of
@@ -208,7 +208,7 @@ class Client:
         )
 
 
-@settings(FUZZ, max_examples=num_examples(3, 20))
+@settings(FUZZ, max_examples=num_examples(2, 20))
 @given(st.lists(plans, min_size=2, max_size=7))
 def test_any_clients_at_once(server: EngineServer, wanted: list[dict[str, Any]]) -> None:
     async def play() -> None:

@@ -37,7 +37,7 @@ def streams(draw: st.DrawFn) -> bytes:
     return data + draw(st.sampled_from([b"", b"\r\n\r\n", REQUESTS[0]]))
 
 
-@settings(FUZZ, max_examples=num_examples(60, 5000))
+@settings(FUZZ, max_examples=num_examples(30, 5000))
 @given(streams())
 def test_any_bytes_on_the_port(server: HttpServer, data: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.cluster.conftest import Api, make_router, running_api, timings
+from tests.cluster.conftest import Api, StubPeers, make_router, running_api, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.shared_pages import SharedPages
@@ -24,16 +24,6 @@ PROMETHEUS = (
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 )
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-
-
-class StubPeers:
-    """Other routers, asked in the same process; an exception stands for one that does not answer."""
-
-    def __init__(self, *others: Router | Exception) -> None:
-        self.others = others
-
-    async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
-        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
 
 
 def stub(worker: str, **values: Any) -> StubWorker:

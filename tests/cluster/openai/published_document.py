@@ -33,8 +33,12 @@ def check_event(event: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _validator(schema: str) -> Any:
-    components = {"schemas": _with_null(published_document()["components"]["schemas"])}
-    return Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": components})
+    return Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": _components()})
+
+
+@functools.cache
+def _components() -> dict[str, Any]:
+    return {"schemas": _with_null(published_document()["components"]["schemas"])}
 
 
 @functools.cache

@@ -166,7 +166,7 @@ ids_st = st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=24)
 
 
 @given(token_ids=ids_st, params=params_st, cuts=st.sets(st.integers(1, 24)))
-@settings(max_examples=num_examples(400, 20_000))
+@settings(max_examples=num_examples(150, 20_000))
 def test_the_parser_gets_the_workers_text_and_whole_tokens(
     token_ids: list[int], params: SamplingParams, cuts: set[int]
 ) -> None:

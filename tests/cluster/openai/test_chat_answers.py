@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
+from tests.cluster.conftest import stream_events
 from tests.cluster.openai.published_document import check_published
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
 from transom_cluster.openai.answer import response_types
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata
@@ -57,16 +58,13 @@ def writer_of(
 ) -> ChatWriter:
     requests = [request_of(choice) for choice in range(len(scripts))]
     answers = [
-        ChatAnswer(
-            AnswerReader(ScriptedTokenizer(steps), request.params, ScriptedParser(steps, at_end)),  # type: ignore[arg-type]
-            **answer,
-        )
+        AnswerReader(ScriptedTokenizer(steps), request.params, ScriptedParser(steps, at_end), **answer)  # type: ignore[arg-type]
         for steps, request in zip(scripts, requests, strict=True)
     ]
     return ChatWriter(
         ResponseMetadata(id="chatcmpl-1", model="m", created_s=1),
         requests,
-        ScriptedTokenizer(scripts[0]),
+        ScriptedTokenizer(scripts[0]),  # type: ignore[arg-type]
         include_usage=True,
         num_top_logprobs=num_top_logprobs,
         answers=answers,
@@ -89,9 +87,7 @@ def stream(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> list[
             writer.usage.add(index, event)
             text += "".join(writer.chunks(index, event))
     text += "".join(writer.stream_end())
-    lines = text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return stream_events(text)
 
 
 def deltas(chunks: Sequence[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
@@ -118,104 +114,33 @@ def joined_message(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str
 
 
 def test_a_whole_message() -> None:
-    answer = whole(writer_of(ALL), ALL)
-    (choice,) = answer["choices"]
-    message = choice["message"]
-    ids = [one.pop("id") for one in message["tool_calls"]]
+    answer = whole(writer_of(ALL, ALL), ALL, ALL)
+    message, other = (choice["message"] for choice in answer["choices"])
+    ids = [one.pop("id") for one in message["tool_calls"] + other["tool_calls"]]
     assert all(re.fullmatch("call_[0-9a-f]{24}", id_) for id_ in ids)
-    assert len(set(ids)) == 2
-    assert message == {
-        "role": "assistant",
-        "content": "Let me look.",
-        "refusal": None,
-        "reasoning_content": "Rain?",
-        "reasoning": "Rain?",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}},
-            {"type": "function", "function": {"name": "get_time", "arguments": "{}"}},
-        ],
-    }
-    assert choice["finish_reason"] == "tool_calls"
-    assert answer["usage"]["completion_tokens"] == len(ALL)
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
-
-
-@pytest.mark.parametrize("per_event", [1, 2, 3, 5, 100])
-def test_deltas_joined_are_the_whole_message(per_event: int) -> None:
-    chunks = stream(writer_of(ALL), ALL, per_event=per_event)
-    expected = whole(writer_of(ALL), ALL)
-    assert joined_message(chunks) == expected["choices"][0]["message"]
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None, "refusal": None}
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + [
-        "tool_calls"
-    ]
-    assert chunks[-1]["usage"] == expected["usage"]
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert len(set(ids)) == 4
+    assert (
+        message
+        == other
+        == {
+            "role": "assistant",
+            "content": "Let me look.",
+            "refusal": None,
+            "reasoning_content": "Rain?",
+            "reasoning": "Rain?",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}},
+                {"type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+            ],
+        }
+    )
+    assert answer["usage"]["completion_tokens"] == 2 * len(ALL)
 
 
 def test_pieces_of_one_kind_in_one_event_make_one_delta() -> None:
     got = deltas(stream(writer_of(ALL), ALL, per_event=100))
     kinds = [next(iter(delta), None) for delta in got]
     assert kinds == ["role", "reasoning_content", "content", *["tool_calls"] * 4, None]
-
-
-def test_ids_differ_between_calls_choices_and_responses() -> None:
-    writer = writer_of(ALL, ALL)
-    answer = whole(writer, ALL, ALL)
-    ids = [one["id"] for choice in answer["choices"] for one in choice["message"]["tool_calls"]]
-    assert len(set(ids)) == 4
-    chunks = stream(writer_of(ALL, ALL), ALL, ALL)
-    assert [one["id"] for index in (0, 1) for one in joined_message(chunks, index)["tool_calls"]] == ids
-
-
-@pytest.mark.parametrize(
-    ("steps", "reason", "expected"),
-    [
-        (TALKING, "stop", "stop"),
-        (WEATHER, "stop", "tool_calls"),
-        (WEATHER, "length", "length"),
-        (call(0, "f", "{", is_complete=False), "length", "length"),
-        (call(0, "f", "{", is_complete=False), "stop", "stop"),
-        ((*WEATHER, *call(1, "f", "{", is_complete=False)), "stop", "tool_calls"),
-    ],
-)
-def test_finish_reasons(steps: Sequence[Step], reason: FinishReason, expected: str) -> None:
-    assert whole(writer_of(steps), steps, reason=reason)["choices"][0]["finish_reason"] == expected
-    chunks = stream(writer_of(steps), steps, reason=reason)
-    assert chunks[-2]["choices"][0]["finish_reason"] == expected
-
-
-def test_an_answer_that_ends_inside_a_call_shows_what_there_is() -> None:
-    steps = WEATHER[:3]
-    end = (CallEnd(0, is_complete=False),)
-    message = whole(writer_of(steps, at_end=end), steps, reason="length")["choices"][0]["message"]
-    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": '}
-    assert joined_message(stream(writer_of(steps, at_end=end), steps, reason="length")) == message
-
-
-def test_reasoning_is_left_out_on_request() -> None:
-    answer = whole(writer_of(ALL, include_reasoning=False), ALL)
-    assert not {"reasoning", "reasoning_content"} & set(answer["choices"][0]["message"])
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
-    chunks = stream(writer_of(ALL, include_reasoning=False), ALL)
-    assert joined_message(chunks) == answer["choices"][0]["message"]
-    assert "Rain" not in json.dumps(chunks)
-
-
-def test_only_the_first_call_where_calls_may_not_be_parallel() -> None:
-    answer = whole(writer_of(ALL, parallel_tool_calls=False), ALL)
-    message = answer["choices"][0]["message"]
-    assert [one["function"]["name"] for one in message["tool_calls"]] == ["get_weather"]
-    assert joined_message(stream(writer_of(ALL, parallel_tool_calls=False), ALL)) == message
-
-
-def test_malformed_markup_is_text_and_counted() -> None:
-    steps = (Step("<call>oops", (MalformedMarkup("<call>oops"), MessageText("<call>oops"))),)
-    writer = writer_of(steps)
-    answer = whole(writer, steps)
-    assert answer["choices"][0]["message"]["content"] == "<call>oops"
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert writer.readers[0].tally.num_malformed == 1
 
 
 def entries(chunks: Sequence[dict[str, Any]]) -> list[str]:
@@ -237,24 +162,79 @@ def test_every_token_but_of_hidden_reasoning_has_its_logprobs_once(per_event: in
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == tokens
 
 
-SCRIPTS = {
-    "text": TALKING,
-    "reasoning alone": THINKING,
-    "a call alone": WEATHER,
-    "everything": ALL,
-    "a call without its end": call(0, "f", "{", is_complete=False),
+@dataclass
+class Case:
+    """An answer, how it is shown, and what its first choice has to have: the texts of reasoning and message, and its calls."""
+
+    steps: Sequence[Step]
+    shown: tuple[str, str | None, list[tuple[str, str]]]
+    options: dict[str, bool] = field(default_factory=dict)
+    at_end: tuple[AnswerPart, ...] = ()
+    reason: FinishReason = "stop"
+    finish_reason: str = "stop"
+
+
+CALLS = [("get_weather", '{"city": "Paris"}'), ("get_time", "{}")]
+MALFORMED = (Step("<call>oops", (MalformedMarkup("<call>oops"), MessageText("<call>oops"))),)
+CASES = {
+    "text": Case(TALKING, ("", "Let me look.", [])),
+    "malformed markup": Case(MALFORMED, ("", "<call>oops", [])),
+    "reasoning alone": Case(THINKING, ("Rain?", "", [])),
+    "a call alone": Case(WEATHER, ("", None, CALLS[:1]), finish_reason="tool_calls"),
+    "everything": Case(ALL, ("Rain?", "Let me look.", CALLS), finish_reason="tool_calls"),
+    "a call and its end, at the greatest length": Case(
+        WEATHER, ("", None, CALLS[:1]), reason="length", finish_reason="length"
+    ),
+    "a call without its end": Case(call(0, "f", "{", is_complete=False), ("", None, [("f", "{")])),
+    "a whole call and one without its end": Case(
+        (*WEATHER, *call(1, "f", "{", is_complete=False)),
+        ("", None, [CALLS[0], ("f", "{")]),
+        finish_reason="tool_calls",
+    ),
+    "an end inside of a call": Case(
+        WEATHER[:3],
+        ("", None, [("get_weather", '{"city": ')]),
+        at_end=(CallEnd(0, is_complete=False),),
+        reason="length",
+        finish_reason="length",
+    ),
+    "no reasoning": Case(
+        ALL, ("", "Let me look.", CALLS), options={"include_reasoning": False}, finish_reason="tool_calls"
+    ),
+    "no parallel calls": Case(
+        ALL, ("Rain?", "Let me look.", CALLS[:1]), options={"parallel_tool_calls": False}, finish_reason="tool_calls"
+    ),
 }
 
 
 @pytest.mark.parametrize("num_top", [None, 0], ids=["", "logprobs"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_objects_and_chunks_are_the_published_ones(script: str, num_top: int | None) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_stream_joined_is_the_whole_answer_and_both_are_the_published_ones(case: Case, num_top: int | None) -> None:
     """Fields that the published document does not have (`reasoning_content`) are allowed there."""
-    steps = SCRIPTS[script]
-    answer = whole(writer_of(steps, steps, num_top_logprobs=num_top), steps, steps, logprobs=num_top is not None)
+    scripts, events = (case.steps, case.steps), {"reason": case.reason, "logprobs": num_top is not None}
+
+    def writer() -> ChatWriter:
+        return writer_of(*scripts, at_end=case.at_end, num_top_logprobs=num_top, **case.options)
+
+    answer = whole(writer(), *scripts, **events)
     check_published("CreateChatCompletionResponse", answer)
     TypeAdapter(response_types.ChatCompletion).validate_python(answer, strict=True)  # what /openapi.json says of it
-    for per_event in (1, 3):
-        writer = writer_of(steps, steps, num_top_logprobs=num_top)
-        for chunk in stream(writer, steps, steps, per_event=per_event, logprobs=num_top is not None):
+    choice = answer["choices"][0]
+    message = choice["message"]
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    assert (message.get("reasoning", ""), message["content"], calls) == case.shown
+    assert message.get("reasoning") == message.get("reasoning_content")
+    assert choice["finish_reason"] == case.finish_reason
+    num_reasoning = 2 * (THINKING[1] in case.steps)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * num_reasoning}  # hidden ones, too
+    for per_event in (1, 2, 3, 100):
+        chunks = stream(writer(), *scripts, per_event=per_event, **events)
+        for chunk in chunks:
             check_published("CreateChatCompletionStreamResponse", chunk)
+        for one in answer["choices"]:  # an answer without content has null in the first delta, and "" as a whole
+            expected = {**one["message"], "content": one["message"]["content"] or None}
+            assert joined_message(chunks, one["index"]) == expected
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None, "refusal": None}
+        reasons = [one["finish_reason"] for chunk in chunks for one in chunk["choices"] if one["index"] == 0]
+        assert reasons == [None] * (len(reasons) - 1) + [case.finish_reason]
+        assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["usage"]]

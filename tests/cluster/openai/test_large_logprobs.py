@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import running_api, until
+from tests.cluster.conftest import running_api, stream_events, until
 from tests.cluster.stub_worker import ByteTokenizer, StubWorker, logprobs_of
 from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer import json_pieces as pieces
@@ -27,12 +27,6 @@ from transom_core.errors import RequestError
 METADATA = ResponseMetadata(id="cmpl-x", model="m", created_s=0)
 LONG = {"prompt": "a" * 400, "echo": True, "logprobs": 20, "max_tokens": 2}
 MESSAGE_BYTES = 4 * pieces.PIECE_CHARS  # one message holds a piece, and what made it large enough
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    *lines, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def requests(num_prompt_tokens: int, n: int, **params: Any) -> list[Request]:
@@ -88,7 +82,7 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
         assert choices == [{**alone, "index": index} for index in range(8)]
         return
     for index in range(8):
-        parts = [one for chunk in events(call.text) for one in chunk["choices"] if one["index"] == index]
+        parts = [one for chunk in stream_events(call.text) for one in chunk["choices"] if one["index"] == index]
         assert "".join(part["text"] for part in parts) == alone["text"]
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
         shown = [part["logprobs"] for part in parts if part["logprobs"]]
@@ -117,7 +111,7 @@ async def test_the_first_choices_worker_is_lost(stream: bool) -> None:
 
 def shown_logprobs(response: httpx.Response) -> dict[int, dict[str, list[Any]]]:
     """The parallel lists of each choice, put together."""
-    chunks = events(response.text) if response.text.startswith("data") else [response.json()]
+    chunks = stream_events(response.text) if response.text.startswith("data") else [response.json()]
     found: dict[int, dict[str, list[Any]]] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"] if one["logprobs"]):
         lists = found.setdefault(choice["index"], {name: [] for name in choice["logprobs"]})
@@ -145,8 +139,8 @@ def writers(num_tokens: int, n: int) -> list[ResponseWriter]:
 
 
 def test_memory_while_a_response_is_kept_and_written() -> None:
-    """An entry takes 12 bytes until it is sent; 84,000 of them take some 130 bytes each as objects, and more as JSON."""
-    num_tokens, n = 500, 8
+    """An entry takes 12 bytes until it is sent; 42,000 of them take some 130 bytes each as objects, and more as JSON."""
+    num_tokens, n = 250, 8
     num_entries = num_tokens * n * 21
     writers(num_tokens, 1)  # so that Python's lists of unused objects are full
     tracemalloc.start()

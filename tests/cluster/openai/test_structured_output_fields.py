@@ -9,20 +9,22 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from transom_cluster.openai.request.structured_output_fields import (
-    FIELDS,
-    MAX_FORMAT_BYTES,
-    AnswerForm,
-    read_answer_form,
-)
+from transom_cluster.openai.request.structured_output_fields import FIELDS, MAX_FORMAT_BYTES, read_answer_form
 from transom_core.errors import RequestError
-from transom_core.text.markup.context import ChoiceAnswer, FreeAnswer, JsonAnswer, LarkAnswer, RegexAnswer
+from transom_core.text.markup.context import (
+    ChoiceAnswer,
+    FreeAnswer,
+    JsonAnswer,
+    LarkAnswer,
+    MessageDemand,
+    RegexAnswer,
+)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
 
 
-def form(**fields: Any) -> AnswerForm:
+def form(**fields: Any) -> tuple[MessageDemand, str]:
     texts = {name: Raw(msgspec.json.encode(fields.get(name))) for name in FIELDS}
     return read_answer_form(texts, lambda _: None)
 
@@ -50,8 +52,7 @@ def json_schema(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_every_form(name: str, value: Any, demand: Any) -> None:
-    param = "" if demand == FreeAnswer() else name
-    assert form(**{name: value}) == AnswerForm(demand=demand, param=param)
+    assert form(**{name: value}) == (demand, "" if demand == FreeAnswer() else name)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +64,12 @@ def test_every_form(name: str, value: Any, demand: Any) -> None:
     ],
 )
 def test_structural_tags_are_the_same_grammar(fields: dict[str, Any]) -> None:
-    assert form(**fields).demand == form(structured_outputs={"structural_tag": TAG}).demand
-    assert isinstance(form(**fields).demand, LarkAnswer)
+    assert form(**fields)[0] == form(structured_outputs={"structural_tag": TAG})[0]
+    assert isinstance(form(**fields)[0], LarkAnswer)
 
 
 def test_ebnf_becomes_lark() -> None:
-    demand = form(guided_grammar='root ::= "a" | "b"').demand
+    demand, _ = form(guided_grammar='root ::= "a" | "b"')
     assert isinstance(demand, LarkAnswer)
     assert "start:" in demand.text
 

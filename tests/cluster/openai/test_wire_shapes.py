@@ -1,29 +1,25 @@
-"""Responses validate strictly against the official client's types, and the server knows every field that the client can send."""
+"""Responses validate strictly against the official client's types, and are what OpenAI's published document says."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tests.cluster.conftest import stream_events
+from tests.cluster.openai.published_document import check_published
+
 CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    *lines, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 @pytest.mark.parametrize("fields", CHATS, ids=str)
 async def test_chats(api, fields):
     whole = ChatCompletion.model_validate_json((await api.chat(**fields)).content, strict=True)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    sent = events((await api.chat(**fields, **options)).text)
+    sent = stream_events((await api.chat(**fields, **options)).text)
     chunks = [ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True) for event in sent]
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
@@ -36,9 +32,11 @@ async def test_chats(api, fields):
 
 @pytest.mark.parametrize("fields", COMPLETIONS, ids=str)
 async def test_completions(api, fields):
-    whole = Completion.model_validate_json((await api.complete(**fields)).content, strict=True)
+    answer = await api.complete(**fields)
+    check_published("CreateCompletionResponse", answer.json())
+    whole = Completion.model_validate_json(answer.content, strict=True)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events((await api.complete(**fields, **options)).text)
+    *chunks, last = stream_events((await api.complete(**fields, **options)).text)
     assert last["choices"] == []
     assert whole.usage is not None
     assert last["usage"] == whole.usage.model_dump(exclude_none=True)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from tests.cluster.conftest import running, timings
+from tests.cluster.conftest import running, stream_events, timings
 from tests.cluster.speaking_worker import Fate, SpeakingWorker
 from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer, StubDirectory
 from tests.how_many import ALL_TESTS
@@ -25,7 +25,6 @@ from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_state import RequestState
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.router.router import Router
@@ -123,7 +122,7 @@ async def answered(router: Router, case: Case) -> str:
         for i in range(len(case.texts))
     ]
     answers = [
-        ChatAnswer(AnswerReader(router.tokenizer, params, format_of(case.markup).parser(router.tokenizer, CONTEXT)))
+        AnswerReader(router.tokenizer, params, format_of(case.markup).parser(router.tokenizer, CONTEXT))
         for _ in requests
     ]
     writer = ChatWriter(
@@ -180,16 +179,10 @@ async def run(case: Case, *deaths: int) -> str:
     return body
 
 
-def chunks_of(body: str) -> list[dict[str, Any]]:
-    lines = body.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
 def joined_stream(body: str) -> dict[int, dict[str, Any]]:
     """By choice: what a client puts together from the deltas, with the bytes of arguments as they came."""
     choices: dict[int, dict[str, Any]] = {}
-    for chunk in chunks_of(body):
+    for chunk in stream_events(body):
         for choice in chunk["choices"]:
             whole = choices.setdefault(choice["index"], {"calls": [], "finish_reason": None})
             assert whole["finish_reason"] is None
@@ -216,7 +209,7 @@ async def check(case: Case, *deaths: int) -> None:
     calm, struck = await calm_run(case), await run(case, *deaths)
     if case.stream:
         assert joined_stream(struck) == joined_stream(calm)
-        assert chunks_of(struck)[-1]["usage"] == chunks_of(calm)[-1]["usage"]
+        assert stream_events(struck)[-1]["usage"] == stream_events(calm)[-1]["usage"]
     else:
         assert struck == calm
 

@@ -1,4 +1,6 @@
-"""`AnswerReader`: feeds the output events of one choice to an answer parser, token by token, with each token's part of the text.
+"""`AnswerReader`: reads one choice, from its output events to the parts of the answer that the client gets.
+
+It feeds the events to an answer parser, token by token, with each token's part of the text.
 
 An answer parser (`transom_core.text.markup`) is a state machine over tokens: some tokens are markers (`<tool_call>`), the others
 have text. An output event has token ids and text, but does not say which text belongs to which token. The text of a token may even
@@ -17,6 +19,9 @@ once all characters of the token are final. Example, with the stop string `END`:
 Text that the worker has cut never reaches the parser. If a part of a token was cut, the rest of it is text, even if the whole token
 is a marker.
 
+With `include_reasoning: false` the client gets neither the reasoning nor the log-probabilities of reasoning tokens. With
+`parallel_tool_calls: false` it gets only the first call; in most cases a grammar has already kept the model from writing more.
+
 The reader's state depends only on the output, and the router keeps it, so a migration to another worker does not affect it.
 """
 
@@ -27,10 +32,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from transom_core.contract import OutputEvent, SamplingParams
+from transom_cluster.openai.answer.response_types import FinishReason
+from transom_core.contract import OutputEvent, SamplingParams, TokenLogprobs
 from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.markup.markup_parser import MarkupParser
-from transom_core.text.markup.parts import AnswerPart, AnswerState, CallBegin, CallEnd, MalformedMarkup
+from transom_core.text.markup.parts import (
+    AnswerPart,
+    AnswerState,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    MalformedMarkup,
+    ReasoningText,
+    join_parts,
+)
 from transom_core.text.tokenizer import Tokenizer
 
 NO_TOKEN_ID = -1
@@ -70,15 +85,29 @@ class AnswerReader:
 
     `reasoning_spans` and `message_spans` are the output positions of reasoning tokens and of message tokens, as ranges in ascending
     order; the markers around them belong to neither. `num_reasoning_tokens` counts the reasoning tokens. `num_read` counts the
-    output tokens that the parser has seen: after the last event, all except those that a stop string has cut.
+    output tokens that the parser has seen: after the last event, all except those that a stop string has cut. `has_called` is true
+    once the client has got a complete call.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: MarkupParser) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        parser: MarkupParser,
+        *,
+        include_reasoning: bool = True,
+        parallel_tool_calls: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._parser = parser
         self._unread_tokens: deque[tuple[int, str]] = deque()  # ids, and their text before any cut
         self._unread_text = ""  # final text of a token whose remaining characters are not final yet
+        self._include_reasoning = include_reasoning
+        self._max_calls = None if parallel_tool_calls else 1
+        self._unshown_logprobs: deque[TokenLogprobs] = deque()  # of tokens that the parser has not seen yet
+        self._num_shown = 0  # number of tokens whose log-probabilities were shown or left out
+        self.has_called = False
         self.num_read = 0
         self.tally = AnswerTally()
         self.num_reasoning_tokens = 0
@@ -102,7 +131,54 @@ class AnswerReader:
         return _is_in(self.message_spans, position)
 
     def read(self, event: OutputEvent) -> list[AnswerPart]:
-        """Read the choice's next event, which must not be an error; return the parts of the answer that are now known."""
+        """Read the choice's next event, which must not be an error; return the parts that the client gets, with neighbouring parts
+        of one kind joined."""
+        parts = [part for part in self._read(event) if self._is_shown(part)]
+        self.has_called = self.has_called or any(isinstance(part, CallEnd) and part.is_complete for part in parts)
+        return parts if len(parts) < 2 else join_parts(parts)
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """Return the finish reason for the client: "tool_calls" instead of "stop" if the answer has a complete call."""
+        return "tool_calls" if reason == "stop" and self.has_called else reason
+
+    def shown_logprobs(self, event: OutputEvent) -> Iterable[TokenLogprobs]:
+        """Return the log-probabilities that the client gets with an event that was read: of every output token, markup included.
+
+        If the client gets no reasoning, a token's entry waits until the reader knows whether the token is reasoning.
+        """
+        if self._include_reasoning:
+            return event.logprobs or ()
+        self._unshown_logprobs.extend(event.logprobs or ())
+        has_ended = event.finish_reason is not None
+        count = len(self._unshown_logprobs) if has_ended else self.num_read - self._num_shown
+        ready = [self._unshown_logprobs.popleft() for _ in range(count)]
+        first, self._num_shown = self._num_shown, self._num_shown + count
+        return [logprobs for position, logprobs in enumerate(ready, first) if not self.is_reasoning(position)]
+
+    def message_logprobs(self, event: OutputEvent) -> list[TokenLogprobs]:
+        """Return the log-probabilities of message tokens that were read with this event, without markup and reasoning."""
+        self._unshown_logprobs.extend(event.logprobs or ())
+        if not self._unshown_logprobs:
+            return []
+        first, self._num_shown = self._num_shown, self.num_read
+        ready = [self._unshown_logprobs.popleft() for _ in range(self._num_shown - first)]
+        return [one for position, one in enumerate(ready, first) if self.is_message(position)]
+
+    def all_shown(self, logprobs: Iterable[TokenLogprobs]) -> Iterator[TokenLogprobs]:
+        """Yield the log-probabilities that the client gets of an answer that has ended; `logprobs` has those of all its tokens."""
+        for position, one in enumerate(logprobs):
+            if self._include_reasoning or not self.is_reasoning(position):
+                yield one
+
+    def _is_shown(self, part: AnswerPart) -> bool:
+        if isinstance(part, ReasoningText):
+            return self._include_reasoning
+        if isinstance(part, CallBegin | CallArguments | CallEnd):
+            return self._max_calls is None or part.index < self._max_calls
+        return not isinstance(part, MalformedMarkup)
+
+    def _read(self, event: OutputEvent) -> list[AnswerPart]:
+        """Return the parts of the answer that are now known."""
         unread, push = self._unread_tokens, self._detokenizer.push
         for token_id in event.token_ids:
             unread.append((token_id, push(token_id)))

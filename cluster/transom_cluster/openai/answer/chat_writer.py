@@ -1,7 +1,7 @@
 """Writes responses of /v1/chat/completions: `chat.completion` as a whole, `chat.completion.chunk` in a stream.
 
 If an answer can only be text, the text goes from the engine's event to the client unchanged. If the answer may have reasoning or
-tool calls, a `ChatAnswer` parses it, and its parts become deltas or a message.
+tool calls, an `AnswerReader` parses it, and its parts become deltas or a message.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_message import ChatMessage, call_id, chat_deltas
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import (
     AssistantMessage,
     ChatChoice,
-    ChatCompletion,
     ChatLogprobs,
     ChosenToken,
 )
-from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs, prompt_logprobs
+from transom_cluster.openai.answer.shown_logprobs import chat_logprobs, prompt_logprobs
 from transom_cluster.openai.answer.writers import (
     ChoiceOutput,
     ChunkWriter,
@@ -30,37 +29,33 @@ from transom_cluster.openai.answer.writers import (
     final_finish_reason,
 )
 from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
+from transom_core.text.tokenizer import Tokenizer
 
 
 class ChatWriter(ChunkWriter):
     """Writes chat completions. With `num_top_logprobs` None the response has no log-probabilities. `answers` has one parser per
     choice, or is empty if the choices need no parsing."""
 
-    chunk_kind = "chat.completion.chunk"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    text_field = ('"delta":{"content":', "}")
 
     def __init__(
         self,
         metadata: ResponseMetadata,
         requests: Sequence[Request],
-        tokenizer: TokenBytes,
+        tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
         num_top_logprobs: int | None = None,
-        answers: Sequence[ChatAnswer] = (),
+        answers: Sequence[AnswerReader] = (),
     ) -> None:
-        super().__init__(metadata, requests, include_usage=include_usage, readers=[answer.reader for answer in answers])
+        super().__init__(metadata, requests, include_usage=include_usage, readers=answers)
         self._answers = answers
         self._messages = [ChatMessage() for _ in answers]
         self._num_prompt_logprobs = requests[0].params.prompt_logprobs or 0
         self._prompt_logprobs: LogprobTable | None = None
         self._tokenizer = tokenizer
         self._num_top_logprobs = num_top_logprobs
-        self._has_started = [False] * len(requests)
-        self._text_closing = f'}},"logprobs":null,"finish_reason":null{self._closing}'
-
-    @cached_property
-    def _text_openings(self) -> list[str]:
-        return [f'{self._opening}{i},"delta":{{"content":' for i in range(len(self._outputs))]
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """Yield the role first, then text, then the finish reason in a chunk of its own, as OpenAI's streams do."""
@@ -85,17 +80,9 @@ class ChatWriter(ChunkWriter):
             event = replace(event, text="")
         super().add(index, event)
 
-    def body(self) -> ChatCompletion:
+    def body(self) -> dict[str, Any]:
         """Return a `chat.completion` object."""
-        body: ChatCompletion = {
-            "id": self.metadata.id,
-            "object": "chat.completion",
-            "created": self.metadata.created_s,
-            "model": self.metadata.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
-            "usage": self.usage.body,
-        }
+        body = super().body()
         if (table := self._prompt_logprobs) is not None:
             body["prompt_logprobs"] = LazyList(
                 lambda: prompt_logprobs(table, self._num_prompt_logprobs, self._tokenizer)
@@ -109,10 +96,11 @@ class ChatWriter(ChunkWriter):
         return self._chunk(index, f'{{"role":"assistant","content":{content},"refusal":null}}')
 
     def _finish_chunk(self, index: int, reason: str) -> str:
-        return f'{self._opening}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"{self._closing}'
+        return self._chunk(index, "{}", reason=f'"{reason}"')
 
-    def _chunk(self, index: int, delta: str, logprobs: str = "null") -> str:
-        return f'{self._opening}{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":null{self._closing}'
+    def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        choice = f'{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}'
+        return self._opening + choice + self._closing
 
     def _answer_chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """Yield one chunk for each part of a parsed answer. The log-probabilities go with the first chunks, or in chunks of their

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain
 
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
-from transom_cluster.openai.answer.response_types import Completion, TextChoice, TextLogprobs
+from transom_cluster.openai.answer.response_types import TextChoice, TextLogprobs
 from transom_cluster.openai.answer.shown_logprobs import (
     CompletionLogprobs,
     Position,
-    TokenBytes,
     output_positions,
     prompt_logprobs,
 )
@@ -25,6 +23,7 @@ from transom_cluster.openai.answer.writers import (
 )
 from transom_core import contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
+from transom_core.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +42,14 @@ class CompletionWriter(ChunkWriter):
     `echo_only` (`echo` and `max_tokens` 0) the engine computes one token, and the writer leaves it out.
     """
 
-    chunk_kind = "text_completion"
+    kind = chunk_kind = "text_completion"
+    text_field = ('"text":', "")
 
     def __init__(
         self,
         metadata: ResponseMetadata,
         requests: Sequence[Request],
-        tokenizer: TokenBytes,
+        tokenizer: Tokenizer,
         *,
         include_usage: bool = False,
         num_top_logprobs: int | None = None,
@@ -62,7 +62,6 @@ class CompletionWriter(ChunkWriter):
         self._echo_only = echo_only
         self._tokenizer = tokenizer
         self._num_prompt_logprobs = num_prompt_logprobs
-        self._has_started = [False] * len(requests)
         self._logprobs = None
         if num_top_logprobs is not None:
             self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
@@ -70,11 +69,6 @@ class CompletionWriter(ChunkWriter):
         self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))
         self._prompt_logprobs: dict[int, LogprobTable] = {}  # by prompt
         self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of a prompt's other choices, by prompt
-        self._text_closing = f',"logprobs":null,"finish_reason":null{self._closing}'
-
-    @cached_property
-    def _text_openings(self) -> list[str]:
-        return [f'{self._opening}{i},"text":' for i in range(len(self._outputs))]
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
         """Return the event, without its token if `echo_only`."""
@@ -102,18 +96,6 @@ class CompletionWriter(ChunkWriter):
         yield from self._chunks(index, event)
         for waiting_index, waiting_event in self._waiting.pop(prompt, ()):
             yield from self._chunks(waiting_index, waiting_event)
-
-    def body(self) -> Completion:
-        """Return a `text_completion` object."""
-        return {
-            "id": self.metadata.id,
-            "object": "text_completion",
-            "created": self.metadata.created_s,
-            "model": self.metadata.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
-            "usage": self.usage.body,
-        }
 
     def _choice(self, index: int, output: ChoiceOutput) -> TextChoice:
         logprobs: TextLogprobs | None = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 from transom_cluster.openai.answer.json_pieces import LazyList
 from transom_cluster.openai.answer.response_types import ChosenToken, PromptTokenLogprob, TextLogprobs, TokenEntry
 from transom_core.contract import Logprob, TokenLogprobs
+from transom_core.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity
 
@@ -15,14 +15,7 @@ Position = tuple[int, TokenLogprobs | None]
 """A token id and its log-probabilities; None for the first token of a prompt."""
 
 
-class TokenBytes(Protocol):
-    """The method of a tokenizer that this module needs."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text."""
-
-
-def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: TokenBytes) -> Iterator[ChosenToken]:
+def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer) -> Iterator[ChosenToken]:
     """Make the entries of `logprobs.content` in a chat completion."""
     for position in positions:
         yield {
@@ -32,7 +25,7 @@ def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: T
 
 
 def prompt_logprobs(
-    positions: Iterable[TokenLogprobs], num_top: int, tokenizer: TokenBytes
+    positions: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> Iterator[dict[str, PromptTokenLogprob] | None]:
     """Make the entries of vLLM's `prompt_logprobs`: at each position the prompt's own token and the most likely ones."""
     yield None
@@ -57,7 +50,7 @@ class CompletionLogprobs:
     """Builds the parallel lists of one choice, piece by piece. `text_offset` counts characters from the start of the choice's
     text."""
 
-    def __init__(self, num_top: int, tokenizer: TokenBytes) -> None:
+    def __init__(self, num_top: int, tokenizer: Tokenizer) -> None:
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._offset = 0
@@ -103,13 +96,13 @@ class CompletionLogprobs:
         return top
 
 
-def _entry(entry: Logprob, tokenizer: TokenBytes) -> TokenEntry:
+def _entry(entry: Logprob, tokenizer: Tokenizer) -> TokenEntry:
     raw = tokenizer.token_bytes(entry.token_id)
     token = raw.decode("utf-8", errors="backslashreplace")
     return {"token": token, "logprob": _finite(entry.logprob), "bytes": list(raw)}
 
 
-def _completion_token(token_id: int, tokenizer: TokenBytes) -> str:
+def _completion_token(token_id: int, tokenizer: Tokenizer) -> str:
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode("utf-8")

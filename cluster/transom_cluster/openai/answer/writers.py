@@ -38,8 +38,8 @@ class ResponseMetadata:
     model: str
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def chunk_fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
-        """Return the fields of a chunk under OpenAI's names; `kind` is the chunk's `object` type."""
+    def fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
+        """Return the fields of a chunk or a whole response under OpenAI's names; `kind` is its `object` type."""
         return {
             "id": self.id,
             "object": kind,
@@ -125,8 +125,12 @@ class ChunkWriter(ResponseWriter):
     """Writes a response whose stream consists of chunks. With `include_usage` every chunk has a field `usage`, which is null in all
     chunks but the last."""
 
+    kind: str
+    """The `object` type of whole responses."""
     chunk_kind: str
     """The `object` type of the stream's chunks."""
+    text_field: tuple[str, str]
+    """The JSON before and after the text in a choice of a chunk."""
 
     def __init__(
         self,
@@ -138,20 +142,35 @@ class ChunkWriter(ResponseWriter):
     ) -> None:
         super().__init__(metadata, requests, readers=readers)
         self._outputs = [ChoiceOutput() for _ in requests]
+        self._has_started = [False] * len(requests)
         self._include_usage = include_usage
         self._closing = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
+        self._text_closing = f'{self.text_field[1]},"logprobs":null,"finish_reason":null{self._closing}'
 
     @cached_property
     def _opening(self) -> str:
         opening = json.dumps(self._chunk_fields(), separators=(",", ":"))[:-1]
         return f'data: {opening},"choices":[{{"index":'
 
+    @cached_property
+    def _text_openings(self) -> list[str]:
+        return [f"{self._opening}{i},{self.text_field[0]}" for i in range(len(self._outputs))]
+
     def _chunk_fields(self) -> dict[str, Any]:
-        return self.metadata.chunk_fields(self.chunk_kind, self.fingerprint)
+        return self.metadata.fields(self.chunk_kind, self.fingerprint)
+
+    @abstractmethod
+    def _choice(self, index: int, output: ChoiceOutput) -> Mapping[str, Any]:
+        """Return one choice of a whole response."""
 
     def add(self, index: int, event: OutputEvent) -> None:
         """Keep one event of choice `index` for `body`."""
         self._outputs[index].add(event)
+
+    def body(self) -> dict[str, Any]:
+        """Return a whole response."""
+        choices = [self._choice(index, output) for index, output in enumerate(self._outputs)]
+        return {**self.metadata.fields(self.kind, self.fingerprint), "choices": choices, "usage": self.usage.body}
 
     def stream_end(self) -> Iterator[str]:
         """Yield a chunk with the usage if the client has asked for it, then the end mark."""

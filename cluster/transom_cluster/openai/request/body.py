@@ -77,7 +77,8 @@ class BodyParser(Generic[Model]):
             raise field_error(error, body, fields=self._fields) from None
         except (ValueError, RecursionError) as error:
             raise _malformed(error) from None
-        self._rules.check({name: getattr(parsed, name) for name in self._rules.refused})
+        texts = {name: getattr(parsed, name) for name in self._rules.refused}
+        self._rules.check({name: text for name, text in texts.items() if text != NULL})
         return parsed
 
 

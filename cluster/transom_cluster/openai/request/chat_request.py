@@ -10,7 +10,7 @@ from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_cluster.openai.request.body import any_json
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
 from transom_cluster.openai.request.sampling_fields import SamplingFields
-from transom_cluster.openai.request.structured_output_fields import FindMarker
+from transom_cluster.openai.request.structured_output_fields import FindMarker, read_answer_form
 from transom_cluster.openai.request.template_variables import (
     TEMPLATE_VARIABLES,
     ReasoningEffort,
@@ -82,10 +82,13 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         variables = reasoning_variables(self.reasoning_effort, reasoning_parser=reasoning_parser)
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
+        demand = tools_demand(tools, read_tool_choice(self.tool_choice), parallel=parallel)
+        message, message_param = read_answer_form(self.form_texts, find_marker)
         return AnswerOptions(
             tools=tools,
-            tools_demand=tools_demand(tools, read_tool_choice(self.tool_choice), parallel=parallel),
-            form=self.answer_form(find_marker),
+            tools_demand=demand,
+            message=message,
+            message_param=message_param,
             include_reasoning=self.include_reasoning is not False,
             template_variables={**variables, **read_template_variables(self.chat_template_kwargs)},
             num_chars=self.num_option_bytes,

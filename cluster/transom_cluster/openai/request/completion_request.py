@@ -12,7 +12,7 @@ from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMess
 from transom_cluster.openai.request.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
 from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
-from transom_cluster.openai.request.structured_output_fields import FindMarker
+from transom_cluster.openai.request.structured_output_fields import FindMarker, read_answer_form
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables
 from transom_cluster.openai.request.tool_fields import TOOLS_SCHEMA, read_tools, template_tools
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
@@ -73,7 +73,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         Raises:
             RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
         """
-        return AnswerOptions(form=self.answer_form(find_marker), num_chars=self.num_form_bytes)
+        message, message_param = read_answer_form(self.form_texts, find_marker)
+        return AnswerOptions(message=message, message_param=message_param, num_chars=self.num_form_bytes)
 
 
 class TokenizeRequest(BodyModel, frozen=True, kw_only=True):

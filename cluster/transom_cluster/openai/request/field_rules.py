@@ -86,14 +86,14 @@ class FieldRules:
     refused: Mapping[str, tuple[Any, ...]]
 
     def check(self, texts: Mapping[str, Raw]) -> None:
-        """Check that every refused field is null or has a neutral value. `texts` maps each refused field to its JSON text.
+        """Check that refused fields have a neutral value. `texts` maps each refused field that is not null to its JSON text.
 
         Raises:
             RequestError: a field has another value; `param` names the field.
         """
         for name, text in texts.items():
             neutral = self.refused[name]
-            if is_one_of(text, (None, *neutral)):
+            if is_one_of(text, neutral):
                 continue
             leave_out = f"leave it out, or send {neutral[0]!r}" if neutral else "leave it out"
             raise RequestError(f"{name} is not supported; {_INSTEAD.get(name, leave_out)}.", param=name)

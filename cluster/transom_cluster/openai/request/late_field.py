@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.body import NULL, decode_field
 from transom_cluster.openai.request.body_shape import check_depth
 from transom_core.errors import RequestError
 
@@ -33,6 +33,8 @@ class LateField(Generic[Value]):
         Raises:
             RequestError: the value is too long, nested too deeply, or of another type.
         """
+        if text == NULL:
+            return None
         num_bytes = len(memoryview(text))
         if num_bytes > self._max_bytes:
             raise RequestError(

@@ -9,13 +9,7 @@ from msgspec import Meta, Raw
 from transom_cluster.openai.request.body import BodyModel, WireModel, any_json
 from transom_cluster.openai.request.kv_policy_field import KvPolicyField
 from transom_cluster.openai.request.late_field import LateField
-from transom_cluster.openai.request.structured_output_fields import (
-    FIELDS,
-    SCHEMAS,
-    AnswerForm,
-    FindMarker,
-    read_answer_form,
-)
+from transom_cluster.openai.request.structured_output_fields import FIELDS
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
 
@@ -83,12 +77,12 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    response_format: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["response_format"])] = any_json()
-    structured_outputs: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["structured_outputs"])] = any_json()
-    guided_json: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["guided_json"])] = any_json()
-    guided_regex: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["guided_regex"])] = any_json()
-    guided_choice: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["guided_choice"])] = any_json()
-    guided_grammar: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["guided_grammar"])] = any_json()
+    response_format: Annotated[Raw, Meta(extra_json_schema=FIELDS["response_format"].schema)] = any_json()
+    structured_outputs: Annotated[Raw, Meta(extra_json_schema=FIELDS["structured_outputs"].schema)] = any_json()
+    guided_json: Annotated[Raw, Meta(extra_json_schema=FIELDS["guided_json"].schema)] = any_json()
+    guided_regex: Annotated[Raw, Meta(extra_json_schema=FIELDS["guided_regex"].schema)] = any_json()
+    guided_choice: Annotated[Raw, Meta(extra_json_schema=FIELDS["guided_choice"].schema)] = any_json()
+    guided_grammar: Annotated[Raw, Meta(extra_json_schema=FIELDS["guided_grammar"].schema)] = any_json()
 
     @property
     def include_usage(self) -> bool:
@@ -97,16 +91,13 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
 
     @property
     def num_form_bytes(self) -> int:
-        """The length of the JSON that `answer_form` reads."""
-        return sum(len(memoryview(getattr(self, name))) for name in FIELDS)
+        """The length of the JSON of `form_texts`."""
+        return sum(len(memoryview(text)) for text in self.form_texts.values())
 
-    def answer_form(self, find_marker: FindMarker) -> AnswerForm:
-        """Return the form that the answer's text must have, such as a JSON Schema.
-
-        Raises:
-            RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
-        """
-        return read_answer_form({name: getattr(self, name) for name in FIELDS}, find_marker)
+    @property
+    def form_texts(self) -> dict[str, Raw]:
+        """The JSON of the fields that ask for a form of the answer's text, such as a JSON Schema, by name."""
+        return {name: getattr(self, name) for name in FIELDS}
 
     def check_stream_options(self) -> None:
         """Raise RequestError for stream options without `stream`, as OpenAI does, and for `prompt_logprobs` with `stream`."""

@@ -8,7 +8,6 @@ A request may have at most one of them. Example: `{"structured_outputs": {"choic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta, Raw
@@ -70,104 +69,106 @@ class StructuredOutputs(WireModel, frozen=True, kw_only=True):
     whitespace_pattern: Raw = any_json()
 
 
+_RESPONSE_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_ONLY_FALSE = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
 def _late(name: str, kind: Any) -> LateField[Any]:
     return LateField(name, kind, max_bytes=MAX_FORMAT_BYTES)
 
 
-RESPONSE_FORMAT: LateField[ResponseFormat] = _late("response_format", ResponseFormat)
-STRUCTURED_OUTPUTS: LateField[StructuredOutputs] = _late("structured_outputs", StructuredOutputs)
-GUIDED: dict[str, LateField[Any]] = {
-    # field: its type; the name without `guided_` is that of the same field in `structured_outputs`
+FIELDS: dict[str, LateField[Any]] = {
+    "response_format": _late("response_format", ResponseFormat),
+    "structured_outputs": _late("structured_outputs", StructuredOutputs),
+    # the name without `guided_` is that of the same field in `structured_outputs`
     "guided_json": _late("guided_json", JsonObject | str),
     "guided_regex": _late("guided_regex", str),
     "guided_choice": _late("guided_choice", Choices),
     "guided_grammar": _late("guided_grammar", str),
 }
-_RESPONSE_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-_ONLY_FALSE = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerForm:
-    """The form that an answer's text must have, and the name of the field that asks for it, which is empty if no field does."""
+def read_answer_form(texts: Mapping[str, Raw], find_marker: FindMarker) -> tuple[MessageDemand, str]:
+    """Return the form that an answer's text must have, and the name of the field that asks for it, which is empty if no field does.
 
-    demand: MessageDemand = field(default_factory=FreeAnswer)
-    param: str = ""
-
-
-def read_answer_form(texts: Mapping[str, Raw], find_marker: FindMarker) -> AnswerForm:
-    """Return the form that a request asks for. `texts` has the JSON of this module's fields, by name. `find_marker` returns the
-    token id of a marker's text if the text is a single token, else None; a structural tag may begin with such a token.
+    `texts` has the JSON of this module's fields, by name. `find_marker` returns the token id of a marker's text if the text is a
+    single token, else None; a structural tag may begin with such a token.
 
     Raises:
         RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
     """
     demands: dict[str, MessageDemand] = {}
     for name, text in texts.items():
-        demand = _READERS[name](text, find_marker)
+        value = FIELDS[name].read(text)
+        demand = None if value is None else _demand(name, value, find_marker)
         if demand is not None:
             demands[name] = demand
     if len(demands) > 1:
         first, second, *_ = demands
         raise RequestError(f"{first} and {second} both ask for a form of the answer; send one of them.", param=second)
     for name, demand in demands.items():
-        return AnswerForm(demand=demand, param=name)
-    return AnswerForm()
+        return demand, name
+    return FreeAnswer(), ""
 
 
-def _read_response_format(text: Raw, find_marker: FindMarker) -> MessageDemand | None:
-    given = RESPONSE_FORMAT.read(text)
-    if given is None or given.type == "text":
-        return None
-    return response_demand(given, find_marker, path="response_format")
+def _demand(name: str, value: Any, find_marker: FindMarker) -> MessageDemand | None:
+    """Return the form that the field `name` asks for; None for plain text."""
+    if name == "response_format":
+        return None if value.type == "text" else _response_demand(value, find_marker)
+    if name == "structured_outputs":
+        form = _chosen_form(value)
+        return _form(form, getattr(value, form), f"{name}.{form}", find_marker)
+    return _form(name.removeprefix("guided_"), value, name, find_marker)
 
 
-def response_demand(given: ResponseFormat, find_marker: FindMarker, *, path: str) -> MessageDemand:
-    """Return the form for a `response_format` of another type than text.
-
-    Raises:
-        RequestError: the type is unknown, or its own field is missing.
-    """
+def _response_demand(given: ResponseFormat, find_marker: FindMarker) -> MessageDemand:
     match given.type:
         case "json_object":
             return JsonAnswer(schema=None)
         case "json_schema":
             if given.json_schema is None:
-                raise RequestError(f"{path}.json_schema is missing; it is required.", param=f"{path}.json_schema")
+                path = "response_format.json_schema"
+                raise RequestError(f"{path} is missing; it is required.", param=path)
             return JsonAnswer(schema=given.json_schema.schema)
         case "structural_tag":
             tag = {"structures": given.structures, "triggers": given.triggers, "format": given.format}
-            return LarkAnswer(text=lark_of_structural_tag(tag, marker_id=find_marker, param=path))
-    allowed = ", ".join(_RESPONSE_TYPES)
-    raise RequestError(f"{path}.type is {given.type[:80]!r}; it must be one of {allowed}.", param=f"{path}.type")
+            return LarkAnswer(text=lark_of_structural_tag(tag, marker_id=find_marker, param="response_format"))
+    path, allowed = "response_format.type", ", ".join(_RESPONSE_TYPES)
+    raise RequestError(f"{path} is {given.type[:80]!r}; it must be one of {allowed}.", param=path)
 
 
-def _read_structured_outputs(text: Raw, find_marker: FindMarker) -> MessageDemand | None:
-    given = STRUCTURED_OUTPUTS.read(text)
-    if given is None:
-        return None
+def _chosen_form(given: StructuredOutputs) -> str:
+    """Return the one form that `structured_outputs` has."""
     for name in _ONLY_FALSE:
         if not is_one_of(getattr(given, name), (None, False)):
             path = f"structured_outputs.{name}"
             raise RequestError(f"{path} is not supported; leave it out.", param=path)
-    found = {name: value for name in _FORMS if (value := getattr(given, name)) is not None}
+    found = [name for name in _FORMS if getattr(given, name) is not None]
     if given.json_object is False:
-        found.pop("json_object")
+        found.remove("json_object")
     if len(found) != 1:
         sent = ", ".join(found) or "none"
         raise RequestError(
             f"structured_outputs has {sent}; send exactly one of {', '.join(_FORMS)}.", param="structured_outputs"
         )
-    ((name, value),) = found.items()
-    return _FORMS[name](value, f"structured_outputs.{name}", find_marker)
+    return found[0]
 
 
-def _json_answer(schema: JsonObject | str, path: str, _: FindMarker) -> MessageDemand:
-    return JsonAnswer(schema=_object(schema, path))
-
-
-def _structural_tag(tag: JsonObject | str, path: str, find_marker: FindMarker) -> MessageDemand:
-    return LarkAnswer(text=lark_of_structural_tag(_object(tag, path), marker_id=find_marker, param=path))
+def _form(name: str, value: Any, path: str, find_marker: FindMarker) -> MessageDemand:
+    """Return the form `name` of `structured_outputs`, which the field `path` describes with `value`."""
+    match name:
+        case "json":
+            return JsonAnswer(schema=_object(value, path))
+        case "regex":
+            return RegexAnswer(pattern=value)
+        case "choice":
+            return ChoiceAnswer(choices=tuple(value))
+        case "grammar":
+            return LarkAnswer(text=lark_of_grammar(value, param=path))
+        case "json_object":
+            return JsonAnswer(schema=None)
+    return LarkAnswer(text=lark_of_structural_tag(_object(value, path), marker_id=find_marker, param=path))
 
 
 def _object(given: JsonObject | str, path: str) -> JsonObject:
@@ -178,38 +179,4 @@ def _object(given: JsonObject | str, path: str) -> JsonObject:
 _OBJECTS: dict[str, LateField[JsonObject]] = {
     path: _late(path, JsonObject)
     for path in ("structured_outputs.json", "structured_outputs.structural_tag", "guided_json")
-}
-_FORMS: dict[str, Callable[[Any, str, FindMarker], MessageDemand]] = {
-    "json": _json_answer,
-    "regex": lambda pattern, *_: RegexAnswer(pattern=pattern),
-    "choice": lambda choices, *_: ChoiceAnswer(choices=tuple(choices)),
-    "grammar": lambda text, path, _: LarkAnswer(text=lark_of_grammar(text, param=path)),
-    "json_object": lambda *_: JsonAnswer(schema=None),
-    "structural_tag": _structural_tag,
-}
-
-
-def _guided_reader(name: str) -> Callable[[Raw, FindMarker], MessageDemand | None]:
-    form = _FORMS[name.removeprefix("guided_")]
-
-    def read(text: Raw, find_marker: FindMarker) -> MessageDemand | None:
-        value = GUIDED[name].read(text)
-        return None if value is None else form(value, name, find_marker)
-
-    return read
-
-
-_READERS: dict[str, Callable[[Raw, FindMarker], MessageDemand | None]] = {
-    "response_format": _read_response_format,
-    "structured_outputs": _read_structured_outputs,
-    **{name: _guided_reader(name) for name in GUIDED},
-}
-FIELDS = tuple(_READERS)
-
-
-SCHEMAS: dict[str, dict[str, Any]] = {
-    # field: its schema in the OpenAPI document
-    "response_format": RESPONSE_FORMAT.schema,
-    "structured_outputs": STRUCTURED_OUTPUTS.schema,
-    **{name: one.schema for name, one in GUIDED.items()},
 }

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from transom_cluster.openai.answer.chat_message import call_id
 from transom_cluster.openai.answer.json_pieces import LazyList
 from transom_cluster.openai.answer.response_types import ChosenToken
-from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs
+from transom_cluster.openai.answer.shown_logprobs import chat_logprobs
 from transom_cluster.openai.responses.custom_input import CustomInput
 from transom_cluster.openai.responses.object_types import ItemStatus, OutputItem, ReasoningItem
 from transom_cluster.openai.responses.opaque_reasoning import write_reasoning
@@ -32,6 +32,7 @@ from transom_core.text.markup.parts import (
     MessageText,
     ReasoningText,
 )
+from transom_core.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
 
@@ -42,7 +43,7 @@ class ItemOptions:
 
     response_id: str
     names: ToolNames
-    tokenizer: TokenBytes
+    tokenizer: Tokenizer
     num_top_logprobs: int | None = None
     includes_encrypted_reasoning: bool = False
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import WireError
 from transom_cluster.openai.answer.json_pieces import JsonText, json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
@@ -30,11 +30,11 @@ class ResponsesWriter(ResponseWriter):
         self,
         metadata: ResponseMetadata,
         requests: Sequence[Request],
-        answer: ChatAnswer,
+        answer: AnswerReader,
         options: ItemOptions,
         echo: Mapping[str, JsonText],
     ) -> None:
-        super().__init__(metadata, requests, readers=[answer.reader])
+        super().__init__(metadata, requests, readers=[answer])
         self._answer = answer
         self._echo = echo
         self._items = OutputItems(options)
@@ -124,7 +124,7 @@ class ResponsesWriter(ResponseWriter):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answer.reader.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
         if "kv_quality" in usage:

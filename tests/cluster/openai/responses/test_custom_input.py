@@ -13,7 +13,7 @@ from transom_cluster.openai.responses.custom_input import CustomInput
 
 
 @given(text=st.text(), is_ascii=st.booleans(), data=st.data())
-@settings(max_examples=num_examples(200, 5000), deadline=None)
+@settings(max_examples=num_examples(80, 5000), deadline=None)
 def test_any_split_gives_the_text(text, is_ascii, data):
     arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(arguments)))))

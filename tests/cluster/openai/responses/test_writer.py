@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.cluster.openai.published_document import check_event, check_published
-from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import wire_error
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata
@@ -34,6 +34,7 @@ from transom_core.text.markup.parts import (
 )
 
 PARSER = BodyParser(ResponsesRequest, RESPONSES_RULES)
+CLIENT_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ANSWER: list[AnswerPart] = [
     ReasoningText("The user"),
@@ -60,18 +61,18 @@ class Letters:
         return bytes([token_id])
 
 
-class ScriptedReader:
+class ScriptedReader(AnswerReader):
     """Gives one part of the answer for each event, and the rest with the last one."""
 
     def __init__(self, parts: Sequence[AnswerPart]) -> None:
+        super().__init__(Letters(), SamplingParams(), None)  # type: ignore[arg-type]
         self._parts = iter(parts)
-        self.num_read = 0
         self.num_reasoning_tokens = 2
 
     def is_message(self, position: int) -> bool:
         return True
 
-    def read(self, event: OutputEvent) -> list[AnswerPart]:
+    def _read(self, event: OutputEvent) -> list[AnswerPart]:
         self.num_read += len(event.token_ids)
         parts = self._parts if event.finish_reason else itertools.islice(self._parts, 1)
         return list(parts)
@@ -89,7 +90,7 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
     options = ItemOptions(
         response_id="resp_abc",
         names=names,
-        tokenizer=Letters(),
+        tokenizer=Letters(),  # type: ignore[arg-type]
         num_top_logprobs=num_top,
         includes_encrypted_reasoning=request.includes_encrypted_reasoning,
     )
@@ -97,7 +98,7 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
     return ResponsesWriter(
         ResponseMetadata(id="resp_abc", model="m", created_s=7),
         [engine_request],
-        ChatAnswer(ScriptedReader(parts)),  # type: ignore[arg-type]
+        ScriptedReader(parts),
         options,
         request_echo(request, SamplingParams()),
     )
@@ -127,7 +128,7 @@ def sent_events(text: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         check_event(event)
-        TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+        CLIENT_EVENT.validate_python(event, strict=True)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
