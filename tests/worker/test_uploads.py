@@ -111,8 +111,8 @@ def test_policies(packed: list[ForwardBatch], tmp_path: Path) -> None:
     """Rows with and without KV policies, some beyond the trained length, with measured ones."""
     folder = make_checkpoint(tmp_path, "llama", max_position_embeddings=64)
     hand = PolicyScheduler(start_runner(folder, enforce_eager=True))
-    hand.add(0, prompt(60), WindowPolicy(sinks=3, window=11), quality=True)
-    hand.add(1, prompt(20))
+    hand.add_row(0, prompt(60), WindowPolicy(sinks=3, window=11), quality=True)
+    hand.add_row(1, prompt(20))
     hand.step({0: 60})
     hand.step({0: 1, 1: 20}, mass=True)
     hand.step({0: 1}, measure=True)

@@ -73,7 +73,7 @@ def random_life(
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations(mix: tuple[str, ...]) -> None:
-    """In half of the lives blocks are spilled and loaded, and whatever is found in a tier has the contents that its digest names."""
+    """In half of the lives blocks are spilled and loaded. What is found in a tier has the contents that its digest names."""
     drivers = [random_life(mix, seed, has_host=seed % 2 == 1) for seed in range(num_examples(daily=6, exhaustive=50))]
     stats = [driver.cache.stats() for driver in drivers]
     assert sum(driver.num_refused for driver in drivers) > 0  # the pools are tiny enough to matter

@@ -21,7 +21,7 @@ from transom_worker.models.parallel.communicator import Communicator, Parallel
 from transom_worker.scheduling.step import StepPlan
 
 SIZE, NUM_STEPS, MAX_SEQS = 2, 10, 2
-LENGTHS = {"max_num_seqs": MAX_SEQS, "max_model_len": 16}
+LENGTHS: dict[str, Any] = {"max_num_seqs": MAX_SEQS, "max_model_len": 16}
 
 
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
@@ -119,7 +119,7 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
         if num_wrong >= 0:
             raise ReplayMismatch("logits differ")
 
-    DecodeGraphs.capture = capture_wrongly  # type: ignore[method-assign]
+    DecodeGraphs.capture = capture_wrongly  # type: ignore[method-assign,assignment]
     parallel = Parallel(rank=rank, size=SIZE, comm=RecordedComm(comm))  # type: ignore[arg-type]
     with runner_of(checkpoint, device, parallel=parallel, **LENGTHS) as runner:
         hand, logits = HandScheduler(runner.info.layout), []

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 
 from transom_kernels.all_reduce import PeerMemory, region_bytes
-from transom_worker.models.parallel import peer_memory
+from transom_worker.models.parallel import peer_memory, process_group
 from transom_worker.models.parallel.peer_memory import PeerAllReduce, map_peers
 from transom_worker.models.parallel.process_group import listen
 
@@ -33,7 +32,7 @@ def mapped(hosts: list[str], monkeypatch: pytest.MonkeyPatch, *, unable: int | N
         return make_peers(size)
 
     def one(rank: int) -> Any:
-        store = torch.distributed.TCPStore("127.0.0.1", listener.port, is_master=False, timeout=WAIT)
+        store = process_group.c10d.TCPStore("127.0.0.1", listener.port, is_master=False, timeout=WAIT)
         return map_peers(store, rank=rank, size=size, host=hosts[rank], device=CPU)
 
     monkeypatch.setattr(peer_memory, "_map", fake_map)

@@ -98,11 +98,13 @@ class _Capture:
         begin_s = time.perf_counter()
         try:
             graphs = make()
-        except Exception as error:
+        except Exception as failure:
             self._exchange(_Outcome.FAILED)
-            return _without_graphs("them", error)
+            _warn("them", failure)
+            return None
         if self._exchange(_Outcome.RIGHT) is _Outcome.FAILED:
-            return _without_graphs("them", None)
+            _warn("them", None)
+            return None
         for size in graphs.sizes.all:
             is_late = time.perf_counter() - begin_s > LIMIT_S
             if any(self._parallel.exchange(is_late, self._device)):
@@ -110,7 +112,8 @@ class _Capture:
                 break
             outcome, error = self._one(graphs, size)
             if outcome is _Outcome.FAILED:
-                return _without_graphs(str(size), error)
+                _warn(str(size), error)
+                return None
             if outcome is _Outcome.DIFFERS:
                 graphs.drop(size)
                 logger.warning(
@@ -130,7 +133,8 @@ class _Capture:
 
         Returns the worst outcome of all ranks in the last try, and this rank's error in it.
         """
-        worst, error = _Outcome.RIGHT, None
+        worst = _Outcome.RIGHT
+        error: Exception | None = None
         for seed in TRIES:
             error = None
             try:
@@ -155,7 +159,8 @@ class _Capture:
         return _Outcome(max(self._parallel.exchange(own, self._device)))
 
 
-def _without_graphs(what: str, error: Exception | None) -> None:
+def _warn(what: str, error: Exception | None) -> None:
+    """Say why there are no graphs; `error` is None if it was another rank's."""
     reason = "another rank's capture failed" if error is None else f"{type(error).__name__}: {error}"
     logger.warning(
         "Decode steps run without CUDA graphs: capturing %s failed (%s). --enforce-eager does without the attempt.",
