@@ -22,20 +22,28 @@ class LaggingQueue:
         self.log.append("launched")
         self.num_open += 1
         assert self.num_open <= 2, "a place of the pinned memory would be used twice"
-        copied_S = ids_S.clone()
-
-        def wait() -> list[int]:
-            self.log.append("waited")
-            self.num_open -= 1
-            ids: list[int] = copied_S.tolist()
-            return ids
-
-        return wait
+        return LaggingFetch(self, ids_S.clone())
 
     @property
     def num_ahead(self) -> int:
         """How many steps were launched before the tokens of the last one had been waited for."""
         return sum(pair == ("launched", "launched") for pair in zip(self.log, self.log[1:], strict=False))
+
+
+class LaggingFetch:
+    """Ids of one step on their way."""
+
+    def __init__(self, queue: LaggingQueue, ids_S: torch.Tensor) -> None:
+        self._queue, self._ids_S = queue, ids_S
+
+    def __call__(self) -> list[int]:
+        self._queue.log.append("waited")
+        self._queue.num_open -= 1
+        ids: list[int] = self._ids_S.tolist()
+        return ids
+
+    def is_ready(self) -> bool:
+        return False
 
 
 class AheadExecutor(HookedExecutor):

@@ -18,6 +18,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,23 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1 << 14, ignore_
 SPIN_S = 2e-4  # sleeping is not exact
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedFetch:
+    """Ids that are on the host when their step has ended."""
+
+    ends_s: float
+    ids: list[int]
+
+    def __call__(self) -> list[int]:
+        """See `Fetch`."""
+        _wait_until(self.ends_s)
+        return self.ids
+
+    def is_ready(self) -> bool:
+        """See `Fetch`."""
+        return time.perf_counter() >= self.ends_s
+
+
 class SimulatedDevice:
     """Computes what is launched, one after the other. As a `DeviceQueue` it gives tokens when their step has ended."""
 
@@ -62,13 +80,7 @@ class SimulatedDevice:
 
     def fetch(self, ids_S: torch.Tensor) -> Fetch:
         """See `DeviceQueue.fetch`."""
-        ends_s, ids = self._ends_s, ids_S.tolist()
-
-        def wait() -> list[int]:
-            _wait_until(ends_s)
-            return ids
-
-        return wait
+        return SimulatedFetch(self._ends_s, ids_S.tolist())
 
 
 class SimulatedModel:

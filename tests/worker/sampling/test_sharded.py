@@ -12,6 +12,7 @@ from tests.how_many import num_examples
 from tests.thread_ranks import ThreadComm, on_ranks
 from tests.worker.sampling.test_sampler import KINDS
 from transom_core.contract import SamplingParams
+from transom_kernels.launch import prefer
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampler, SamplerOutput
@@ -78,6 +79,31 @@ def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_row
     for other in found[1:]:
         assert [step.token_ids for step in other] == [step.token_ids for step in expected]
         assert all(step.logprobs == [] for step in other)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tokens_that_stay_on_the_device_are_the_same(size: int) -> None:
+    """Local and gathered rows in any order, with grammar masks; the host reads no token."""
+    rng, vocab_size = np.random.default_rng(5), 200
+    kinds = [params for params in ALL_KINDS if params.logprobs is None]
+    logits = random_logits(rng, len(kinds), vocab_size)
+    for mask in (None, rng.bytes(len(kinds) * -(-vocab_size // 8))):
+        cuts = random_cuts(rng, vocab_size, size)
+
+        def one_rank(parallel: Parallel, cuts: list[int] = cuts, mask: bytes | None = mask) -> list[int]:
+            first, end = cuts[parallel.rank : parallel.rank + 2]
+            sampler = ShardedSampler(parallel, first_id=first, eos_token_ids=(EOS,))
+            for seq_id, params in enumerate(kinds):
+                sampler.add(
+                    seq_id, token_ids=[1, 2, 1], num_prompt_tokens=2, params=params, seed=seq_id * 7, choice_index=1
+                )
+            launched = sampler.launch(logits[:, first:end].clone(), range(len(kinds)), mask)
+            assert launched is not None
+            return launched.tolist()
+
+        with prefer("reference"):
+            expected = run(Sampler(eos_token_ids=(EOS,)), kinds, [logits.clone()], [mask])[0].token_ids
+            assert on_ranks(size, one_rank) == [expected] * size
 
 
 def share(parallel: Parallel, num_ids: int) -> slice:

@@ -15,14 +15,22 @@ Legend: S rows that are sampled, T tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle
 from typing import Protocol
 
 import torch
 
-Fetch = Callable[[], list[int]]
-"""Waits until the device has computed some ids, and returns them."""
+
+class Fetch(Protocol):
+    """Ids on their way to the host."""
+
+    def __call__(self) -> list[int]:
+        """Wait until the device has computed the ids, and return them."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Return whether the call would return at once."""
+        ...
 
 
 class DeviceQueue(Protocol):
@@ -36,6 +44,21 @@ class DeviceQueue(Protocol):
         ...
 
 
+class HostFetch:
+    """Ids that a CPU has computed."""
+
+    def __init__(self, ids_S: torch.Tensor) -> None:
+        self._ids: list[int] = ids_S.tolist()
+
+    def __call__(self) -> list[int]:
+        """See `Fetch`."""
+        return self._ids
+
+    def is_ready(self) -> bool:
+        """See `Fetch`."""
+        return True
+
+
 class HostQueue:
     """CPU operators, which are done when they return."""
 
@@ -43,12 +66,28 @@ class HostQueue:
 
     def fetch(self, ids_S: torch.Tensor) -> Fetch:
         """See `DeviceQueue.fetch`."""
-        ids: list[int] = ids_S.tolist()
-        return lambda: ids
+        return HostFetch(ids_S)
+
+
+class CudaFetch:
+    """Ids that are copied to pinned memory; an event tells when they are there."""
+
+    def __init__(self, host_S: torch.Tensor, arrived: torch.cuda.Event) -> None:
+        self._host_S, self._arrived = host_S, arrived
+
+    def __call__(self) -> list[int]:
+        """See `Fetch`."""
+        self._arrived.synchronize()
+        ids: list[int] = self._host_S.tolist()
+        return ids
+
+    def is_ready(self) -> bool:
+        """See `Fetch`."""
+        return bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
 
 class CudaQueue:
-    """The current stream of a GPU. Ids are copied to pinned memory, and an event tells when they are there."""
+    """The current stream of a GPU."""
 
     runs_ahead = True
 
@@ -65,13 +104,7 @@ class CudaQueue:
         host_S = host[: len(ids_S)]
         host_S.copy_(ids_S, non_blocking=True)
         arrived.record()
-
-        def wait() -> list[int]:
-            arrived.synchronize()
-            ids: list[int] = host_S.tolist()
-            return ids
-
-        return wait
+        return CudaFetch(host_S, arrived)
 
 
 def device_queue(device: torch.device, *, max_rows: int) -> DeviceQueue:

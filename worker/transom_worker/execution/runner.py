@@ -52,6 +52,11 @@ class LaunchedStep:
     clock: StepClock
     sampled: SampledIds | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `ModelRunner.finish` would not wait for the device."""
+        return self.sampled is None or self.sampled.is_ready()
+
 
 class ModelRunner:
     """Executes plans in order on one device.

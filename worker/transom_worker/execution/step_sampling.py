@@ -70,6 +70,10 @@ class SampledIds:
     known: list[int] | None
     fetch: Fetch | None = None
 
+    def is_ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self.known is not None or (self.fetch is not None and self.fetch.is_ready())
+
     def wait(self) -> list[int]:
         """Return the tokens, in order of s. This is the only place where the host waits for the device to compute them."""
         if self.known is None:
@@ -90,7 +94,7 @@ def sample_step(
 ) -> SampledIds:
     """Begin to sample, write log-probabilities into `result`, and return the sampled tokens.
 
-    The tokens stay on the device until they are waited for, unless log-probabilities or other ranks need them on the host.
+    The tokens stay on the device until they are waited for, unless log-probabilities need them on the host.
     """
     rows = [b for b, sample in enumerate(plan.sample) if sample]
     all_rows = len(rows) == len(plan.seq_ids)

@@ -163,3 +163,11 @@ def take_rows(values_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     if rows[-1] - rows[0] == len(rows) - 1:
         return values_RV[rows[0] : rows[-1] + 1]
     return values_RV[torch.tensor(rows, device=values_RV.device)]
+
+
+def put_rows(values_R: torch.Tensor, rows: Sequence[int], values_N: torch.Tensor) -> None:
+    """Write values to the rows with these ascending numbers, in one copy if the numbers are consecutive."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        values_R[rows[0] : rows[-1] + 1] = values_N
+    else:
+        values_R[torch.tensor(rows, device=values_R.device)] = values_N

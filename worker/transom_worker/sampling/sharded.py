@@ -28,7 +28,7 @@ from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.adjustments import HeldRows
 from transom_worker.sampling.fused_sampling import sampling_arrays
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
-from transom_worker.sampling.sampler import Sampler, SamplerOutput, take_rows
+from transom_worker.sampling.sampler import Sampler, SamplerOutput, put_rows, take_rows
 from transom_worker.sampling.sequence_state import SequenceState
 
 
@@ -54,14 +54,12 @@ class ShardedSampler(Sampler):
         if self._parallel.size == 1 or not seq_ids:
             return super().sample(logits_SV, seq_ids, grammar_mask)
         states = [self._states[seq_id] for seq_id in seq_ids]
-        held = HeldRows(grammar_mask, len(states))
-        gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
-        local = sorted(set(range(len(states))).difference(gathered))
+        held, local, gathered = _split(states, grammar_mask)
         result = SamplerOutput(token_ids=[0] * len(states))
         if local:
             part = take_rows(logits_SV, local)
-            best = self._sample_local(part, [seq_ids[row] for row in local], [states[row] for row in local])
-            _fill(result.token_ids, local, best)
+            best_N = self._best_of_slices(part, [seq_ids[row] for row in local], [states[row] for row in local])
+            _fill(result.token_ids, local, best_N.tolist())
         if gathered:
             sampled = self._sample_gathered(
                 logits_SV, gathered, [seq_ids[row] for row in gathered], held.mask(gathered)
@@ -75,8 +73,25 @@ class ShardedSampler(Sampler):
     def launch(
         self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
     ) -> torch.Tensor | None:
-        """See `Sampler.launch`. Returns None with several ranks, because they exchange tokens through their hosts."""
-        return None if self._parallel.size > 1 else super().launch(logits_SV, seq_ids, grammar_mask)
+        """See `Sampler.launch`. With several ranks, every rank gets the tokens on its device. Raises RankLost."""
+        if self._parallel.size == 1:
+            return super().launch(logits_SV, seq_ids, grammar_mask)
+        rows = self._rows_of(seq_ids)
+        if rows.logprob_rows or uses_cpu_kernels(logits_SV):
+            return None
+        held, local, gathered = _split(rows.states, grammar_mask)
+        token_ids_S = torch.empty(len(seq_ids), dtype=torch.int64, device=logits_SV.device)
+        if local:
+            part = take_rows(logits_SV, local)
+            put_rows(token_ids_S, local, self._best_of_slices(part, [], [rows.states[row] for row in local]))
+        if gathered:
+            chosen_N = torch.zeros(len(gathered), dtype=torch.int64, device=logits_SV.device)
+            logits_NW = self.gather_rows(logits_SV, gathered)
+            if logits_NW is not None:
+                whole = self._rows_of([seq_ids[row] for row in gathered])
+                chosen_N = self._token_ids(logits_NW, whole, held.mask(gathered))
+            put_rows(token_ids_S, gathered, self._parallel.comm.broadcast_(chosen_N))
+        return token_ids_S
 
     def gather_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
         """On rank 0, return these rows with the columns of all ranks, [len(rows), W]; None on other ranks. Raises RankLost."""
@@ -98,10 +113,10 @@ class ShardedSampler(Sampler):
                 table.extend(logprob_table(gathered, chosen[first : rows.stop], num_top))
         return table
 
-    def _sample_local(
+    def _best_of_slices(
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
-    ) -> list[int]:
-        """Return the ids with the best scores of all ranks; of equal scores, the id of the lowest rank, which is the lowest id."""
+    ) -> torch.Tensor:
+        """Return the ids with the best scores of all ranks, int64 [N]; of equal scores, the lowest. CPU kernels need `seq_ids`.
         if uses_cpu_kernels(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
@@ -114,8 +129,7 @@ class ShardedSampler(Sampler):
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
         self._parallel.comm.all_reduce_(pairs_K2N)  # gathers the pairs, because other ranks add zeros to a rank's row
         winner_1N = pairs_K2N[:, 0].view(torch.float64).max(0, keepdim=True).indices
-        best: list[int] = pairs_K2N[:, 1].gather(0, winner_1N)[0].tolist()
-        return best
+        return pairs_K2N[:, 1].gather(0, winner_1N)[0]
 
     def _sample_gathered(
         self, logits_SV: torch.Tensor, rows: Sequence[int], seq_ids: Sequence[int], grammar_mask: bytes | None
@@ -128,6 +142,13 @@ class ShardedSampler(Sampler):
         token_ids = torch.tensor(sampled.token_ids, device=logits_SV.device)
         sampled.token_ids = self._parallel.comm.broadcast_(token_ids).tolist()
         return sampled
+
+
+def _split(states: Sequence[SequenceState], grammar_mask: bytes | None) -> tuple[HeldRows, list[int], list[int]]:
+    """Return the rows of the mask, the local rows and the gathered rows."""
+    held = HeldRows(grammar_mask, len(states))
+    gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
+    return held, sorted(set(range(len(states))).difference(gathered)), gathered
 
 
 def _needs_gathering(state: SequenceState) -> bool:

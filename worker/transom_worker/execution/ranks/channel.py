@@ -116,6 +116,10 @@ class RankChannel:
         """Send a message to the executor."""
         self._socket.send(encode(message))
 
+    def has_message(self) -> bool:
+        """Return whether `receive` would return at once."""
+        return bool(self._socket.poll(0))
+
     def receive(self) -> Any:
         """Wait for the executor's next message."""
         return decode(self._socket.recv())

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.contract import ErrorInfo
@@ -40,6 +41,7 @@ from transom_worker.execution.ranks.messages import (
     RunStep,
     WriteBlocks,
 )
+from transom_worker.execution.runner import LaunchedStep
 from transom_worker.execution.setup.load_progress import compile_progress
 from transom_worker.execution.setup.model_loading import choose_device
 from transom_worker.execution.setup.model_setup import ModelSetup
@@ -50,6 +52,7 @@ logger = logging.getLogger("transom.worker")
 
 PR_SET_PDEATHSIG = 1
 USAGE_PERIOD_S = 1.0
+POLL_S = 5e-5  # between two looks at the device and the executor's messages; a step takes some milliseconds
 # Ranks that wait in a collective give up after this share of the step timeout, so that they report which rank hangs before the
 # executor's own timeout ends.
 COLLECTIVE_TIMEOUT_SHARE = 0.9
@@ -84,14 +87,20 @@ class _Rank:
         self._rendezvous: Rendezvous | None = None
         self._epoch = 0
         self._usage_sent_s = -USAGE_PERIOD_S
+        self._launched: LaunchedStep | None = None  # the step that the device computes
 
     def run(self) -> None:
         self._channel.send(Hello(host_id(), self._ip, os.getpid()))
         load = self._connect()
         self._start(load)
+        self.serve()
+
+    def serve(self) -> None:
+        """Execute what the executor sends, until an error ends the rank."""
         while True:
-            message = self._channel.receive()
+            message = self._next_message()
             if isinstance(message, ReadBlocks | WriteBlocks):
+                self._finish_launched()
                 self._channel.send(self._blocks_done(message))
             elif message.epoch == self._epoch:
                 self._execute(message)
@@ -145,21 +154,44 @@ class _Rank:
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
 
-    def _execute(self, step: RunStep) -> None:
-        """Execute one plan, and send its result or the reason of its failure.
+    def _next_message(self) -> Any:
+        """Wait for the next message. Meanwhile, finish the launched step when the device has computed it."""
+        while self._launched is not None:
+            if self._channel.has_message():
+                break
+            if self._launched.is_done:
+                self._finish_launched()
+            else:
+                time.sleep(POLL_S)
+        return self._channel.receive()
 
-        After a step that fails before its first collective, the rank can go on. If it fails later, the other ranks wait for this
-        rank in the middle of the step, so the error ends the rank.
+    def _execute(self, step: RunStep) -> None:
+        """Launch one plan, and then finish the one before it, which a GPU computes meanwhile. A CPU's plan is finished at once.
+
+        After a step that fails before its first collective, the rank can go on, and sends the reason after the results of earlier
+        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank.
         """
         try:
-            result = self._runner.execute(step.plan)
+            launched = self._runner.launch(step.plan)
         except Exception as error:
             if self._runner.was_committed:
                 raise
+            self._finish_launched()
             self._epoch += 1
             self._runner.abandon(step.plan)
             self._channel.send(RankFailed(_error_info(error), step.plan.step_id))
             return
+        self._finish_launched()
+        self._launched = launched
+        if not self._runner.runs_ahead:
+            self._finish_launched()
+
+    def _finish_launched(self) -> None:
+        """Wait for the launched step, if there is one, and send its result."""
+        if self._launched is None:
+            return
+        step, self._launched = self._launched, None
+        result = self._runner.finish(step)
         self._send_usage()
         if self._setup.rank == 0:
             self._channel.send(result)
