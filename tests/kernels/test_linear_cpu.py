@@ -14,6 +14,7 @@ from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
 from transom_kernels.linear.op import embedding_rows_reference, gated_linear_reference, linear_reference
+from transom_kernels.quantised_linear import pack, pack_gated, quantise
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 # M, K, N: one row, odd widths, tiles that are full, one more and one less, several chunks of K and several blocks of rows
@@ -93,10 +94,7 @@ def test_weights_are_unpacked_as_they_were(dtype):
     assert pack_weight(first.t()).unpack()[0].equal(first.t())
     gated = pack_weight(first, up=second, up_bias=bias)
     assert all(got.equal(wanted) for got, wanted in zip(gated.unpack(), (first, second), strict=True))
-    assert [b is not None and b.equal(wanted) for b, wanted in zip(gated.biases(), (0 * bias, bias), strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(b is not None and b.equal(wanted) for b, wanted in zip(gated.biases(), (0 * bias, bias), strict=True))
     assert gated.nbytes == first.nbytes + second.nbytes
 
 
@@ -127,17 +125,23 @@ def test_a_recorded_step_needs_no_torch():
 
 
 def test_what_does_not_fit_is_refused():
-    packed, x = pack_weight(torch.randn(5, 8)), torch.randn(2, 8)
-    with pytest.raises(ValueError, match="does not fit"):
-        linear(torch.randn(2, 7), packed)
+    x, weight, quantised = torch.randn(2, 8), torch.randn(5, 8), quantise(torch.randn(5, 8), "int8")
+    packed = pack_weight(weight)
+    for plain, gated in ((packed, pack_weight(weight, up=weight)), (pack(quantised), pack_gated(quantised, quantised))):
+        with pytest.raises(ValueError, match="does not fit"):
+            linear(torch.randn(2, 7), plain)
+        with pytest.raises(ValueError, match="residual"):
+            linear(x, plain, torch.randn(2, 4))
+        with pytest.raises(ValueError, match="residual"):
+            linear(x, plain, torch.randn(2, 5).bfloat16())
+        with pytest.raises(ValueError, match="out_dtype"):
+            linear(x, plain, out_dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="is gated"):
+            linear(x, gated)
+        with pytest.raises(ValueError, match="not gated"):
+            gated_linear(x, plain, "silu")
     with pytest.raises(ValueError, match="does not fit"):
         linear(x.bfloat16(), packed)
-    with pytest.raises(ValueError, match="residual"):
-        linear(x, packed, torch.randn(2, 4))
-    with pytest.raises(ValueError, match="out_dtype"):
-        linear(x, packed, out_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="gated"):
-        gated_linear(x, packed, "silu")
     with pytest.raises(ValueError, match="bias"):
         pack_weight(torch.randn(5, 8), torch.randn(4))
     with pytest.raises(ValueError, match="alike"):

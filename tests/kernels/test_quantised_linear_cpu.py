@@ -11,13 +11,7 @@ import torch
 from tests.kernels.row_case import strided
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import gated_linear, linear
-from transom_kernels.quantised_linear import (
-    Format,
-    concatenated,
-    pack,
-    pack_gated,
-    quantise,
-)
+from transom_kernels.quantised_linear import Format, concatenated, pack, pack_gated, quantise
 
 FORMATS: list[Format] = ["int8", "int8_min", "int4", "int4_min"]
 # one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
@@ -95,18 +89,8 @@ def test_zeros_and_tiny_numbers_give_zeros():
                 assert not linear(x, pack(quantise(weight, format))).any()
 
 
-def test_wrong_shapes_are_refused():
+def test_weights_that_differ_are_refused():
     rows = quantise(torch.randn(20, 40), "int8")
-    plain, gated, x = pack(rows), pack_gated(rows, rows), torch.zeros(2, 40)
-    for call, match in (
-        (lambda: linear(torch.zeros(2, 39), plain), "fit"),
-        (lambda: linear(x, plain, torch.zeros(1, 20)), "residual"),
-        (lambda: linear(x, plain, torch.zeros(2, 20).bfloat16()), "residual"),
-        (lambda: linear(x, gated), "is gated"),
-        (lambda: gated_linear(x, plain, "silu"), "not gated"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            call()
     with pytest.raises(ValueError, match="alike"):
         pack_gated(rows, quantise(torch.randn(19, 40), "int8"))
     with pytest.raises(ValueError, match="concatenated"):
