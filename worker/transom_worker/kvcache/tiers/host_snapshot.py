@@ -89,7 +89,7 @@ class HostSnapshots:
             moves={
                 "spilled": tiers.moves.num_spilled.copy(),
                 "loaded": tiers.loads.num_loaded.copy(),
-                "swapped": tiers.swapping.num_swapped_out.copy(),
+                "swapped": self._host.num_swapped_out.copy(),
                 "imported": tiers.imports.num_imported.copy(),
                 "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
             },
