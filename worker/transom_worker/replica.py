@@ -30,7 +30,8 @@ from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.startup import build_engine
-from transom_worker.kvcache.tiers.transfer.kv_transfer import KvTransfer
+from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
+from transom_worker.kvcache.tiers.transfer.served_exports import PrefixExports
 from transom_worker.scheduling.request_validation import ids_in_use
 from transom_worker.telemetry.blockmap.block_map import BlockMap
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
@@ -86,16 +87,17 @@ class WorkerReplica:
             self.engine.block_map_log,
             self._on_engine,
         )
-        self.transfer: KvTransfer | None = None
-        if self.engine.transfer_store is not None:
-            self.transfer = KvTransfer(
-                self.engine.transfer_store,
-                self._on_engine,
-                config.transfer,
-                peers=peers if self.engine.scheduler.cache.tiers.host.exists else None,
-                on_end=self._thread.stop_holding,
-                observer=self.engine.metrics.transfers,
-            )
+        # Both sides of KV transfer. Prefixes are fetched into the host tier, from workers that `peers` reaches.
+        self.exports: PrefixExports | None = None
+        self.fetches: PrefixFetches | None = None
+        store, transfers = self.engine.transfer_store, self.engine.metrics.transfers
+        if store is not None:
+            self.exports = PrefixExports(store, self._on_engine, config.transfer, transfers)
+            if config.transfer.is_on and peers is not None and self.engine.scheduler.cache.tiers.host.exists:
+                on_end = self._thread.stop_holding
+                self.fetches = PrefixFetches(
+                    peers, store, self._on_engine, config.transfer, on_end=on_end, observer=transfers
+                )
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
 
     @property
@@ -143,7 +145,7 @@ class WorkerReplica:
             return [None if error is None else ErrorInfo.of(error) for error in errors]
         for request_id in request_ids:
             self._routers[request_id] = router_id  # before admission: the first events may come before its result
-        held = {} if self.transfer is None else self.transfer.fetched_by(requests, self._worker)
+        held = {} if self.fetches is None else self.fetches.wanted_by(requests, self._worker)
         try:
             results = await asyncio.wrap_future(self._thread.submit(requests, held=held.keys()))
         except asyncio.CancelledError:  # the router no longer waits
@@ -154,10 +156,10 @@ class WorkerReplica:
                 self._routers.pop(request_id, None)
         elif router_id not in self._outboxes:  # the router left while its requests were admitted
             await self.abort(router_id, request_ids)
-        elif self.transfer is not None:
+        elif self.fetches is not None:
             for request_id, request in held.items():
                 if request_id in self._routers:
-                    self.transfer.start(request)
+                    self.fetches.start(request)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -186,7 +188,7 @@ class WorkerReplica:
             ),
             role=self.engine.config.role,
             block_bytes=info.block_bytes,
-            can_fetch=self.transfer is not None and self.transfer.is_on,
+            can_fetch=self.fetches is not None,
             kv_policy_obstacle=self.engine.scheduler.kv_policy_obstacle,
             device=info.memory.device,
             num_ranks=self.engine.config.ranks.size,
@@ -198,18 +200,18 @@ class WorkerReplica:
 
     async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:
         """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""
-        return "refused" if self.transfer is None else await self.transfer.exports.open(query)
+        return "refused" if self.exports is None else await self.exports.open(query)
 
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return blocks of an export, which another worker reads."""
-        if self.transfer is None:
+        if self.exports is None:
             raise KeyError(export_id)
-        return await self.transfer.exports.read(export_id, blocks)
+        return await self.exports.read(export_id, blocks)
 
     async def close_export(self, export_id: str) -> None:
         """Close an export that another worker no longer needs."""
-        if self.transfer is not None:
-            self.transfer.exports.close(export_id)
+        if self.exports is not None:
+            self.exports.close(export_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""
@@ -259,8 +261,8 @@ class WorkerReplica:
         return asyncio.wrap_future(self._thread.call(function))
 
     def _end_fetch(self, request_id: str) -> None:
-        if self.transfer is not None:
-            self.transfer.cancel(request_id)
+        if self.fetches is not None:
+            self.fetches.cancel(request_id)
 
     def _send_index(self, outbox: RouterOutbox) -> None:
         loop = asyncio.get_running_loop()

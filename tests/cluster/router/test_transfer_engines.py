@@ -83,10 +83,8 @@ class Pair:
     async def until_quiet(self) -> None:
         """Wait until no worker has anything of a request or a transfer."""
         for replica in self.replicas:
-            assert replica.transfer is not None
-            transfer = replica.transfer
             await until(lambda replica=replica: not replica.engine.requests and not replica.num_requests)  # type: ignore[misc]
-            await until(lambda t=transfer: not len(t.exports) and not len(t.fetches or ()))  # type: ignore[misc]
+            await until(lambda r=replica: not len(r.exports or ()) and not len(r.fetches or ()))  # type: ignore[misc]
             await replica._on_engine(lambda: None)
             cache = replica.engine.scheduler.cache
             assert not any(group.active_blocks for group in replica.engine.scheduler.stats().groups)

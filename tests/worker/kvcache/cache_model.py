@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from transom_core.contract.kv_events import KvUpdate
@@ -12,7 +13,7 @@ from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_core.kv_cache.window_repair import repair_start
-from transom_worker.kvcache.blocks.arena import FREE
+from transom_worker.kvcache.blocks.arena import FREE, Arena
 from transom_worker.kvcache.blocks.block_table import HOLE
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
@@ -219,7 +220,16 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
                 assert not table.run or table.run_logicals[0] >= retention.first_live_block(sequence.processed)
-    assert cache.arena.num_free == cache.arena.owner.count(FREE)
+    check_arena(cache.arena)
+
+
+def check_arena(arena: Arena) -> None:
+    """The runs of free pages are the pages that no group leases, each as long as possible."""
+    free = [page for page, owner in enumerate(arena.owner) if owner == FREE]
+    runs = [range(start, arena._run_end[start]) for start in arena._run_starts]
+    assert [page for run in runs for page in run] == free
+    assert all(run.stop < after.start for run, after in pairwise(runs))
+    assert arena.num_free == len(free)
 
 
 def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks], holds: Sequence[Counter[bytes]]) -> None:
@@ -246,7 +256,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks], holds: Seque
         on_device = cache.index.tiers[DEVICE][group]
         # In both tiers lies only what nodes of both need, or what a load has not brought yet.
         assert not [digest for digest in found if digest in on_device and not pool.refs[found[digest]]]
-    assert host.arena.num_free == host.arena.owner.count(FREE)
+    check_arena(host.arena)
 
 
 def exported(cache: KvCache, tier: int, group: int) -> list[int]:

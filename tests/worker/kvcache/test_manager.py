@@ -9,6 +9,7 @@ import pytest
 from tests.worker.kvcache.cache_model import BLOCK, check_cache, layout
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.eviction.eviction_policy import Watched
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import Node
@@ -57,6 +58,14 @@ def test_blocks_of_a_sequence_are_consecutive_while_pages_are_free() -> None:
     )
     assert breaks <= borders
     assert all(ids == sorted(ids) for ids in full)
+
+
+def test_a_preferred_page_is_given_and_else_one_with_room_after_it() -> None:
+    arena = Arena(layout(["full"], num_pages=16))
+    assert arena.lease(0) == 0
+    assert arena.lease(0, prefer=1) == 1
+    assert arena.lease(0, prefer=1) == 9  # the middle of [2, 16)
+    assert arena.lease(0, prefer=16) == 5
 
 
 def test_other_block_sizes_are_refused() -> None:

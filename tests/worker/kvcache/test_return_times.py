@@ -25,7 +25,7 @@ from transom_worker.kvcache.eviction.return_times import (
 from transom_worker.kvcache.eviction.watch_ring import MAX_WATCHES, WatchRing
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
-NUM_REQUESTS = num_examples(daily=5_000, exhaustive=50_000)
+NUM_REQUESTS = num_examples(daily=2_500, exhaustive=50_000)
 PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)
 
 

@@ -79,13 +79,13 @@ def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_sl
     driver.receive()
     driver.add(request("late", [8] * 30, 3))
     admission, sequences = driver.scheduler.admission, driver.scheduler.by_request
-    assert [admission.reserved_before(sequences["late"], num_free_slots=slots) for slots in (-1, 0, 1, 9)] == [
+    assert [admission.clients.reserved_before(sequences["late"], num_free_slots=slots) for slots in (-1, 0, 1, 9)] == [
         0,
         0,
         4,
         4 + 12,
     ]
-    assert admission.reserved_before(sequences["other"], num_free_slots=9) == 0
+    assert admission.clients.reserved_before(sequences["other"], num_free_slots=9) == 0
     assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates
+from transom_worker.scheduling.noisy_mean import NoisyMean
 from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, RateMeter, ReadMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
@@ -102,3 +103,38 @@ def test_a_slow_host_tier_is_not_read() -> None:
         assert stats.host_groups[0].spilled_blocks > 0
         driver.check_idle()
     assert loaded == [(9, 36, 9), (0, 0, 0)]
+
+
+# The averages under the rates
+
+
+def noisy(median: float, factor: float, count: int, rng: random.Random) -> list[float]:
+    return [median * factor ** rng.gauss(0, 1) for _ in range(count)]
+
+
+def added(values: list[float]) -> NoisyMean:
+    mean = NoisyMean()
+    for value in values:
+        mean.add(value)
+    return mean
+
+
+def test_a_change_is_told_from_an_outlier() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        mean = added(noisy(0.2, 1.5, 60, rng))
+        before = mean.mean()
+        mean.add(4.0)
+        assert mean.mean() < 1.5 * before
+        mean.add(4.0)
+        assert mean.mean() > 2.0
+
+
+def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
+    rng = random.Random(3)
+
+    def doubt(mean: NoisyMean) -> float:
+        return mean.mean() / mean.mean(optimism=1.0)
+
+    assert doubt(added([1.0])) > doubt(added([1.0] * 5)) > doubt(added([1.0] * 20))
+    assert doubt(added(noisy(1.0, 2.0, 100, rng))) > doubt(added(noisy(1.0, 1.1, 100, rng)))

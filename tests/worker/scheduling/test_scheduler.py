@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scheduling.scheduler_driver import MIXES, Driver, layout, request
+from tests.lost_windows import lose_windows
+from tests.worker.scheduling.scheduler_driver import BLOCK, MIXES, Driver, layout, request
+from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step import NO_ID
+from transom_worker.scheduling.step_budget import StepBudget, chunk_limit
 
 
 def roomy(*mix: str, **config: object) -> Driver:
@@ -86,3 +89,67 @@ def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:
     assert driver.finished == ["before", "a"]
     stats = driver.scheduler.stats()
     assert stats.free_pages == stats.num_pages
+
+
+def test_a_status_changes_as_the_table_allows() -> None:
+    driver = roomy()
+    driver.add(request("a", range(8), 1))
+    with pytest.raises(AssertionError, match=r"a: .*WAITING -> .*PREEMPTING"):
+        driver.scheduler.by_request["a"].move_to(SequenceStatus.PREEMPTING)
+
+
+def test_one_chunk_takes_a_bounded_part_of_the_pool() -> None:
+    layout_ = layout(["full", "window"], num_pages=200)  # 4,096 bytes a page, 768 a window block
+    assert chunk_limit(layout_, BLOCK) == 200 * 4096 // 16 // 768 * BLOCK
+    assert chunk_limit(layout(["full"], num_pages=200), BLOCK) is None
+    assert chunk_limit(layout(["full", "window"], num_pages=1), BLOCK) == BLOCK
+    assert StepBudget(1000, block_size=BLOCK, max_chunk=40).for_new == 40
+
+
+def test_as_many_fit_as_are_admitted() -> None:
+    driver = Driver(layout(["full", "window"], num_pages=9), max_num_seqs=64, max_num_batched_tokens=1024)
+    cache = driver.scheduler.cache
+    for num_tokens in (2, BLOCK, 40, 96):
+        most = cache.capacity.num_that_fit(num_tokens)
+        needs = [retention.peak_blocks(num_tokens - 1) for retention in cache.retentions]
+        assert cache.allocator.pages_needed([most * need for need in needs]) is not None
+        assert cache.allocator.pages_needed([(most + 1) * need for need in needs]) is None
+    empty = cache.capacity.num_that_fit(BLOCK)
+    driver.add(request("a", range(30), 2))
+    driver.schedule()
+    assert 0 < cache.capacity.num_that_fit(BLOCK) < empty
+    driver.run()
+    assert cache.capacity.num_that_fit(BLOCK) == empty  # what is cached can be evicted
+    driver.check_idle()
+
+
+def test_a_window_repair_reads_full_groups_and_writes_windows_below_its_end() -> None:
+    """Two layers per group, in turns, blocks of 4. A prompt of 61 tokens whose windows are lost goes on at n = 60.
+
+    With a window of 10, block 12 is the first live one; from 48 down one layer: 48 - 9 = 39, so the repair starts at 36.
+    """
+    driver = Driver(layout(("full", "window"), num_pages=200), max_num_batched_tokens=16)
+    driver.add(request("cold", range(61), 2))
+    driver.run()
+    lose_windows(driver.scheduler.cache)
+    driver.add(request("repaired", range(61), 2))
+    plans = []
+    while (plan := driver.schedule()) is not None:
+        plans.append(plan)
+        driver.receive()
+        driver.check()
+    first, second, third = plans
+    assert (first.start, first.count) == ([36], [16])
+    assert (first.write_from, first.attend_from) == ([[60], [36]], [[0], [36]])
+    assert (second.start, second.count, second.sample) == ([52], [9], [1])  # crosses n
+    assert (second.write_from, second.attend_from) == ([[60], [52]], [[0], [36]])
+    assert (third.write_from, third.attend_from) == ([[61], [61]], [[0], [0]])
+    assert driver.outputs["repaired"][0].num_cached_tokens == 36
+    assert driver.scheduler.stats().outcome_tokens["repaired"] == 24
+    driver.add(request("again", range(61), 2))
+    plan = driver.schedule()
+    assert plan is not None
+    assert plan.start == [60]
+    driver.receive()
+    driver.run()
+    assert driver.executor.num_repaired == 24

@@ -81,6 +81,7 @@ class CacheSnapshots:
         self._arena = arena
         self._pools = pools
         self._registry = registry
+        self._registries = (registry, tiers.host.registry)
         self._compaction = compaction
         self._outcomes = outcomes
         self.host = HostSnapshots(tiers) if tiers.host.exists else None
@@ -88,15 +89,13 @@ class CacheSnapshots:
 
     def begin(self) -> None:
         """Begin to record which blocks change."""
-        self._registry.watch_changes(True)
-        if self.host is not None:
-            self.host.begin()
+        for registry in self._registries:
+            registry.watch_changes(True)
 
     def end(self) -> None:
         """Stop recording which blocks change."""
-        self._registry.watch_changes(False)
-        if self.host is not None:
-            self.host.end()
+        for registry in self._registries:
+            registry.watch_changes(False)
 
     def copy(self, group: int) -> GroupCopy:
         """Return a copy of all blocks of a group."""

@@ -31,7 +31,7 @@ from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_core.kv_cache.tiers import DEVICE
+from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.allocator import BlockAllocator
 from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
@@ -53,7 +53,6 @@ from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tiers.disk.stores import DiskStores
 from transom_worker.kvcache.tiers.host_tier import HostTier
 from transom_worker.kvcache.tiers.loads import Load
-from transom_worker.kvcache.tiers.swapping import tables_with_holes
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 from transom_worker.kvcache.tiers.tiers import Tiers
 
@@ -312,14 +311,22 @@ class KvCache:
         self._leave_device(blocks)
 
     def swap_out(self, blocks: SequenceBlocks) -> bool:
-        """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room.
+        """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room,
+        or if it has no live block: a load without copies would never be reported.
 
-        No step in flight may compute the sequence. `swap_in` or `drop_swapped` must follow.
+        The copies belong to the sequence and are not in the index, so nothing evicts them. No step in flight may compute the
+        sequence. `swap_in` or `drop_swapped` must follow.
         """
-        saved = self.tiers.swapping.save(blocks)
-        if saved is None:
+        live = blocks.live_blocks()
+        counts = [len(of_group) for of_group in live]
+        if not any(counts) or not self.eviction.make_room(lambda: counts):
             return False
-        tables = tables_with_holes(blocks)
+        saved = self.tiers.host.take(counts)
+        for group, (sources, targets) in enumerate(zip(live, saved, strict=True)):
+            self.tiers.host.num_swapped_out[group] += len(sources)
+            for source, target in zip(sources, targets, strict=True):
+                self.copies.add(group, source, target, source_tier=DEVICE, target_tier=HOST)
+        tables = blocks.tables_with_holes()
         self._leave_device(blocks)
         blocks.move_to(BlocksState.SWAPPED, PendingLoad(saved))
         blocks.tables, blocks.was_swapped = tables, True

@@ -35,12 +35,9 @@ the queue, and the next plan computes A.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from transom_core.config import PreemptionMode
-from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
@@ -52,12 +49,12 @@ from transom_worker.scheduling.fair_preemption import FairPreemption
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.policy_counts import PolicyCounts
-from transom_worker.scheduling.sequence import AwaitsPrefix, CachedPrompt, InQueue, Sequence, SequenceStatus, Wait
+from transom_worker.scheduling.prefix_hits import checkpoint_boundaries, count_outcome, find_hit
+from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence, SequenceStatus, Wait
 from transom_worker.scheduling.sequence_moves import SequenceMoves
 from transom_worker.scheduling.work_counts import WorkCounts
 
 MAX_TRIED_CLIENTS = 32  # in one step, of those whose turn it is: each may cost a search in the prefix cache
-MAX_AWAITS_OTHERS = 32  # steps
 
 
 class AdmissionControl:
@@ -79,18 +76,28 @@ class AdmissionControl:
         self._next_seq_id = 0
         # Client -> the wait of its first sequence in the queue, if that did not fit, and `cache.num_releases` then.
         self.blocked: dict[Client, tuple[Wait, int]] = {}
-        self._awaiting_others: deque[tuple[int, Sequence]] = (
-            deque()
-        )  # (last step, a waiter of another client's producer)
 
     @property
     def num_running_slots_used(self) -> int:
         """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence after it cannot take it."""
         return len(self.running) + len(self.waiting.awaiting_prefix)
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether other sequences than those that wait hold blocks."""
+        return len(self.running) > 0 or self._num_awaiting_release > 0
+
     def is_blocked(self, client: Client) -> bool:
-        """Whether a client's first sequence in the queue waits for memory, so that none of the client can be admitted now."""
-        return bool(self.running) and self._is_blocked(client, client.queue.first)
+        """Return whether a client's first sequence in the queue did not fit when it was last tried, and too few blocks were freed
+        since then.
+
+        A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
+        window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
+        Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
+        """
+        wait, blocked_at = self.blocked.get(client, (None, 0))
+        is_same = self._is_busy and wait is client.queue.first.wait
+        return is_same and self.cache.num_releases - blocked_at <= len(self.running)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
@@ -215,31 +222,6 @@ class AdmissionControl:
         self.in_flight_prefixes.stopped_running(sequence)
         self._num_awaiting_release += 1
 
-    def running_in_turns(self) -> list[Sequence]:
-        """Return the running sequences in the order in which they get tokens where there are too few: the first one of each client,
-        then the second ones, by weight.
-        """
-        ranked = (
-            ((rank + 1) / client.weight, sequence.order_key, sequence)
-            for client in self.clients
-            for rank, sequence in enumerate(client.running)
-        )
-        return [sequence for _, _, sequence in sorted(ranked, key=lambda one: one[:2])]
-
-    def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
-        """Return how many tokens of a step a running sequence leaves to former waiters of its client that stand before it in order.
-
-        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be
-        admitted: the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the
-        sequence, and one slot is free: 64 tokens.
-        """
-        reserved_tokens = 0
-        for waiting in islice(self.clients.of(sequence).queue, max(0, num_free_slots)):
-            if not waiting.reserved_tokens or waiting.order_key > sequence.order_key:
-                break
-            reserved_tokens += waiting.reserved_tokens
-        return reserved_tokens
-
     def next_client(self, no_share: set[Client], no_room: set[Client]) -> Client | None:
         """Return the client whose first waiting sequence is tried next in this step; None if there is no other one.
 
@@ -267,15 +249,14 @@ class AdmissionControl:
         None: it cannot be admitted now.
         """
         sequence = client.queue.first
-        busy = len(self.running) > 0 or self._num_awaiting_release > 0
         if sequence.num_ready <= 0:  # it was preempted at its length limit, and the engine will finish it
             return None
-        if busy and self._is_blocked(client, sequence):
+        if self.is_blocked(client):
             return None
-        hit = None if sequence.swapped is not None else self._find_hit(sequence)
+        hit = None if sequence.swapped is not None else find_hit(self.cache, sequence)
         if hit is not None and self._becomes_waiter(sequence, hit):
             return sequence, 0
-        count = self._admit(sequence, hit, budget, busy)
+        count = self._admit(sequence, hit, budget)
         if count is None:
             assert sequence.wait is not None
             self.blocked[client] = (sequence.wait, self.cache.num_releases)
@@ -308,14 +289,10 @@ class AdmissionControl:
         self.preempt(victim)
         return True
 
-    def end_long_waits(self) -> None:
-        """Begin a step: sequences that have awaited another client's prefix for long enough compute it themselves."""
+    def begin_step(self) -> None:
+        """Count a step that is planned now; sequences that have awaited another client's prefix for long enough compute it."""
         self.fair.num_steps += 1
-        while self._awaiting_others and self._awaiting_others[0][0] < self.fair.num_steps:
-            _, sequence = self._awaiting_others.popleft()
-            producer = sequence.wait.producer if isinstance(sequence.wait, AwaitsPrefix) else None
-            if isinstance(producer, Sequence) and producer.request.client != sequence.request.client:
-                self.in_flight_prefixes.stop_waiting(sequence)
+        self.in_flight_prefixes.end_long_waits(self.fair.num_steps)
 
     def apply_policy(self, sequence: Sequence, history: AttentionHistory) -> None:
         """Take the decision of a running sequence's KV policy that is due, and remove the blocks that it does not keep."""
@@ -339,16 +316,6 @@ class AdmissionControl:
 
     # Admission
 
-    def _is_blocked(self, client: Client, sequence: Sequence) -> bool:
-        """Return whether a client's first sequence did not fit when it was last tried, and too few blocks were freed since then.
-
-        A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
-        window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
-        Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
-        """
-        wait, blocked_at = self.blocked.get(client, (None, 0))
-        return wait is sequence.wait and self.cache.num_releases - blocked_at <= len(self.running)
-
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Make the sequence a waiter if a running sequence computes a prefix that it lacks, or a load brings blocks that it would
         load too; return whether it became one.
@@ -358,7 +325,7 @@ class AdmissionControl:
         """
         producer: Sequence | Load
         found = self.in_flight_prefixes.producer_for(sequence, hit)
-        if found is not None and self._may_await(sequence, found[0]):
+        if found is not None and self.in_flight_prefixes.may_await(sequence, found[0], step=self.fair.num_steps):
             producer, num_hash_blocks = found
             assert producer.blocks is not None
             self.cache.publishing.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
@@ -372,29 +339,16 @@ class AdmissionControl:
         self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True
 
-    def _may_await(self, sequence: Sequence, producer: Sequence) -> bool:
-        """Return whether a sequence may await this producer: one of another client for `MAX_AWAITS_OTHERS` steps in all.
-
-        How fast another client's producer goes on depends on what else that client sends.
-        """
-        if producer.request.client == sequence.request.client:
-            return True
-        if sequence.awaits_others_until is None:
-            sequence.awaits_others_until = self.fair.num_steps + MAX_AWAITS_OTHERS
-            self._awaiting_others.append((sequence.awaits_others_until, sequence))
-        return self.fair.num_steps <= sequence.awaits_others_until
-
-    def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int | None:
+    def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int) -> int | None:
         """Start a sequence on its hit and move it to the running ones.
 
-        Returns how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit. `busy`: other
-        sequences hold blocks.
+        Returns how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit.
         """
         index_version = self.cache.changes.version
         assert isinstance(sequence.wait, InQueue)
         sequence.wait.reserved_tokens = 0
         if sequence.swapped is not None:
-            return 0 if self._resume(sequence, sequence.swapped, busy) else None
+            return 0 if self._resume(sequence, sequence.swapped) else None
         # Reference the hit's blocks, and allocate blocks for the first tokens.
         blocks = self.cache.begin(
             sequence.chain,
@@ -410,8 +364,8 @@ class AdmissionControl:
             count = min(count, sequence.history.next_decision)
         # One block for each running sequence must stay available, or they would soon preempt this one.
         if blocks.state is BlocksState.AWAITS_LOAD:
-            count, fits = 0, self.cache.start_load(blocks, reserve=len(self.running), compact=not busy)
-        elif busy:
+            count, fits = 0, self.cache.start_load(blocks, reserve=len(self.running), compact=not self._is_busy)
+        elif self._is_busy:
             fits = self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running))
         else:
             count = self._allocate(sequence, count)
@@ -422,14 +376,16 @@ class AdmissionControl:
             return None
         # The sequence runs from here on.
         self.cache.plan_checkpoints(
-            blocks, self._checkpoint_boundaries(sequence, hit), is_new=not sequence.was_admitted
+            blocks,
+            checkpoint_boundaries(sequence, hit, block_size=self.cache.block_size),
+            is_new=not sequence.was_admitted,
         )
-        self._starts(sequence, blocks, tokens=self._count_outcome(sequence, hit, index_version))
+        self._starts(sequence, blocks, tokens=count_outcome(self.cache, sequence, hit, index_version=index_version))
         return count
 
-    def _resume(self, sequence: Sequence, blocks: SequenceBlocks, busy: bool) -> bool:
+    def _resume(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
         """Move a swapped sequence to the running ones; it loads its blocks first. False: it does not fit."""
-        if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not busy):
+        if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not self._is_busy):
             return False
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         self._starts(sequence, blocks, tokens={"hit": 0, "hit_host": blocks.processed})
@@ -454,31 +410,6 @@ class AdmissionControl:
         for listener in self.listeners:
             listener.admitted(sequence, tokens=tokens)
 
-    def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
-        """Return where to place checkpoints after the hit, as (boundary in hash blocks, kind).
-
-        Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from
-        the end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of
-        250 tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
-        """
-        block_size = self.cache.block_size
-        turns = sequence.request.turn_boundaries
-        boundaries = {turns[0] // block_size: CheckpointKind.SYSTEM} if turns else {}
-        boundaries |= {end // block_size: CheckpointKind.TURN for end in turns[1:][-2:]}
-        boundaries[(len(sequence.token_ids) - 1) // block_size] = CheckpointKind.PROMPT
-        begin = hit.num_hash_blocks if hit else 0
-        return sorted((boundary, kind) for boundary, kind in boundaries.items() if boundary > begin)
-
-    def _find_hit(self, sequence: Sequence) -> PrefixHit | None:
-        """Search the prefix cache for the sequence's known tokens; None if the sequence reads no prefix cache."""
-        policy = sequence.request.kv_policy
-        if not self.cache.enable_prefix_caching or (policy is not None and policy.depends_on_history):
-            return None  # a sequence with a history publishes nothing, and needs no digests
-        extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
-        if not sequence.reads_prefix_cache:
-            return None
-        return self.cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions)
-
     def _allocate(self, sequence: Sequence, count: int) -> int:
         """Allocate blocks for `count` more tokens, or for half as many, a quarter ... until they fit; return how many tokens fit.
 
@@ -489,23 +420,6 @@ class AdmissionControl:
         while count and not self.cache.extend(blocks, sequence.scheduled + count, compact=count == 1):
             count //= 2
         return count
-
-    def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, index_version: int) -> Mapping[str, int]:
-        """Return the sequence's tokens by outcome of the hit search: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`).
-
-        At the first admission the result has the prompt's tokens, and they are added to the cache's statistics. At a later one
-        it has only the hit and repaired tokens: how much of what the preemption threw away was still cached.
-        """
-        if sequence.was_admitted:
-            if hit is None:
-                return {}
-            return {"hit": hit.start, "repaired": hit.num_hash_blocks * self.cache.block_size - hit.start}
-        num_prompt = sequence.num_prompt_tokens
-        start, device_start = (0, 0) if hit is None else (min(hit.start, num_prompt), min(hit.device_start, num_prompt))
-        sequence.cached_prompt = CachedPrompt(start, start - device_start, index_version)
-        return self.cache.outcomes.count(
-            hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
-        )
 
     # Release
 

@@ -122,6 +122,31 @@ class Clients:
         client = self.of(sequence)
         client.service += max(1, num_computed(sequence)) / client.weight
 
+    def running_in_turns(self) -> list[Sequence]:
+        """Return the running sequences in the order in which they get tokens where there are too few: the first one of each client,
+        then the second ones, by weight.
+        """
+        ranked = (
+            ((rank + 1) / client.weight, sequence.order_key, sequence)
+            for client in self
+            for rank, sequence in enumerate(client.running)
+        )
+        return [sequence for _, _, sequence in sorted(ranked, key=lambda one: one[:2])]
+
+    def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
+        """Return how many tokens of a step a running sequence leaves to former waiters of its client that stand before it in order.
+
+        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be
+        admitted: the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the
+        sequence, and one slot is free: 64 tokens.
+        """
+        reserved_tokens = 0
+        for waiting in islice(self.of(sequence).queue, max(0, num_free_slots)):
+            if not waiting.reserved_tokens or waiting.order_key > sequence.order_key:
+                break
+            reserved_tokens += waiting.reserved_tokens
+        return reserved_tokens
+
     def changed(self, client: Client) -> None:
         """Put a client where it belongs in the order of turns."""
         if client.num_slots:

@@ -36,6 +36,7 @@ to load the rest a step or two later.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
 
 from transom_core.kv_cache.prefix_search import PrefixHit
@@ -45,6 +46,7 @@ from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence
 
 # Waiting costs a sequence a step or two. Computing this many tokens takes about as long as a GPU takes to read a model's weights.
 MIN_SHARED_TOKENS = 128
+MAX_AWAITS_OTHERS = 32  # steps
 
 
 @dataclass(slots=True)
@@ -70,6 +72,9 @@ class InFlightPrefixes:
         self.producer_by_digest: dict[bytes, Sequence] = {}
         self.ranges: dict[Sequence, UnpublishedRange] = {}  # by running producer
         self.waiters_of: dict[Sequence | Load, list[Sequence]] = {}  # producer -> those that wait for it
+        self._awaiting_others: deque[Sequence] = (
+            deque()
+        )  # of another client, in the order of the steps at which that ends
         self._block_size = block_size
 
     def register(self, sequence: Sequence) -> None:
@@ -156,6 +161,26 @@ class InFlightPrefixes:
         """Note that a load or a producer has ended; the sequences that waited for it return to the queue."""
         for waiter in list(self.waiters_of.get(producer, ())):
             self._requeue(waiter)
+
+    def may_await(self, sequence: Sequence, producer: Sequence, *, step: int) -> bool:
+        """Return whether a sequence may await this producer: one of another client for `MAX_AWAITS_OTHERS` steps in all.
+
+        How fast another client's producer goes on depends on what else that client sends.
+        """
+        if producer.request.client == sequence.request.client:
+            return True
+        if sequence.awaits_others_until is None:
+            sequence.awaits_others_until = step + MAX_AWAITS_OTHERS
+            self._awaiting_others.append(sequence)
+        return step <= sequence.awaits_others_until
+
+    def end_long_waits(self, step: int) -> None:
+        """Let sequences return to the queue that have awaited another client's prefix for long enough."""
+        while self._awaiting_others and (self._awaiting_others[0].awaits_others_until or 0) < step:
+            sequence = self._awaiting_others.popleft()
+            producer = sequence.wait.producer if isinstance(sequence.wait, AwaitsPrefix) else None
+            if isinstance(producer, Sequence) and producer.request.client != sequence.request.client:
+                self.stop_waiting(sequence)
 
     def stop_waiting(self, waiter: Sequence) -> None:
         """Let a waiter return to the queue, though its producer goes on."""

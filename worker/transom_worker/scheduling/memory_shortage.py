@@ -30,14 +30,12 @@ class LargestRow(NamedTuple):
 
 def largest_row(plan: StepPlan, rows: Iterable[Sequence]) -> LargestRow:
     """Return the row of a plan with most tokens and rows of logits; of equal ones that with the longest context, then the last."""
-    best = None
-    for sequence, start, count, logits_from in zip(rows, plan.start, plan.count, plan.logits_from, strict=True):
-        end = start + count
-        row = LargestRow(sequence, count, max(0, end - logits_from), end)
-        if best is None or _size(row) >= _size(best):
-            best = row
-    assert best is not None  # a plan has rows
-    return best
+    columns = zip(rows, plan.start, plan.count, plan.logits_from, strict=True)
+    found = [
+        LargestRow(sequence, count, max(0, start + count - logits_from), start + count)
+        for sequence, start, count, logits_from in columns
+    ]
+    return max(reversed(found), key=lambda row: (row.num_tokens + row.num_logit_rows, row.num_attended))
 
 
 class StepTokenLimit:
@@ -59,7 +57,3 @@ class StepTokenLimit:
         self._num_steps += 1
         if self._num_steps == STEPS_BEFORE_GROWTH:
             self.num_tokens, self._num_steps = min(self._max_tokens, 2 * self.num_tokens), 0
-
-
-def _size(row: LargestRow) -> tuple[int, int]:
-    return row.num_tokens + row.num_logit_rows, row.num_attended

@@ -19,7 +19,6 @@ from transom_core.config import PreemptionMode
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tiers.loads import Load
-from transom_worker.kvcache.tiers.swapping import num_live_blocks
 from transom_worker.scheduling.sequence import InQueue, Sequence, SequenceStatus
 from transom_worker.scheduling.work_counts import WorkCounts
 
@@ -105,7 +104,8 @@ class SequenceMoves:
             return False
         if self._mode == "swap" or blocks.is_private:
             return True
-        return 2 * rates.load_ns(num_live_blocks(blocks)) <= blocks.processed * rates.token_ns
+        num_live = [len(of_group) for of_group in blocks.live_blocks()]
+        return 2 * rates.load_ns(num_live) <= blocks.processed * rates.token_ns
 
 
 def _stop_loading(sequence: Sequence) -> None:

@@ -75,7 +75,7 @@ class StepPlanner:
         """Plan the next step while `steps_in_flight` others have not answered; None if nothing can be computed now."""
         cache = self._admission.cache
         num_tokens = self._token_limit.num_tokens
-        self._admission.end_long_waits()
+        self._admission.begin_step()
         shares = self._prompt_shares(num_tokens)
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(num_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
@@ -168,7 +168,7 @@ class StepPlanner:
         running = list(self._admission.running)
         num_after = len(running)
         if num_after > budget.num_tokens and len(self._admission.clients) > 1:
-            running = self._admission.running_in_turns()
+            running = self._admission.clients.running_in_turns()
         for sequence in running:
             num_after -= 1
             if budget.num_tokens <= 0:
@@ -219,7 +219,7 @@ class StepPlanner:
     def _reserved_before(self, sequence: Sequence) -> int:
         """Return how many tokens a running sequence leaves to former waiters that come before it in order."""
         num_free_slots = self._config.max_num_seqs - self._admission.num_running_slots_used
-        return self._admission.reserved_before(sequence, num_free_slots=num_free_slots)
+        return self._admission.clients.reserved_before(sequence, num_free_slots=num_free_slots)
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None) -> None:
         """Admit waiting sequences and add their rows: of each client in order, until one does not fit or has no share, and of all

@@ -25,7 +25,7 @@ If the ranks are restarted while a sequence is LOADING, it becomes READY with un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -199,6 +199,21 @@ class SequenceBlocks:
     def shared_digests(self, retention: Retention, *, block_size: int) -> Sequence[bytes]:
         """Return the digests of the cached blocks that the hit gives to a group, in the table's order."""
         return shared_digests(retention, self.chain, self.hit, block_size=block_size) if self.hit else []
+
+    def live_blocks(self) -> list[list[int]]:
+        """Return by group the blocks on the device that a sequence needs to continue: the windows in window groups, the blocks that
+        a KV policy keeps, and none after the processed tokens.
+        """
+        return [table.live(end) for table, end in self._ends()]
+
+    def tables_with_holes(self) -> list[BlockTable]:
+        """Return tables with a hole for each live block, in the order of `live_blocks`."""
+        return [table.with_holes(end) for table, end in self._ends()]
+
+    def _ends(self) -> Iterator[tuple[BlockTable, int]]:
+        """Yield each table, with the end of its logical blocks that have processed tokens."""
+        for retention, table in zip(self.retentions, self.tables, strict=True):
+            yield table, -(-self.processed // retention.block_size)
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
         """Return (group, delta) of every table that changed since the last call."""

@@ -7,7 +7,7 @@ The stations of a block:
       |       Memory is needed: `node_eviction` chooses a node, `tier_moves` demotes it, and copies are queued (*spill*).
     host      Its digest is found there (`host_tier`). A request that hits it is loaded (`loads`): blocks on the device are
       |       allocated, the ranks copy beside the steps, and the blocks are found on the device again. A preempted sequence's
-      |       blocks come and go likewise, but belong to it alone (`swapping`).
+      |       blocks come and go likewise, but belong to it alone (`KvCache.swap_out`).
       |       The host needs room: nodes are dropped, and `disk.stores` queues copies of their blocks to files.
     disk      `disk.watch` lists the files, `disk.index` knows their digests. A request whose prefix is worth reading is held while
       |       `imports` takes host blocks and the ranks read files into them; then it is an ordinary hit in the host tier, which

@@ -42,8 +42,8 @@ class HostSnapshot:
 
 
 class HostSnapshots:
-    """Takes snapshots of one host tier: call `begin`, `copy` for every piece of its pages, then `take` as often as needed, then
-    `end`.
+    """Takes snapshots of one host tier, between `begin` and `end` of the device's snapshots: call `copy` for every piece of its
+    pages, then `take` as often as needed.
 
     All calls are made on the engine's thread.
     """
@@ -59,14 +59,6 @@ class HostSnapshots:
         layout = self.layout
         step = max(1, BLOCKS_PER_COPY // sum(map(layout.blocks_per_page, range(len(layout.groups)))))
         return [range(first, min(first + step, layout.num_pages)) for first in range(0, layout.num_pages, step)]
-
-    def begin(self) -> None:
-        """Begin to record which blocks change."""
-        self._host.registry.watch_changes(True)
-
-    def end(self) -> None:
-        """Stop recording which blocks change."""
-        self._host.registry.watch_changes(False)
 
     def copy(self, pages: range) -> list[HostGroupChanges]:
         """Return all blocks in these pages, by group."""
@@ -89,7 +81,7 @@ class HostSnapshots:
             moves={
                 "spilled": tiers.moves.num_spilled.copy(),
                 "loaded": tiers.loads.num_loaded.copy(),
-                "swapped": tiers.swapping.num_swapped_out.copy(),
+                "swapped": self._host.num_swapped_out.copy(),
                 "imported": tiers.imports.num_imported.copy(),
                 "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
             },

@@ -43,6 +43,7 @@ class HostTier:
         self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, lambda: False)
         self._on_device = index.tiers[DEVICE]
         self.blocks = index.tiers[HOST]  # by group: digest -> block
+        self.num_swapped_out = [0] * len(self.pools)  # blocks of preempted sequences, by group, since start
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether `num_blocks[group]` more blocks of each group fit without dropping a needed block."""
@@ -59,10 +60,6 @@ class HostTier:
     def exists(self) -> bool:
         """Whether there is a host tier. If not, its arena has no pages, so no block ever moves there."""
         return self.arena.num_pages > 0
-
-    def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
-        """Enter blocks into the index under these (digest, logical index)."""
-        self.registry.enter(group, blocks, names)
 
     def need(self, group: int, blocks: Iterable[int]) -> None:
         """Count one more need of each of these blocks."""

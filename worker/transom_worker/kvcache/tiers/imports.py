@@ -23,10 +23,10 @@ from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.swapping import MakeRoom
 
 MAX_KEPT_S = 60.0
 
+MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for this many blocks of each group; False: impossible
 LockPrefix = Callable[[Sequence[bytes], int], Node | None]  # locks the deepest node of a chain's first n hash blocks
 UnlockPrefix = Callable[[Node], None]
 
@@ -147,7 +147,7 @@ class Imports:
             return
         for one in opened.blocks:
             if not any(one.digest in tier[one.group] for tier in self._index.tiers):
-                self._host.enter(one.group, [one.block], [(one.digest, one.logical)])
+                self._host.registry.enter(one.group, [one.block], [(one.digest, one.logical)])
                 self.num_imported[one.group] += 1
 
     def give_up(self, opened: BlockImport) -> None:

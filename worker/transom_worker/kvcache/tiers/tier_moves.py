@@ -130,7 +130,7 @@ class TierMoves:
             new.append([digest for digest in reversed(of_group) if digest not in found])
         for group, targets in enumerate(host.take([len(of_group) for of_group in new])):
             sources = [self._on_device[group][digest] for digest in new[group]]
-            host.enter(group, targets, [self._pools[group].published[source] for source in sources])
+            host.registry.enter(group, targets, [self._pools[group].published[source] for source in sources])
             for source, target in zip(sources, targets, strict=True):
                 self._copies.add(group, source, target, source_tier=DEVICE, target_tier=HOST)
             self.num_spilled[group] += len(targets)

@@ -3,10 +3,10 @@
 Every part always exists. Without a host tier the host's arena has no pages (`HostTier.exists`): no block is found there or fits,
 and no load, import or swap begins. Without a disk tier no block is stored (`DiskStores.is_on`) or found there.
 
-    host       the host's arena: pages, blocks, and who needs them     swapping   saves the blocks of preempted sequences
-    moves      moves nodes of the prefix tree between device and host  imports    writes blocks from the disk or other workers
-    loads      brings blocks from the host to sequences                exports    lends blocks to other workers
-    disk       the digests of the blocks that have files               stores     writes the blocks of dropped nodes to files
+    host       the host's arena: pages, blocks, and who needs them     imports    writes blocks from the disk or other workers
+    moves      moves nodes of the prefix tree between device and host  exports    lends blocks to other workers
+    loads      brings blocks from the host to sequences                stores     writes the blocks of dropped nodes to files
+    disk       the digests of the blocks that have files
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from transom_worker.kvcache.tiers.disk.index import DiskIndex
 from transom_worker.kvcache.tiers.disk.stores import DiskStores
 from transom_worker.kvcache.tiers.exports import Exports
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, UnlockPrefix
+from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, MakeRoom, UnlockPrefix
 from transom_worker.kvcache.tiers.loads import Loads
-from transom_worker.kvcache.tiers.swapping import MakeRoom, Swapping
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
@@ -54,7 +53,6 @@ class Tiers:
     ) -> None:
         self.host, self.moves, self.stores = host, moves, stores
         self.loads = Loads(registry, host, copies)
-        self.swapping = Swapping(host, copies, make_room)
         self.imports = Imports(retentions, index, host, copies, make_room, lock, unlock, block_size=block_size)
         self.exports = Exports(retentions, index, registry, host, copies, block_size=block_size)
         self.disk = DiskIndex(len(retentions))
@@ -93,7 +91,7 @@ class Tiers:
                 free_blocks=pool.num_free,
                 spilled_blocks=self.moves.num_spilled[group],
                 loaded_blocks=self.loads.num_loaded[group],
-                swapped_blocks=self.swapping.num_swapped_out[group],
+                swapped_blocks=self.host.num_swapped_out[group],
                 held_blocks=self.imports.num_held(group),
                 imported_blocks=self.imports.num_imported[group],
                 evicted_blocks=evicted[group],

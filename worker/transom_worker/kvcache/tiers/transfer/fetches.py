@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -104,6 +104,11 @@ class PrefixFetches:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def wanted_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
+        """Return the requests, by id, whose prefix this worker is to fetch from another worker."""
+        sources = ((one, one.prefix_source) for one in requests)
+        return {one.request_id: one for one, source in sources if source is not None and source.worker != own_id}
 
     def start(self, request: Request) -> None:
         """Begin to fetch the prefix of a held request; `on_end` is called at the end."""
