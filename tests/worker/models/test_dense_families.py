@@ -17,6 +17,10 @@ YARN = {
     "beta_fast": 4.0,
     "beta_slow": 1.0,
 }
+GEMMA3_ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+}
 
 CASES = {
     "llama3": FamilyCase(
@@ -82,25 +86,12 @@ CASES = {
             "num_key_value_heads": 1,
             "sliding_window": 24,
             "query_pre_attn_scalar": 20,
-            "rope_parameters": {
-                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-                FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
-            },
+            "rope_parameters": GEMMA3_ROPE,
         },
         mistakes=(
             {"sliding_window": 23},
-            {
-                "rope_parameters": {
-                    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-                    FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
-                }
-            },
-            {
-                "rope_parameters": {
-                    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-                    FULL: {"rope_type": "default", "rope_theta": 10_000.0},
-                }
-            },
+            {"rope_parameters": GEMMA3_ROPE | {SLIDING: {"rope_type": "default", "rope_theta": 10_000.0}}},
+            {"rope_parameters": GEMMA3_ROPE | {FULL: {"rope_type": "default", "rope_theta": 10_000.0}}},
         ),
     ),
     "gemma4": FamilyCase(

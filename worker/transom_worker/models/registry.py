@@ -11,13 +11,13 @@ import torch
 from transom_core.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
-from transom_worker.models.dense import DENSE_STYLES
 from transom_worker.models.gemma4 import Gemma4
 from transom_worker.models.layers.quantisation import Quantization
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_STYLES
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
+from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {

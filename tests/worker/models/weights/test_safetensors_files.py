@@ -73,41 +73,25 @@ def entry(shape: list[int], end: int, dtype: str = "F32", start: int = 0) -> dic
     return {NORM: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}
 
 
-@pytest.mark.parametrize(
-    "contents",
-    [
-        b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00cposix\nsystem\n",
-        b"PK\x03\x04" + bytes(60),
-        (1 << 62).to_bytes(8, "little") + b"{}",
-        header(b"{not json"),
-        header(b"\xff\xfe"),
-        header([1, 2]),
-        header({NORM: {"dtype": "F32"}}),
-        header(entry([4], 16, dtype="PICKLE"), 16),
-        header(entry([5], 16), 16),
-        header(entry([4], 16), 12),
-        header(entry([-4], 16), 16),
-        header(entry([1 << 40, 1 << 40], 16), 16),
-        header(entry([4], 16, start=32), 16),
-        header(entry([4], 16) | {"other": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, 24),
-    ],
-    ids=[
-        "pickle",
-        "zip",
-        "endless header",
-        "no JSON",
-        "no text",
-        "no object",
-        "no shape",
-        "unknown type",
-        "too few bytes",
-        "cut off",
-        "negative",
-        "overflowing",
-        "backwards",
-        "overlapping",
-    ],
-)
+HOSTILE = {
+    "pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00cposix\nsystem\n",
+    "zip": b"PK\x03\x04" + bytes(60),
+    "endless header": (1 << 62).to_bytes(8, "little") + b"{}",
+    "no JSON": header(b"{not json"),
+    "no text": header(b"\xff\xfe"),
+    "no object": header([1, 2]),
+    "no shape": header({NORM: {"dtype": "F32"}}),
+    "unknown type": header(entry([4], 16, dtype="PICKLE"), 16),
+    "too few bytes": header(entry([5], 16), 16),
+    "cut off": header(entry([4], 16), 12),
+    "negative": header(entry([-4], 16), 16),
+    "overflowing": header(entry([1 << 40, 1 << 40], 16), 16),
+    "backwards": header(entry([4], 16, start=32), 16),
+    "overlapping": header(entry([4], 16) | {"other": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, 24),
+}
+
+
+@pytest.mark.parametrize("contents", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_file_is_named(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(contents)

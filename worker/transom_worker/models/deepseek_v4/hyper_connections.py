@@ -15,22 +15,42 @@ from transom_kernels.hyper_connections import hc_head, hc_post, hc_pre, hc_proje
 from transom_worker.models.loading import Loader
 
 
-class HyperConnection:
+class _Coefficients:
+    """Projects normalised streams to coefficients of `sizes`; each kind of coefficient has its own scale."""
+
+    def __init__(
+        self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape, sizes: tuple[int, ...]
+    ) -> None:
+        """`name` is the prefix of the tensors' names."""
+
+        def tensor(part: str, *shape: int) -> torch.Tensor:
+            return load.tensor(f"{name}_{part}", torch.float32, shape=shape)
+
+        self._eps, self._norm_eps = shape.hyper_connection_eps, architecture.rms_norm_eps
+        self._weight = tensor("fn", sum(sizes), shape.num_residual_streams * architecture.hidden_size)
+        self._base = tensor("base", sum(sizes))
+        scales = zip(tensor("scale", len(sizes)), sizes, strict=True)
+        self._scale = torch.cat([scale.expand(size) for scale, size in scales])
+        self.weight_bytes = self._weight.nbytes + self._base.nbytes + self._scale.nbytes
+
+    def _project(self, x_TSN: torch.Tensor) -> torch.Tensor:
+        """Return the projected coefficients [T, M], before scale and base."""
+        return hc_project(x_TSN, self._weight, self._norm_eps)
+
+
+class HyperConnection(_Coefficients):
     """The hyper-connection of one sublayer: makes its input from the streams, and puts its output back into them."""
 
     def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
-        """`name` is the prefix of the tensors' names."""
         size = shape.num_residual_streams
-        self._projection = _Projection(load, name, architecture, size, (size, size, size * size))
-        self._rounds, self._eps = shape.sinkhorn_rounds, shape.hyper_connection_eps
-        self.weight_bytes = self._projection.weight_bytes
+        super().__init__(load, name, architecture, shape, (size, size, size * size))
+        self._rounds = shape.sinkhorn_rounds
 
     def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the sublayer's input [T, N], the output's weights `post` [T, S] and the streams' mixing matrix [T, S from, S to]
         (`hc_pre`).
         """
-        projection = self._projection
-        return hc_pre(x_TSN, projection(x_TSN), projection.scale, projection.base, rounds=self._rounds, eps=self._eps)
+        return hc_pre(x_TSN, self._project(x_TSN), self._scale, self._base, rounds=self._rounds, eps=self._eps)
 
     def after_sublayer(
         self, y_TN: torch.Tensor, x_TSN: torch.Tensor, post_TS: torch.Tensor, mix_TSS: torch.Tensor
@@ -39,38 +59,12 @@ class HyperConnection:
         return hc_post(y_TN, x_TSN, post_TS, mix_TSS)
 
 
-class HyperConnectionHead:
+class HyperConnectionHead(_Coefficients):
     """Sums the residual streams into one, before the final norm (`hc_head`)."""
 
     def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
-        self._projection = _Projection(
-            load, name, architecture, shape.num_residual_streams, (shape.num_residual_streams,)
-        )
-        self._eps = shape.hyper_connection_eps
-        self.weight_bytes = self._projection.weight_bytes
+        super().__init__(load, name, architecture, shape, (shape.num_residual_streams,))
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum [T, N] of the streams [T, S, N]."""
-        projection = self._projection
-        return hc_head(x_TSN, projection(x_TSN), projection.scale, projection.base, eps=self._eps)
-
-
-class _Projection:
-    """Projects normalised streams to coefficients of `sizes`; each kind of coefficient has its own scale."""
-
-    def __init__(
-        self, load: Loader, name: str, architecture: Architecture, num_residual_streams: int, sizes: tuple[int, ...]
-    ) -> None:
-        def tensor(part: str, *shape: int) -> torch.Tensor:
-            return load.tensor(f"{name}_{part}", torch.float32, shape=shape)
-
-        self._eps = architecture.rms_norm_eps
-        self._weight = tensor("fn", sum(sizes), num_residual_streams * architecture.hidden_size)
-        self.base = tensor("base", sum(sizes))
-        scales = zip(tensor("scale", len(sizes)), sizes, strict=True)
-        self.scale = torch.cat([scale.expand(size) for scale, size in scales])
-        self.weight_bytes = self._weight.nbytes + self.base.nbytes + self.scale.nbytes
-
-    def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
-        """Return the projected coefficients [T, M], before scale and base."""
-        return hc_project(x_TSN, self._weight, self._eps)
+        return hc_head(x_TSN, self._project(x_TSN), self._scale, self._base, eps=self._eps)
