@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:  # for types only: a sink imports what it uses
-    from transom_core.config import EngineConfig
-    from transom_worker.execution.executor import ExecutorInfo
-    from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
-    from transom_worker.scheduling.sequence import Sequence
-    from transom_worker.scheduling.step import StepPlan, StepTimings
-    from transom_worker.telemetry.worker_state import WorkerState
-
+from transom_core.config import EngineConfig
+from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
+from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.step import StepPlan, StepTimings
+from transom_worker.telemetry.worker_state import WorkerState
 
 # OpenMetrics allows 128 characters in an exemplar's label names and values together; names and a trace id take 50 of them.
 MAX_ID_CHARS = 78

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # for types only: metrics must import nothing but the metrics client
-    from transom_core.contract import WorkerLoad
-    from transom_worker.execution.executor import RankReport
-    from transom_worker.kvcache.stats import CacheStats
-    from transom_worker.scheduling.policy_counts import PolicyStats
-    from transom_worker.scheduling.work_counts import WorkCounts
+from transom_core.contract import WorkerLoad
+from transom_worker.execution.executor import RankReport
+from transom_worker.kvcache.stats import CacheStats
+from transom_worker.scheduling.policy_counts import PolicyStats
+from transom_worker.scheduling.work_counts import WorkCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

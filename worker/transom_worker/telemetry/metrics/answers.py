@@ -6,15 +6,12 @@ The first ones say what compiling and masks cost; the others what policies keep 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from transom_core.telemetry.own_labels import OwnLabels
-
-if TYPE_CHECKING:
-    from transom_worker.scheduling.policy_counts import PolicyStats
-    from transom_worker.telemetry.worker_state import GrammarStats
+from transom_worker.scheduling.policy_counts import PolicyStats
+from transom_worker.telemetry.worker_state import GrammarStats
 
 
 def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:

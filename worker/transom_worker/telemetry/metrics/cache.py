@@ -9,15 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from transom_core.telemetry.own_labels import OwnLabels, crossed
-
-if TYPE_CHECKING:
-    from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
-
+from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 
 # Label values that are known in advance. Their series exist, at 0, before the first event, because a rate needs the value before
 # it.

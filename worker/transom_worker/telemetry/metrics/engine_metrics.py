@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
@@ -21,9 +20,7 @@ from transom_worker.telemetry.metrics.requests import Requests
 from transom_worker.telemetry.metrics.steps import Steps
 from transom_worker.telemetry.metrics.transfers import Transfers
 from transom_worker.telemetry.metrics.work import work_families
-
-if TYPE_CHECKING:
-    from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.telemetry.worker_state import WorkerState
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a series to each histogram and counter
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from transom_core.config import EngineConfig
 from transom_core.telemetry.build_versions import build_versions
 from transom_core.telemetry.own_labels import OwnLabels
+from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.telemetry.engine_events import EngineEventSink
-
-if TYPE_CHECKING:
-    from transom_core.config import EngineConfig
-    from transom_worker.execution.executor import ExecutorInfo
 
 CONFIG_LABELS = (
     "dtype",

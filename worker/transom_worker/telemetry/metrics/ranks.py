@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from transom_core.telemetry.own_labels import OwnLabels, crossed
-from transom_worker.execution.executor import DiskUsage
-
-if TYPE_CHECKING:
-    from transom_worker.execution.executor import RankReport
+from transom_worker.execution.executor import DiskUsage, RankReport
 
 DISK_EVENTS = ("written", "read", "missing", "broken", "dropped", "failed", "evicted")  # counts of `DiskUsage`
 

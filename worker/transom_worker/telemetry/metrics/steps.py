@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from transom_core.telemetry.histogram import Histogram
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.telemetry.engine_events import EngineEventSink
-
-if TYPE_CHECKING:
-    from transom_worker.scheduling.step import StepPlan, StepTimings
-    from transom_worker.telemetry.engine_events import EngineStepTimes, RequestTimes
+from transom_worker.scheduling.step import StepPlan, StepTimings
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
 
 STEP_PARTS = ("schedule", "wait", "output", "prepare", "copy", "forward", "sample")
 INTER_TOKEN_BUCKETS_S = (

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from transom_core.clock import steady_time_s
+from transom_core.contract import WorkerLoad
 from transom_core.telemetry.own_labels import OwnLabels
-
-if TYPE_CHECKING:
-    from transom_core.contract import WorkerLoad
-    from transom_worker.scheduling.work_counts import WorkCounts
-    from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.telemetry.worker_state import WorkerState
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
