@@ -35,15 +35,7 @@ class PythonicTools(BareToolMarkup):
         """Read one list of calls."""
         reader = calls.reader
         yield from reader.skip_space()
-        yield from reader.expect("[")
-        while True:
-            yield from reader.skip_space()
-            yield from _read_call(calls, is_marked=bool(opener))
-            yield from reader.skip_space()
-            if (yield from reader.skip("]")):
-                break
-            yield from reader.expect(",")
-        calls.close()
+        yield from calls.read_list(lambda: _read_call(calls, is_marked=bool(opener)))
         for end in self.markers:
             yield from reader.skip_space()
             yield from reader.skip(end)
@@ -51,8 +43,7 @@ class PythonicTools(BareToolMarkup):
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the whole list."""
         call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
-        more = f"({lark.literal(', ')} {call})*" if parallel else ""
-        return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
+        return lark.list_of(call, has_several=parallel)
 
 
 class Llama4Tools(PythonicTools):
