@@ -52,8 +52,7 @@ def plan(
     from transom_core.contract.kv_policy import kv_policy_from_json
     from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_core.kv_cache.retention import Retention
-    from transom_core.model_config.architecture import read_architecture
-    from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+    from transom_core.model_config.architecture import kv_policy_obstacle, read_architecture
     from transom_core.model_files.resolve import resolve_config
     from transom_core.settings.byte_sizes import parse_bytes
     from transom_core.settings.device_defaults import batch_defaults

@@ -30,8 +30,13 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is missing, incomplete, or not supported.
     """
     from transom_cluster.openai.answer.answer_markup import AnswerMarkup
-    from transom_core.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
-    from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+    from transom_core.model_config.architecture import (
+        choose_max_model_len,
+        kv_policy_obstacle,
+        read_architecture,
+        runnable,
+        with_windows,
+    )
     from transom_core.model_files.resolve import check_weights, resolve_text_files
     from transom_core.telemetry.tracing import check_tracing
     from transom_core.text.tokenizer import Tokenizer

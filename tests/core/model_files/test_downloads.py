@@ -87,11 +87,6 @@ def test_other_names_have_no_commit(name: str) -> None:
     assert with_commit(name) == name
 
 
-def test_a_config_alone_is_one_file(gpt_oss: HubServer) -> None:
-    assert resolve_config("org/name") == {"model_type": "llama"}
-    assert list(gpt_oss.num_bytes) == ["config.json"]
-
-
 def test_without_an_index_the_one_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with hub_server({**TEXT, **OTHERS, "model.safetensors": b"w" * 1000, "other.safetensors": b"z" * 1000}) as server:
         use(server, monkeypatch, tmp_path)

@@ -77,7 +77,7 @@ KINDS = ["byte level", "gguf", "first", "always", "prepend", "strip", "lstrip", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=num_examples(daily=60, exhaustive=600), deadline=None)
+@settings(max_examples=num_examples(daily=30, exhaustive=600), deadline=None)
 @given(messages=CHATS, template=st.sampled_from(sorted(TEMPLATES)), generation=st.booleans())
 def test_boundaries_equal_those_of_tokenising_each_beginning(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, str]], template: str, generation: bool

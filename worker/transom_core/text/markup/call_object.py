@@ -57,23 +57,13 @@ def _object_of(lark: LarkText, tool: ToolSpec, arguments_key: str) -> str:
 
 def read_call_array(calls: CallReading) -> Reading[None]:
     """Read calls in a JSON array, `[{"name": ...}, {"name": ...}]`."""
-    reader = calls.reader
-    yield from reader.expect("[")
-    while True:
-        yield from reader.skip_space()
-        yield from read_call_object(calls)
-        yield from reader.skip_space()
-        if (yield from reader.skip("]")):
-            calls.close()
-            return
-        yield from reader.expect(",")
+    yield from calls.read_list(lambda: read_call_object(calls))
 
 
 def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
     """Return a grammar's expression for such an array: of one call, or of several if `parallel`."""
     call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
-    more = f"({lark.literal(', ')} {call})*" if parallel else ""
-    return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
+    return lark.list_of(call, has_several=parallel)
 
 
 def read_json_arguments(calls: CallReading) -> Reading[None]:

@@ -45,9 +45,18 @@ class CallReading:
         self._is_marked = True
         self.reader.keep()
 
-    def close(self) -> None:
-        """Note that the markup around the calls is complete, so that it will not be given back as text."""
-        self.reader.keep()
+    def read_list(self, read: Callable[[], Reading[None]]) -> Reading[None]:
+        """Read calls in brackets, which commas separate; `read` reads one. Then the brackets will not be given back as text."""
+        reader = self.reader
+        yield from reader.expect("[")
+        while True:
+            yield from reader.skip_space()
+            yield from read()
+            yield from reader.skip_space()
+            if (yield from reader.skip("]")):
+                reader.keep()
+                return
+            yield from reader.expect(",")
 
     def leave_out(self, text: str) -> None:
         """Drop text between calls, where no text belongs, and count it as malformed."""

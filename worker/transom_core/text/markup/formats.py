@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from transom_core.errors import RequestError
 from transom_core.text.markup.answer_format import AnswerFormat
 from transom_core.text.markup.families.deepseek_sections import DeepSeekV3Tools, DeepSeekV31Tools
-from transom_core.text.markup.families.dsml import DeepSeekV4Tools, DeepSeekV32Tools, DeepSeekV41Tools
+from transom_core.text.markup.families.dsml import DsmlTools
 from transom_core.text.markup.families.gemma4 import Gemma4Tools
-from transom_core.text.markup.families.glm import Glm45Tools, Glm47Tools
+from transom_core.text.markup.families.glm import GlmTools
 from transom_core.text.markup.families.harmony import HarmonyFormat
 from transom_core.text.markup.families.json_calls import GraniteTools, HermesTools, Llama3JsonTools
 from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
@@ -20,26 +20,26 @@ from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools
 from transom_core.text.markup.reasoning import ASSUMED_THINK, GEMMA4, GRANITE, MISTRAL, THINK, ReasoningMarkup
 from transom_core.text.markup.tool_markup import ToolMarkup
 
-_TOOLS: Mapping[str, type[ToolMarkup]] = {
-    "deepseek_v3": DeepSeekV3Tools,
-    "deepseek_v31": DeepSeekV31Tools,
-    "deepseek_v32": DeepSeekV32Tools,
-    "deepseek_v4": DeepSeekV4Tools,
-    "deepseek_v41": DeepSeekV41Tools,
-    "gemma4": Gemma4Tools,
-    "glm45": Glm45Tools,
-    "glm47": Glm47Tools,
-    "hermes": HermesTools,
-    "kimi_k2": KimiK2Tools,
-    "qwen2_5": HermesTools,
-    "qwen3": HermesTools,
-    "llama3_json": Llama3JsonTools,
-    "llama4_pythonic": Llama4Tools,
-    "pythonic": PythonicTools,
-    "mistral": MistralTools,
-    "granite": GraniteTools,
-    "qwen3_coder": Qwen3CoderTools,
-    "qwen3_xml": Qwen3CoderTools,
+_TOOLS: Mapping[str, ToolMarkup] = {
+    "deepseek_v3": DeepSeekV3Tools(),
+    "deepseek_v31": DeepSeekV31Tools(),
+    "deepseek_v32": DsmlTools("function_calls"),
+    "deepseek_v4": DsmlTools("tool_calls"),
+    "deepseek_v41": DsmlTools(" calls"),
+    "gemma4": Gemma4Tools(),
+    "glm45": GlmTools("\n"),
+    "glm47": GlmTools(""),
+    "hermes": HermesTools(),
+    "kimi_k2": KimiK2Tools(),
+    "qwen2_5": HermesTools(),
+    "qwen3": HermesTools(),
+    "llama3_json": Llama3JsonTools(),
+    "llama4_pythonic": Llama4Tools(),
+    "pythonic": PythonicTools(),
+    "mistral": MistralTools(),
+    "granite": GraniteTools(),
+    "qwen3_coder": Qwen3CoderTools(),
+    "qwen3_xml": Qwen3CoderTools(),
 }
 _REASONING: Mapping[str, ReasoningMarkup] = {
     "qwen3": THINK,
@@ -83,6 +83,6 @@ def answer_format(tool_parser: str | None = None, reasoning_parser: str | None =
             f"There is no reasoning parser {reasoning_parser!r}; there are {', '.join(sorted(REASONING_PARSERS))}."
         )
     return AnswerFormat(
-        tools=_TOOLS[tool_parser]() if tool_parser else None,
+        tools=_TOOLS[tool_parser] if tool_parser else None,
         reasoning=_REASONING[reasoning_parser] if reasoning_parser else None,
     )

@@ -103,6 +103,11 @@ class LarkText:
         settings = {"x-guidance": _WHITESPACE if escapes is None else {**_WHITESPACE, "json_allowed_escapes": escapes}}
         return f"%json {json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)}"
 
+    def list_of(self, item: str, *, has_several: bool) -> str:
+        """Return an expression for a list in brackets: of one item, or of several if `has_several`."""
+        more = f"({self.literal(', ')} {item})*" if has_several else ""
+        return f"{self.literal('[')} {item} {more} {self.literal(']')}"
+
     def nested(self, grammar: str) -> str:
         """Return an expression for a text that matches the rule `start` of another grammar."""
         return f"%lark {{\n{grammar}\n}}"

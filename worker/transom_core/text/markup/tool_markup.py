@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
@@ -25,13 +24,13 @@ class ToolMarkup(ABC):
     - `ends_reasoning`: whether an opener inside the reasoning ends the reasoning if calls follow it.
     """
 
-    openers: ClassVar[tuple[str, ...]] = ()
-    starters: ClassVar[str] = ""
-    markers: ClassVar[tuple[str, ...]] = ()
-    inner_tokens: ClassVar[tuple[str, ...]] = ()
-    separator: ClassVar[str | None] = None
-    keeps_space: ClassVar[bool] = False
-    ends_reasoning: ClassVar[bool] = False
+    openers: tuple[str, ...] = ()
+    starters: str = ""
+    markers: tuple[str, ...] = ()
+    inner_tokens: tuple[str, ...] = ()
+    separator: str | None = None
+    keeps_space: bool = False
+    ends_reasoning: bool = False
 
     @abstractmethod
     def read(self, calls: CallReading, opener: str) -> Reading[None]:

@@ -16,7 +16,7 @@ from transom_core.config import EngineConfig
 from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.machine.host_memory import available_host_bytes
-from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+from transom_core.model_config.architecture import kv_policy_obstacle
 from transom_core.model_files.content import ContentPart
 from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
 from transom_worker.execution import memory

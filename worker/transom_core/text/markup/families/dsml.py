@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar
 
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
@@ -36,14 +35,16 @@ _NAMES = re.compile(r'[^"<>\n]*')
 _TAG_ENDS = Markers([">", _TOKEN])
 
 
-class DeepSeekV4Tools(ToolMarkup):
-    """Tool calls of DeepSeek V4."""
+class DsmlTools(ToolMarkup):
+    """Tool calls in DSML."""
 
-    block: ClassVar[str] = "tool_calls"
-    space: ClassVar[str] = ""  # what is written after the token `｜DSML｜`
-    openers = tuple(f"<{_TOKEN}{name}>" for name in _BLOCKS)
     markers = (_TOKEN,)
     inner_tokens = (_TOKEN,)
+
+    def __init__(self, block: str) -> None:
+        """`block` is what the family calls a block, one of `_BLOCKS`."""
+        self._block = block
+        self.openers = tuple(f"<{_TOKEN}{name}>" for name in (block, *(name for name in _BLOCKS if name != block)))
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read the calls of one block."""
@@ -57,7 +58,7 @@ class DeepSeekV4Tools(ToolMarkup):
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the calls and the end of the block."""
-        tags = _Tags(self.space)
+        tags = _Tags(" " if self._block.startswith(" ") else "")
         markup = ParameterMarkup(
             before_name=lark.marker(tags.parameter + ' name="'),
             before_value=lambda kind: lark.literal(_STRING if kind == "string" else _JSON),
@@ -71,23 +72,8 @@ class DeepSeekV4Tools(ToolMarkup):
             end = lark.marker(tags.invoke_end) + " " + lark.literal(_LINE_END)
             calls.append(f"{begin} {parameter_rules(lark, tool.parameters, markup)} {end}")
         each = lark.rule("invoke", " | ".join(calls))
-        block_end = lark.marker(f"</{_TOKEN}{self.block}>")
+        block_end = lark.marker(f"</{_TOKEN}{self._block}>")
         return f"{lark.literal(_LINE_END)} {each}{'+' if parallel else ''} {block_end}"
-
-
-class DeepSeekV32Tools(DeepSeekV4Tools):
-    """Tool calls of DeepSeek V3.2."""
-
-    block = "function_calls"
-    openers = (f"<{_TOKEN}function_calls>", f"<{_TOKEN}tool_calls>", f"<{_TOKEN} calls>")
-
-
-class DeepSeekV41Tools(DeepSeekV4Tools):
-    """Tool calls of DeepSeek V4.1."""
-
-    block = " calls"
-    space = " "
-    openers = (f"<{_TOKEN} calls>", f"<{_TOKEN}tool_calls>", f"<{_TOKEN}function_calls>")
 
 
 class _Tags:

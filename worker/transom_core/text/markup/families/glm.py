@@ -13,7 +13,6 @@ ends the value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
@@ -30,14 +29,16 @@ _KEY_ENDS = Markers([_KEY_END])
 _VALUE_ENDS = Markers([_VALUE_END, _CALL_END])
 
 
-class Glm47Tools(ToolMarkup):
-    """Tool calls of GLM 4.7 and 5."""
+class GlmTools(ToolMarkup):
+    """Tool calls of GLM."""
 
     openers = (_CALL,)
     markers = (_CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
-    separator = ""
     ends_reasoning = True
-    between: ClassVar[str] = ""  # the space between markers in a grammar
+
+    def __init__(self, between: str) -> None:
+        """`between` is the space between markers in a grammar."""
+        self.separator = self._between = between
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one call."""
@@ -73,7 +74,7 @@ class Glm47Tools(ToolMarkup):
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for a name and its arguments."""
-        space = lark.literal(self.between) if self.between else ""
+        space = lark.literal(self._between) if self._between else ""
         markup = ParameterMarkup(
             before_name=lark.marker(_KEY),
             before_value=lambda kind: f"{lark.marker(_KEY_END)} {space} {lark.marker(_VALUE)}",
@@ -81,17 +82,10 @@ class Glm47Tools(ToolMarkup):
             after=space,
         )
         calls = [
-            f"{lark.literal(tool.name + self.between)} {parameter_rules(lark, tool.parameters, markup)}"
+            f"{lark.literal(tool.name + self._between)} {parameter_rules(lark, tool.parameters, markup)}"
             for tool in tools
         ]
         return f"({' | '.join(calls)}) {lark.marker(_CALL_END)}"
-
-
-class Glm45Tools(Glm47Tools):
-    """Tool calls of GLM 4.5 and 4.6."""
-
-    between = "\n"
-    separator = "\n"
 
 
 class _Value:

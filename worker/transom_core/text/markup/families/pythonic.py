@@ -18,7 +18,7 @@ from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
-from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
+from transom_core.text.markup.reader import MalformedMarkupError, Reading
 from transom_core.text.markup.tool_markup import BareToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
@@ -35,27 +35,15 @@ class PythonicTools(BareToolMarkup):
         """Read one list of calls."""
         reader = calls.reader
         yield from reader.skip_space()
-        yield from reader.expect("[")
-        while True:
+        yield from calls.read_list(lambda: _read_call(calls, is_marked=bool(opener)))
+        for end in self.markers:
             yield from reader.skip_space()
-            yield from _read_call(calls, is_marked=bool(opener))
-            yield from reader.skip_space()
-            if (yield from reader.skip("]")):
-                break
-            yield from reader.expect(",")
-        calls.close()
-        yield from self._read_end(reader)
+            yield from reader.skip(end)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the whole list."""
         call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
-        more = f"({lark.literal(', ')} {call})*" if parallel else ""
-        return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
-
-    def _read_end(self, reader: MarkupReader) -> Reading[None]:
-        """Read the marker after a list, if the family has one."""
-        return
-        yield
+        return lark.list_of(call, has_several=parallel)
 
 
 class Llama4Tools(PythonicTools):
@@ -63,10 +51,6 @@ class Llama4Tools(PythonicTools):
 
     openers = ("<|python_start|>",)
     markers = ("<|python_end|>",)
-
-    def _read_end(self, reader: MarkupReader) -> Reading[None]:
-        yield from reader.skip_space()
-        yield from reader.skip("<|python_end|>")
 
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
