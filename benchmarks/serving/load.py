@@ -52,14 +52,12 @@ def main(
     prompt_tokens: Annotated[str, typer.Option(help="Range of prompt lengths.")] = "32-512",
     output_tokens: Annotated[str, typer.Option(help="Range of answer lengths.")] = "16-128",
     shared_prefix: Annotated[int, typer.Option(min=0, help="First tokens that all prompts share.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers of the full length; dropped where refused.")] = True,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     warmup: Annotated[int, typer.Option(min=1, help="Requests before the clock starts.")] = 4,
     seed: Annotated[int, typer.Option()] = 0,
     model: Annotated[str, typer.Option(help="The first that the server lists, if empty.")] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY")] = "",
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest answer, in seconds.")] = 300.0,
-    json_path: Annotated[str, typer.Option("--json", help="Write the figures to this file; - for stdout.")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure an OpenAI-compatible server under load."""
     workload = Workload(
@@ -67,11 +65,9 @@ def main(
         prompt_tokens=read_range(prompt_tokens),
         output_tokens=read_range(output_tokens),
         shared_prefix_tokens=shared_prefix,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
         seed=seed,
     )
-    console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     loads = read_loads(concurrency, rate)
     with contextlib.ExitStack() as stack:
         url = url or stack.enter_context(demo_server())
@@ -86,7 +82,8 @@ def main(
     for summary in summaries:
         for message, count in summary.errors.items():
             console.print(f"{summary.load}: {count} x {message}", markup=False)
-    write_json(json_path, workload, summaries)
+    if json_path is not None:
+        write_json(json_path, workload, summaries)
     if any(summary.errors for summary in summaries):
         raise SystemExit(1)
 
@@ -133,7 +130,7 @@ async def measure(
     summaries: list[Summary] = []
     if not workload.model:
         workload = replace(workload, model=await client.first_model())
-    workload = await warm_up(client, workload, warmup, console)
+    await warm_up(client, workload, warmup)
     for load in loads:
         count = num_requests or max(32, 8 * (load.concurrency or 0))
         console.print(f"{load.label}: {count} requests ...")
@@ -143,18 +140,14 @@ async def measure(
     return workload, summaries
 
 
-async def warm_up(client: LoadClient, workload: Workload, count: int, console: Console) -> Workload:
-    """Send requests that are not counted; where the server refuses ignore_eos, go on without it."""
+async def warm_up(client: LoadClient, workload: Workload, count: int) -> None:
+    """Send requests that are not counted. Raises RuntimeError when the first fails."""
     first = await client.stream(next(workload.bodies("probe")))
     try:
         read_answer(first)
     except BrokenAnswer as error:
-        if workload.ignore_eos and "ignore_eos" in str(error):
-            console.print("The server refuses ignore_eos; answers may be shorter than drawn.")
-            return await warm_up(client, replace(workload, ignore_eos=False), count, console)
         raise RuntimeError(f"the first request failed: {error}") from None
     await client.run(Load(concurrency=count), workload.bodies("warm-up"), count)
-    return workload
 
 
 def table(summaries: list[Summary], *, title: str) -> Table:
@@ -186,7 +179,7 @@ def three(figures: Percentiles) -> str:
     )
 
 
-def write_json(path: str, workload: Workload, summaries: list[Summary]) -> None:
+def write_json(path: Path, workload: Workload, summaries: list[Summary]) -> None:
     """The figures with all that is needed to repeat them."""
     machine = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
     figures: dict[str, Any] = {
@@ -194,11 +187,7 @@ def write_json(path: str, workload: Workload, summaries: list[Summary]) -> None:
         "client": machine,
         "levels": [asdict(summary) for summary in summaries],
     }
-    text = json.dumps(figures, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    elif path:
-        Path(path).write_text(text)
+    path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

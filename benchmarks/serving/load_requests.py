@@ -22,8 +22,6 @@ class Workload:
     prompt_tokens: tuple[int, int] = (32, 512)
     output_tokens: tuple[int, int] = (16, 128)
     shared_prefix_tokens: int = 0
-    ignore_eos: bool = True
-    temperature: float = 0.0
     seed: int = 0
 
     def __str__(self) -> str:
@@ -45,13 +43,12 @@ class Workload:
         return [source.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(count)]
 
     def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        return {
             "model": self.model,
+            "prompt": prompt,
             "max_tokens": max_tokens,
-            "temperature": self.temperature,
+            "ignore_eos": True,
+            "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
-            body["ignore_eos"] = True
-        return body | {"prompt": prompt}

@@ -31,21 +31,9 @@ async def test_every_level_is_measured_and_written(tmp_path):
     assert all(summary.num_answers == 6 for summary in summaries)
     assert len(server.bodies) == 1 + 2 + 6 + 6  # probe, warm-up, two levels
     path = tmp_path / "figures.json"
-    load.write_json(str(path), used, summaries)
+    load.write_json(path, used, summaries)
     assert json.loads(path.read_text())["levels"][0]["first_token_ms"]["p99"] > 0
     assert load.table(summaries, title="t").row_count == 2
-
-
-async def test_goes_on_without_ignore_eos_where_it_is_refused():
-    def picky(body):
-        if "ignore_eos" in body:
-            return 400, ['{"error": {"message": "Unrecognized request argument: ignore_eos"}}']
-        return completion(body)
-
-    async with StubServer(picky) as server:
-        used, summaries = await measure(server, [Load(concurrency=2)])
-    assert not used.ignore_eos
-    assert not summaries[0].errors
 
 
 async def test_a_server_that_always_refuses_stops_the_run():

@@ -102,6 +102,5 @@ def _ends(x: torch.Tensor) -> torch.Tensor:
 def rotary_tables(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines [T, D] of random angles, in bf16."""
     angles = torch.rand(rows, width // 2, device=device) * 6.28
-    return torch.cat([angles.cos(), angles.cos()], -1).bfloat16(), torch.cat(
-        [-angles.sin(), angles.sin()], -1
-    ).bfloat16()
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

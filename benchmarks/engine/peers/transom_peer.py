@@ -34,9 +34,8 @@ KV_CACHE_MEMORY = "2GiB"  # as vLLM gets
 
 @dataclass(frozen=True, kw_only=True)
 class Transom(Engine):
-    """Transom. `serve_arguments` are added to `transom serve`."""
+    """Transom."""
 
-    serve_arguments: tuple[str, ...] = ()
     name: ClassVar[str] = "transom"
 
     def missing(self) -> str:
@@ -48,8 +47,7 @@ class Transom(Engine):
         found = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
         )
-        arguments = f", serve {' '.join(self.serve_arguments)}" if self.serve_arguments else ""
-        return f"commit {found.stdout.strip() or 'unknown'}, bfloat16{arguments}"
+        return f"commit {found.stdout.strip() or 'unknown'}, bfloat16"
 
     def offline(self) -> OfflineRun:
         """See `Engine`."""
@@ -64,7 +62,7 @@ class Transom(Engine):
 
     def server(self, port: int) -> list[str]:
         """See `Engine`."""
-        command = transom_serve(
+        return transom_serve(
             self.model,
             port,
             served_model_name=SERVED_NAME,
@@ -73,7 +71,6 @@ class Transom(Engine):
             num_threads=self.num_threads,
             kv_cache_memory_bytes=KV_CACHE_MEMORY,
         )
-        return [*command, *self.serve_arguments]
 
     def environment(self) -> dict[str, str]:
         """See `Engine`."""

@@ -86,9 +86,8 @@ class Bench:
 
     def _prefill(self, runs: dict[str, OfflineRun]) -> None:
         tokens = self.plan.prefill_tokens
-        self._turns(
-            runs, self.figures.row(f"prefill {tokens}", "tokens/s", decimals=0), lambda run: run.prefill(tokens)
-        )
+        row = self.figures.row(f"prefill {tokens}", "tokens/s", decimals=0)
+        self._turns(runs, row, lambda run: run.prefill(tokens))
 
     def _decode(self, runs: dict[str, OfflineRun], batch: int, context: int, steps: int) -> None:
         row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}", "tokens/s")
@@ -148,9 +147,8 @@ class Bench:
             summary = asyncio.run(closed_loop(url, level, self.plan.requests, number))
             self.failures += [f"{name}: {count} x {message}" for message, count in summary.errors.items()]
             speed = self.figures.row(f"HTTP, {level} clients: output", "tokens/s")
-            first = self.figures.row(
-                f"HTTP, {level} clients: first token p50", "ms", higher_is_better=False, decimals=0
-            )
+            label = f"HTTP, {level} clients: first token p50"
+            first = self.figures.row(label, "ms", higher_is_better=False, decimals=0)
             if not summary.errors:
                 speed.add(name, number, summary.output_tokens_per_s)
                 first.add(name, number, summary.first_token_ms.p50)

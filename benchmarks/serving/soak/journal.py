@@ -73,31 +73,23 @@ class Journal:
         self._file.close()
 
 
-@dataclass(slots=True)
-class Window:
-    """One interval on `time.monotonic` in which something was disturbed; `end_s` is infinite while it lasts."""
-
-    begin_s: float
-    end_s: float = math.inf
-
-
 class Windows:
     """All intervals of one kind of disturbance, each from the kill until the cluster is whole again and a little longer."""
 
     def __init__(self) -> None:
-        self._windows: list[Window] = []
+        self._windows: list[list[float]] = []  # begin and end on `time.monotonic`; infinite while it lasts
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """An interval that lasts as long as the block."""
-        window = Window(time.monotonic())
+        window = [time.monotonic(), math.inf]
         self._windows.append(window)
         try:
             yield
         finally:
-            window.end_s = time.monotonic() + AFTERWARDS_S
+            window[1] = time.monotonic() + AFTERWARDS_S
 
     def overlaps(self, begin_s: float) -> bool:
         """Whether one of them overlaps the time from `begin_s` until now."""
         now_s = time.monotonic()
-        return any(window.begin_s <= now_s and window.end_s >= begin_s for window in self._windows)
+        return any(begin <= now_s and end >= begin_s for begin, end in self._windows)
