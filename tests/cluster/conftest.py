@@ -36,6 +36,7 @@ def make_router(
     *workers: StubWorker,
     directory: StubDirectory | None = None,
     timings: RouterTimings = SHORT_TIMINGS,
+    tokenizer: ByteTokenizer | None = None,
     placer: Placer | None = None,
     tracing: RouterTracing | None = None,
     **config: Any,
@@ -44,7 +45,7 @@ def make_router(
     values: dict[str, Any] = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
     return Router(
         workers=directory or StubDirectory(*workers),
-        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
         config=ServerConfig(**values),
         router_id="r0",
         timings=timings,
