@@ -69,7 +69,7 @@ class StubPeers:
         self.others = others
 
     async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
-        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
+        return [other if isinstance(other, Exception) else query(other) for other in self.others]
 
 
 @dataclass

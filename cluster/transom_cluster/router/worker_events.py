@@ -98,7 +98,7 @@ class WorkerEvents:
     def _opened(self, connection: WorkerConnection) -> None:
         assert connection.info is not None
         self._placer.add_worker(connection.worker_id, connection.info)
-        self._metrics.worker_changed("joined")
+        self._metrics.worker_changes.of("joined").inc()
         open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
         self._limits.update(limits for limits in open_limits if limits is not None)
         if not connection.speaks_our_tokens:
@@ -111,7 +111,7 @@ class WorkerEvents:
     def _closed(self, connection: WorkerConnection) -> None:
         try:
             self._placer.remove_worker(connection.worker_id)
-            self._metrics.worker_changed("drained" if connection.is_closing else "lost")
+            self._metrics.worker_changes.of("drained" if connection.is_closing else "lost").inc()
         except Exception as bug:  # the lost requests must migrate all the same
             logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
 
@@ -154,7 +154,7 @@ class WorkerEvents:
             self._placer.first_event(event.request_id, event.usage)
         has_passed = request.num_new_tokens >= RELEASE_TOKENS  # it is beyond the step at which a worker was lost
         if (request.has_ended or has_passed) and request.record.num_losses:
-            self._metrics.judged("released", int(request.record.is_suspect))
+            self._metrics.judgements.of("released").inc(request.record.is_suspect)
             request.record.release()
         if request.has_ended:
             self._queue.leave_worker(request)
@@ -210,10 +210,11 @@ class WorkerEvents:
             )
             self._queue.leave_worker(request)
         if lost.cause == "lost" and requests:
-            self._metrics.lost(report.cause)
-            self._metrics.judged("suspected", len(decision.verdict.suspected))
-            self._metrics.judged("cleared", len(decision.verdict.cleared))
-            self._metrics.judged("culprit", len(decision.culprits))
+            judgements = self._metrics.judgements
+            self._metrics.losses.of(report.cause).inc()
+            judgements.of("suspected").inc(len(decision.verdict.suspected))
+            judgements.of("cleared").inc(len(decision.verdict.cleared))
+            judgements.of("culprit").inc(len(decision.culprits))
         for request in decision.culprits:
             self._queue.give_up(request, "poison", poison(request.record))
         for request in decision.given_up:

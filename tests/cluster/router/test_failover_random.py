@@ -216,5 +216,5 @@ class FewLosses(Cluster):
 
 TestCluster, TestClusterOfModels, TestFewLosses = Cluster.TestCase, ClusterOfModels.TestCase, FewLosses.TestCase
 TestCluster.settings = TestClusterOfModels.settings = TestFewLosses.settings = settings(
-    max_examples=num_examples(20, 300), stateful_step_count=40, deadline=None
+    max_examples=num_examples(20, 100), stateful_step_count=40, deadline=None
 )
