@@ -58,7 +58,7 @@ def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Call
         ),
         "timelines": (
             MAX_TIMELINES * MAX_EVENTS * EVENT_BYTES,
-            lambda: router.timelines._store.num_events * EVENT_BYTES,
+            lambda: router.timelines.store.num_events * EVENT_BYTES,
         ),
         "accounts of clients": (MAX_ACCOUNTS * ENTRY_BYTES, lambda: len(router.queue._turns) * ENTRY_BYTES),
         "limits of clients": (
