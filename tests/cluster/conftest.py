@@ -30,6 +30,7 @@ def timings(**values: float) -> RouterTimings:
 
 
 SHORT_TIMINGS = timings()
+PATIENT = {"failover": FailoverConfig(wait_s=120.0)}  # a router's requests wait for workers as long as a test may take
 
 
 def make_router(
@@ -120,6 +121,12 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
 def num_in_flight(router: Router) -> int:
     """Requests that workers have."""
     return sum(router.state().in_flight_by_worker.values())
+
+
+def sample(router: Router, name: str, **labels: str) -> float | None:
+    """Of the router's own metric `transom_router_{name}`."""
+    own = {"model": router.config.served_model_name, "router": router.router_id, **labels}
+    return router.metrics.registry.get_sample_value(f"transom_router_{name}", own)
 
 
 GIVE_UP_S = 120  # what is waited for comes at once, but for a machine that is full

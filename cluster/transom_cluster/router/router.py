@@ -73,16 +73,14 @@ class Router:
         placer: Placer | None = None,
         peers: RouterPeers | None = None,
         autoscaling: AutoscalingConfig | None = None,
-        timelines: RequestTimelines | None = None,
         tracing: RouterTracing | None = None,
         grammar_checker: GrammarChecker | None = None,
-        answer_markup: AnswerMarkup | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.grammar_checker = grammar_checker or GrammarChecker(tokenizer)
         self.config = config
         self.timings = timings or RouterTimings()
-        self.answer_markup = answer_markup or AnswerMarkup.choose(
+        self.answer_markup = AnswerMarkup.choose(
             tokenizer,
             tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
@@ -96,7 +94,7 @@ class Router:
         self.metrics = RouterMetrics(
             router_id, model=config.served_model_name, tool_parser=self.answer_markup.tool_parser, state=self.state
         )
-        self.timelines = timelines or RequestTimelines(router_id)
+        self.timelines = RequestTimelines(router_id)
         self.tracing = tracing
         if tracing is None and config.tracing is not None:
             self.tracing = RouterTracing.from_config(config.tracing, router_id, model=config.served_model_name)

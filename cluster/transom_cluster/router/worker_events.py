@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 
 from transom_cluster.router.failover import (
     RELEASE_TOKENS,
@@ -20,7 +19,7 @@ from transom_cluster.router.failover import (
     lost_too_often,
     poison,
 )
-from transom_cluster.router.in_flight_requests import Delivery, InFlightRequest
+from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.request_queue import RequestQueue
 from transom_cluster.router.timings import RouterTimings
@@ -120,33 +119,34 @@ class WorkerEvents:
         has_news = message.kv is not None or message.load is not None
         if has_news and not self._placer.update(connection.worker_id, message):
             connection.resync()
-        undelivered = []
-        for delivery in connection.in_flight.dispatch(message.events):
-            taken = self._note(delivery)
-            if taken.outcome != "taken":
-                undelivered.append(taken)
-        torn = [one.request for one in undelivered if one.outcome == "torn"]
+        torn: list[InFlightRequest] = []  # output before their event is missing
+        lost: list[InFlightRequest] = []  # the worker itself reports that it has lost them
+        reason: WorkerLost | None = None
+        for event in message.events:
+            request = connection.in_flight.get(event.request_id)
+            if request is None:
+                continue  # the attempt was withdrawn
+            try:
+                if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
+                    lost.append(request)
+                    reason = error
+                elif request.take(event):
+                    if request.has_ended or event.is_handover:
+                        connection.in_flight.remove(event.request_id)
+                    self._advanced(request, event)
+                    continue
+                else:
+                    torn.append(request)
+            except Exception as bug:  # it ends only this request
+                self._fail(request, bug)
+                connection.abort_soon([event.request_id])
+            connection.in_flight.remove(event.request_id)
         if torn:
             logger.warning("Output of %d requests from worker %s is missing.", len(torn), connection.worker_id)
             connection.abort_soon([request.attempt.request_id for request in torn])
             self._lost(connection, Lost(torn, "torn"))
-        lost = [one for one in undelivered if one.outcome == "lost"]
         if lost:
-            self._lost(connection, Lost([one.request for one in lost], "lost", lost[-1].error))
-        for one in undelivered:
-            if one.outcome == "failed":
-                connection.in_flight.remove(one.event.request_id)
-                self._fail(one.request, one.error)
-                connection.abort_soon([one.event.request_id])
-
-    def _note(self, delivery: Delivery) -> Delivery:
-        """Note the progress of a request that has taken its event. A bug here ends only this request."""
-        if delivery.outcome == "taken":
-            try:
-                self._advanced(delivery.request, delivery.event)
-            except Exception as bug:
-                return replace(delivery, outcome="failed", error=bug)
-        return delivery
+            self._lost(connection, Lost(lost, "lost", reason))
 
     def _advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
         """Handle the progress of a request that has taken an event, which may be its last one."""
@@ -221,9 +221,8 @@ class WorkerEvents:
             self._queue.give_up(request, "gave_up", lost_too_often(request.record))
         return decision
 
-    def _fail(self, request: InFlightRequest, error: Exception | None) -> None:
+    def _fail(self, request: InFlightRequest, error: Exception) -> None:
         """End a request whose handling raised an error, which is a bug; other requests continue."""
-        assert error is not None
         request_id = request.original.request_id
         logger.error(
             "Request %s failed in the router.\n%s", request_id, stack_of(error), extra={"request_id": request_id}

@@ -35,7 +35,7 @@ from transom_core.contract import PrefixSource, Request, Usage, WorkerInfo, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The worker for a request, the reason for the choice, and the predicted hit at this version of the worker's prefix index.
+    """The worker for a request, the reason for the choice, and the predicted hit.
 
     The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
     """
@@ -43,14 +43,8 @@ class PlacementDecision:
     worker_id: str
     reason: Reason
     predicted: HitTokens
-    index_version: int
     source: PrefixSource | None = None
     is_prefill_only: bool = False
-
-    @property
-    def predicted_tokens(self) -> int:
-        """The predicted hit in all tiers together."""
-        return self.predicted.total
 
 
 class PlacementObserver:
@@ -185,7 +179,6 @@ class Placer:
             worker_id=worker.worker_id,
             reason=reason,
             predicted=placed.predicted,
-            index_version=worker.mirror.version,
             source=fetches.source_of(chosen),
             is_prefill_only=split.is_prefill_only,
         )

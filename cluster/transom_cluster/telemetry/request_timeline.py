@@ -166,9 +166,9 @@ class RequestTimeline(Timeline):
 class RequestTimelines:
     """The timelines of one router's last requests. Runs on the router's event loop."""
 
-    def __init__(self, router_id: str, *, store: TimelineStore | None = None) -> None:
+    def __init__(self, router_id: str) -> None:
         self._router_id = router_id
-        self.store = TimelineStore() if store is None else store
+        self.store = TimelineStore()
 
     def find(self, request_id: str, client: str) -> dict[str, Any] | None:
         """Return this router's part of the timeline of a client's request, as JSON values; None if the router does not have it.

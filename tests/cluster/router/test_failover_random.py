@@ -188,6 +188,8 @@ class Cluster(RuleBasedStateMachine):
             self.restart_ranks()
             for worker in self.workers:
                 worker.max_running = None
+                if worker.is_dead and worker.worker in self.directory.workers:
+                    self.directory.remove(worker)  # while it is listed, requests of its model wait for it
             self.directory.add(self.new_worker(self.models[-1]))
             async with asyncio.timeout(120):
                 await asyncio.gather(*self.answers)
