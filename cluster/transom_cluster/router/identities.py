@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from transom_core.errors import WorkerLost
-
 if TYPE_CHECKING:
     from transom_cluster.router.worker_connection import WorkerConnection
 
@@ -51,11 +49,6 @@ def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
     present = [one for one in connections.values() if not one.is_draining]
     may_come = any(one.info is None or one.identity == identity for one in present)
     return not may_come and any(one.is_open for one in present)
-
-
-def model_gone() -> WorkerLost:
-    """Return the error that ends an answer whose identity no worker has any more."""
-    return WorkerLost(MODEL_GONE)
 
 
 def _fill(group: Sequence[WorkerConnection]) -> float:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.client_turns import TurnQueue, WaitingRequests, charge
-from transom_cluster.router.identities import in_order_of_choice, is_gone, model_gone
+from transom_cluster.router.identities import MODEL_GONE, in_order_of_choice, is_gone
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
 from transom_cluster.router.quarantine import Quarantine
@@ -192,7 +192,7 @@ class RequestQueue:
                 groups.setdefault((worker_id, client), []).append((request, request.attempt))
             elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
                 self._waiting.discard(request)
-                self.give_up(request, "gave_up", model_gone())
+                self.give_up(request, "gave_up", WorkerLost(MODEL_GONE))
             else:
                 self._wait(request, is_quarantined=bool(by_choice), is_refused=bool(available))
         for (worker_id, _), group in groups.items():

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Mapping
 
 from transom_cluster.router.failover import (
+    GAVE_UP,
+    POISON,
     RELEASE_TOKENS,
     FailoverDecision,
     LossReport,
     after_loss,
-    lost_too_often,
-    poison,
 )
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
@@ -31,7 +31,7 @@ from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import stack_of
 from transom_core.config import FailoverConfig
 from transom_core.contract import OutputEvent, WorkerMessage
-from transom_core.errors import WorkerLost
+from transom_core.errors import PoisonRequest, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
@@ -216,9 +216,9 @@ class WorkerEvents:
             judgements.of("cleared").inc(len(decision.verdict.cleared))
             judgements.of("culprit").inc(len(decision.culprits))
         for request in decision.culprits:
-            self._queue.give_up(request, "poison", poison(request.record))
+            self._queue.give_up(request, "poison", PoisonRequest(POISON.format(n=request.record.num_losses)))
         for request in decision.given_up:
-            self._queue.give_up(request, "gave_up", lost_too_often(request.record))
+            self._queue.give_up(request, "gave_up", WorkerLost(GAVE_UP.format(n=request.record.num_migrations + 1)))
         return decision
 
     def _fail(self, request: InFlightRequest, error: Exception) -> None:

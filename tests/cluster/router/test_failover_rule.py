@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.cluster.conftest import PATIENT, Api, running_api, sample, until
 from tests.cluster.stub_worker import LETTERS, StubWorker
 from transom_cluster.router.failover import (
+    EVIDENCE,
     RELEASE_TOKENS,
     LossRecord,
     LossReport,
     after_loss,
     assign_blame,
-    evidence,
     may_have_run,
 )
 from transom_core.config import FailoverConfig
@@ -109,7 +109,7 @@ def test_a_suspect_beside_other_routers_requests_is_not_stopped():
     assert blame(suspect, report=LossReport(cause="hung", num_lost=1), most=2) is suspect.record
 
 
-@pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if evidence(cause) == "none"])
+@pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if EVIDENCE[cause] == "none"])
 def test_what_comes_from_outside_blames_no_request(cause: LossCause):
     one = Attempt()
     for _ in range(20):
@@ -187,8 +187,9 @@ def with_suspect(api: Api) -> set[str]:
 
 
 @pytest.mark.parametrize(("cause", "num_lost"), [("exception", 3), ("unknown", 5)])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("poison_at", [0, 1, RELEASE_TOKENS, 2 * RELEASE_TOKENS])
+@pytest.mark.parametrize(
+    ("poison_at", "stream"), [(0, False), (0, True), (1, True), (RELEASE_TOKENS, False), (2 * RELEASE_TOKENS, True)]
+)
 async def test_poison_among_many_ends_few_workers_and_itself(
     poison_at: int, stream: bool, cause: LossCause, num_lost: int
 ) -> None:
