@@ -10,7 +10,7 @@ import typer
 
 from transom_cluster.commands.bench import bench
 from transom_cluster.commands.compile import compile_kernels
-from transom_cluster.commands.flags import settings_as_flags
+from transom_cluster.commands.flags import settings_as_flags, usage_errors
 from transom_cluster.commands.plan import plan
 from transom_core import __version__
 from transom_core.settings.settings import Settings
@@ -27,7 +27,6 @@ app.command()(plan)
 app.command("compile")(compile_kernels)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-USAGE_ERROR = 2
 
 
 @app.command()
@@ -35,16 +34,12 @@ USAGE_ERROR = 2
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, on a private Ray cluster on this machine, until Ctrl-C."""
     from transom_cluster.commands.serve import run_server
-    from transom_core.errors import ConfigError
 
     values = {name: value for name, value in given.items() if value not in (None, [])}
     if "api_key" in values:
         values["api_key"] = tuple(values["api_key"])
-    try:
+    with usage_errors():
         settings = Settings.parse(**values)
-    except ConfigError as error:
-        typer.echo(f"transom: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR) from None
     raise typer.Exit(run_server(settings, values))
 
 

@@ -30,12 +30,14 @@ def timings(**values: float) -> RouterTimings:
 
 
 SHORT_TIMINGS = timings()
+PATIENT = {"failover": FailoverConfig(wait_s=120.0)}  # a router's requests wait for workers as long as a test may take
 
 
 def make_router(
     *workers: StubWorker,
     directory: StubDirectory | None = None,
     timings: RouterTimings = SHORT_TIMINGS,
+    tokenizer: ByteTokenizer | None = None,
     placer: Placer | None = None,
     tracing: RouterTracing | None = None,
     **config: Any,
@@ -44,7 +46,7 @@ def make_router(
     values: dict[str, Any] = {"served_model_name": "stub", "failover": FailoverConfig(wait_s=0.05), **config}
     return Router(
         workers=directory or StubDirectory(*workers),
-        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
         config=ServerConfig(**values),
         router_id="r0",
         timings=timings,
@@ -68,7 +70,7 @@ class StubPeers:
         self.others = others
 
     async def ask_others(self, query: Any, *, timeout_s: float) -> list[Any]:
-        return [other if isinstance(other, Exception) else query.answer(other) for other in self.others]
+        return [other if isinstance(other, Exception) else query(other) for other in self.others]
 
 
 @dataclass
@@ -119,6 +121,12 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
 def num_in_flight(router: Router) -> int:
     """Requests that workers have."""
     return sum(router.state().in_flight_by_worker.values())
+
+
+def sample(router: Router, name: str, **labels: str) -> float | None:
+    """Of the router's own metric `transom_router_{name}`."""
+    own = {"model": router.config.served_model_name, "router": router.router_id, **labels}
+    return router.metrics.registry.get_sample_value(f"transom_router_{name}", own)
 
 
 GIVE_UP_S = 120  # what is waited for comes at once, but for a machine that is full

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.cluster.stub_worker import StubWorker, logprobs_of
-from transom_cluster.router.output_events import joined
+from transom_cluster.router.output_stream import joined
 from transom_core.contract import OutputEvent, Request, WorkerInfo
 from transom_core.errors import LossCause
 from transom_core.text.tokenizer import Tokenizer

@@ -31,6 +31,7 @@ from transom_core.text.chat_template import Prompt
 
 EOS = 256
 VOCAB_SIZE = 260
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # a stub worker's whole answer
 MAX_MODEL_LEN = 512
 METRICS = '# HELP transom_requests_running R.\n# TYPE transom_requests_running gauge\ntransom_requests_running{worker="0"} 1.0\n'
 CACHE_SHAPE = CacheShape(
@@ -361,6 +362,11 @@ class StubWorker:
             finish_reason="length" if is_last else None,
             usage=usage if position == begin or is_last else None,
         )
+
+
+def stub_workers(num: int, **fields: Any) -> list[StubWorker]:
+    """Make workers w0, w1, ..."""
+    return [StubWorker(worker=f"w{i}", **fields) for i in range(num)]
 
 
 class StubDirectory:

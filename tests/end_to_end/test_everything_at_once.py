@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.mortal_workers import Mortal, routed
+from tests.cluster.router.engine_workers import LocalPeers, Mortal, routed
 from tests.cluster.router.test_failover_engines import answers_of
-from tests.cluster.router.test_transfer_engines import LocalPeers
 from tests.end_to_end.test_combinations import LIST, Margins, compare, margins_of
 from tests.end_to_end.test_policy_combinations import MIXED
 from tests.engine_driver import make_engine, make_request, run

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from transom_cluster.commands.flags import usage_errors
 from transom_cluster.commands.policies import policies
 from transom_cluster.commands.simulate import simulate
 
@@ -33,7 +34,6 @@ def offline(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the prefill and decode speed of one worker, without HTTP."""
-    from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_core.settings.settings import Settings
     from transom_worker.bench.offline import run_offline
     from transom_worker.engine.startup import build_engine
@@ -44,7 +44,7 @@ def offline(
         raise typer.BadParameter(
             f"{batches!r} is not a list of numbers such as 1,8,32.", param_hint="--batches"
         ) from None
-    try:
+    with usage_errors():
         settings = Settings.parse(
             model=model, dtype=dtype, quantization=quantization, device=device, max_num_seqs=max(64, *sizes)
         )
@@ -53,9 +53,6 @@ def offline(
             engine, batches=sizes, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
         )
         engine.shutdown()
-    except (ConfigError, ModelError, RequestError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps({"model": model, "dtype": dtype, "quantization": quantization, **figures.as_json()}))
         return

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from transom_cluster.commands.flags import usage_errors
+
 CAPABILITY = re.compile(r"(\d+)\.(\d)")
 
 
@@ -31,12 +33,12 @@ def compile_kernels(
     of GPU kernels in Triton's (TRITON_CACHE_DIR), and the router's beside its sources (or in NUMBA_CACHE_DIR).
     """
     from transom_cluster.routing.fleet_index import FleetPrefixIndex
-    from transom_core.errors import ConfigError, ModelError
+    from transom_core.errors import ConfigError
     from transom_worker.precompile import precompile, precompile_for_gpu
 
     FleetPrefixIndex()  # a process's first index has its code compiled
     options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    try:
+    with usage_errors():
         if device == "cuda":
             compiled = precompile_for_gpu(
                 model, capability=_capability(capability), tensor_parallel_size=tensor_parallel_size, **options
@@ -45,9 +47,6 @@ def compile_kernels(
             compiled = precompile(model, **options)
         else:
             raise ConfigError(f"--device is {device}; give cpu or cuda.")
-    except (ConfigError, ModelError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
     typer.echo(
         f"{compiled.num_kernels} kernels compiled in {compiled.seconds:.1f} s; their code is in {compiled.directory}."
         if compiled.num_kernels

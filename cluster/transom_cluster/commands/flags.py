@@ -1,20 +1,34 @@
-"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults."""
+"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults; shows
+what is wrong with them."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, get_args
 
 import typer
 
 from transom_cluster.http.api_keys import KEY_VARIABLES
+from transom_core.errors import ConfigError, ModelError, RequestError
 from transom_core.settings.settings import Settings
 
+USAGE_ERROR = 2
 _ENVIRONMENT: dict[str, list[str]] = {
     **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
 }
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Show an error of the user's settings, model or request in one line, and exit with `USAGE_ERROR`."""
+    try:
+        yield
+    except (ConfigError, ModelError, RequestError) as error:
+        typer.echo(f"transom: {error}", err=True)
+        raise typer.Exit(USAGE_ERROR) from None
 
 
 def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-USAGE_ERROR = 2
+from transom_cluster.commands.flags import usage_errors
 
 
 def plan(
@@ -50,7 +50,6 @@ def plan(
     from transom_cluster.commands.plan_report import print_plan
     from transom_core.contract import check_kv_policy
     from transom_core.contract.kv_policy import kv_policy_from_json
-    from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_core.kv_cache.retention import Retention
     from transom_core.model_config.architecture import kv_policy_obstacle, read_architecture
     from transom_core.model_files.resolve import resolve_config
@@ -60,7 +59,7 @@ def plan(
     from transom_worker.kvcache.policy_retentions import retention_under
     from transom_worker.planner import plan_from_config
 
-    try:
+    with usage_errors():
         config = resolve_config(model)
         policy = None if kv_policy is None else kv_policy_from_json(kv_policy)
         gpu_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, name="--gpu-memory")
@@ -85,9 +84,6 @@ def plan(
             max_model_len=result.max_model_len,
             obstacle=kv_policy_obstacle(read_architecture(config)),
         )
-    except (ConfigError, ModelError, RequestError) as error:
-        typer.echo(f"transom: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR) from None
     if as_json:
         typer.echo(
             json.dumps({"model": model, "kv_policy": None if policy is None else policy.text, **result.as_json()})

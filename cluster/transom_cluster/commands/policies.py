@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from transom_cluster.commands.flags import usage_errors
+
 if TYPE_CHECKING:
     from transom_worker.bench.policies.results import PolicyFigures
     from transom_worker.engine.engine import Engine
@@ -33,7 +35,6 @@ def policies(
     plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
 ) -> None:
     """Compare KV policies with full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
-    from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_worker.bench.policies.plots import draw
     from transom_worker.bench.policies.results import PolicyFigures, tables
 
@@ -51,7 +52,7 @@ def policies(
     }
     figures = PolicyFigures(model=model, setup=setup)
     output.mkdir(parents=True, exist_ok=True)
-    try:
+    with usage_errors():
         for scenario in SCENARIOS:
             if scenario in chosen:
                 _measure(figures, scenario, {"model": model, "device": device})
@@ -60,9 +61,6 @@ def policies(
         typer.echo(tables(figures))
         for path in draw(figures, output) if plots else []:
             typer.echo(f"wrote {path}")
-    except (ConfigError, ModelError, RequestError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
 
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-USAGE_ERROR = 2
+from transom_cluster.commands.flags import usage_errors
 
 
 def simulate(
@@ -52,7 +52,6 @@ def simulate(
 ) -> None:
     """Measure the prefix hits of a trace in a KV pool of this memory, with the real scheduler and cache and without a model."""
     from transom_cluster.commands.simulation_report import print_report, simulate_with_progress
-    from transom_core.errors import ConfigError, ModelError
     from transom_worker.simulate.simulation import SimulationConfig
     from transom_worker.simulate.virtual_time import StepCost
 
@@ -73,11 +72,8 @@ def simulate(
         clairvoyant=clairvoyant,
         cost=StepCost(step_s=step_seconds, token_s=token_seconds),
     )
-    try:
+    with usage_errors():
         report = simulate_with_progress(config, quiet=as_json)
-    except (ConfigError, ModelError) as error:
-        typer.echo(f"transom: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR) from None
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:

@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from transom_cluster.http.shared_pages import SharedPages
 from transom_cluster.openai.answer.error_responses import HttpError
-from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
+from transom_cluster.router.peers import metrics_page, process_metrics_page, process_name
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.telemetry.merge_metrics import merge_pages
@@ -131,24 +131,25 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
     """Return the merged metrics of all routers and workers that answer in time. The others are left out and counted."""
-    query, timeout_s = MetricsQuery(openmetrics), router.timings.scrape_timeout_s
+    query, timeout_s = functools.partial(metrics_page, openmetrics=openmetrics), router.timings.scrape_timeout_s
     workers, routers = await asyncio.gather(
         asyncio.gather(
             *(_page_of(one.client, openmetrics, timeout_s=timeout_s) for one in router.connections.values())
         ),
         router.peers.ask_others(query, timeout_s=timeout_s),
     )
-    router.metrics.dropped_scrapes("worker", sum(page is None for page in workers))
-    router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
-    pages = [query.answer(router), *routers, *workers]
+    dropped = router.metrics.dropped_scrapes
+    dropped.of("worker").inc(sum(page is None for page in workers))
+    dropped.of("router").inc(sum(not isinstance(page, str) for page in routers))
+    pages = [query(router), *routers, *workers]
     texts = [page for page in pages if isinstance(page, str)]
     return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # on a thread, so that no stream waits
 
 
 async def process_names(router: Router) -> Sequence[str]:
     """Return the names (`router/ID` or `worker/ID`) of this router, the other routers that answer, and all workers."""
-    others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=router.timings.scrape_timeout_s)
-    routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
+    others = await router.peers.ask_others(process_name, timeout_s=router.timings.scrape_timeout_s)
+    routers = [process_name(router), *sorted(name for name in others if isinstance(name, str))]
     return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
 
@@ -159,8 +160,9 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
         HttpError: there is no such process (status 404), or it does not answer (504).
     """
     kind, _, process_id = name.partition("/")
-    query, timeout_s = ProcessMetricsQuery(name, openmetrics), router.timings.scrape_timeout_s
-    if (page := query.answer(router)) is not None:
+    query = functools.partial(process_metrics_page, process=name, openmetrics=openmetrics)
+    timeout_s = router.timings.scrape_timeout_s
+    if (page := query(router)) is not None:
         return page
     if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
         page = await _page_of(connection.client, openmetrics, timeout_s=timeout_s)

@@ -28,7 +28,8 @@ from transom_cluster.openai.responses.request_body import RESPONSES_RULES, Respo
 from transom_cluster.openai.responses.request_echo import request_echo
 from transom_cluster.openai.responses.responses_writer import ResponsesWriter
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.span_attributes import request_attributes
+from transom_cluster.telemetry.request_events import RequestEvents
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core import contract
 from transom_core.errors import RequestError
 from transom_core.text.chat_template import Prompt
@@ -140,9 +141,10 @@ class OpenAiRoutes:
         """Return the response that will run `requests`; create its timeline, and describe the request in its span."""
         state = asked.state
         if state.trace is not None:
-            state.trace.describe(request_attributes(requests[0].params, num_choices=len(requests), stream=stream))
-        timeline = self._router.timelines.create(
+            state.trace.describe(requests[0].params, num_choices=len(requests), stream=stream)
+        timeline = RequestTimeline(
             requests,
+            self._router.timelines.store,
             endpoint=asked.path,
             client=state.client,
             stream=stream,
@@ -151,7 +153,7 @@ class OpenAiRoutes:
             answers=writer.readers,
         )
         state.engine_request_id, state.timeline = requests[0].request_id, timeline
-        events = self._router.request_events(timeline, state.trace)
+        events = RequestEvents(timeline, self._router.metrics, spans=state.trace)
         return GenerationResponse(
             self._router,
             requests,

@@ -23,7 +23,6 @@ from transom_cluster.openai.answer.error_responses import WireError, wire_error
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing
-from transom_cluster.telemetry.span_attributes import response_attributes
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.logs import about_request, request_log_scope
 
@@ -78,17 +77,16 @@ class RequestMiddleware:
     def _begin_trace(self, scope: Scope, headers: Headers) -> RequestTrace | None:
         if self._tracing is None or scope["method"] != "POST" or (path := routed_path(scope)) not in POST_ENDPOINTS:
             return None
-        return self._tracing.begin(path, headers, time.time())
+        return self._tracing.begin(path, headers)
 
     def _end(self, scope: Scope, state: RequestState, seconds: float) -> None:
         """Count a request that has ended, end its span, and log it."""
-        endpoint, outcome, trace, timeline = _endpoint(scope), state.outcome, state.trace, state.timeline
+        endpoint, outcome = _endpoint(scope), state.outcome
         self._metrics.finished(endpoint, outcome.status, seconds, request_id=state.engine_request_id)
         if outcome.break_reason is not None:
-            self._metrics.broke_off(endpoint, outcome.break_reason)
-        if trace is not None:
-            trace.describe(response_attributes(timeline))
-            trace.end(outcome.sent_status, timeline.error if timeline is not None else "", time.time())
+            self._metrics.broken_answers.of(endpoint, outcome.break_reason).inc()
+        if state.trace is not None:
+            state.trace.end(outcome.sent_status, state.timeline)
         if self._logs_access and (scope["method"] != "GET" or outcome.sent_status >= FIRST_ERROR_STATUS):
             _log_access(scope["method"], endpoint, state, seconds)
 

@@ -13,8 +13,8 @@ at most the time that the query took.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -23,8 +23,9 @@ from fastapi import FastAPI, Query, Request
 
 from transom_cluster.http.request_state import request_state
 from transom_cluster.openai.answer.error_responses import HttpError
-from transom_cluster.router.peers import RecentRequestsQuery, TimelineQuery
+from transom_cluster.router import peers
 from transom_cluster.router.router import Router
+from transom_core.clock import steady_time_s
 from transom_core.telemetry.request_timelines import MAX_TIMELINES, prompt_and_choice_of
 
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"description": "A parameter is wrong."}}
@@ -79,9 +80,9 @@ async def request_report(router: Router, request_id: str, client: str) -> dict[s
 
 async def recent_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
     """Return the lines of a client's last requests at all routers, newest first."""
-    query = RecentRequestsQuery(client, state, limit)
+    query = functools.partial(peers.recent_requests, client=client, state=state, limit=limit)
     others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
-    known = [query.answer(router), *(lines for lines in others if isinstance(lines, list))]
+    known = [query(router), *(lines for lines in others if isinstance(lines, list))]
     return sorted(itertools.chain(*known), key=lambda line: float(line["arrival_s"]), reverse=True)[:limit]
 
 
@@ -109,17 +110,17 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
     """Return the router's part of the report, from the router that served the request: this one or another."""
-    query = TimelineQuery(request_id, client)
-    own = query.answer(router)
+    query = functools.partial(peers.request_timeline, request_id=request_id, client=client)
+    own = query(router)
     if own is not None:
         return own
-    asked_s = time.time()
+    asked_s = steady_time_s()
     others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
     part = next((part for part in others if isinstance(part, dict)), None)
     if part is None:
         return None
     line = part["line"]
-    ahead_s = clock_difference_s(line["arrival_s"] + line["age_s"], asked_s, time.time())
+    ahead_s = clock_difference_s(line["arrival_s"] + line["age_s"], asked_s, steady_time_s())
     return {
         "line": {**line, "arrival_s": line["arrival_s"] - ahead_s},
         "steps": [{**step, "at_s": step["at_s"] - ahead_s} for step in part["steps"]],
@@ -139,13 +140,13 @@ async def _ask_worker(router: Router, worker: str, response_id: str) -> Steps | 
     connection = router.connections.get(worker)
     if connection is None:
         return "gone"
-    asked_s = time.time()
+    asked_s = steady_time_s()
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             steps = await connection.client.request_timeline(response_id)
     except Exception:  # a call to a failing or lost worker may raise anything
         return "no answer"
-    answered_s = time.time()
+    answered_s = steady_time_s()
     return [_on_this_clock(step, asked_s, answered_s) for step in steps] or "forgotten"
 
 

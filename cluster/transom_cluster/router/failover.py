@@ -2,7 +2,7 @@
 reasons.
 
 - **loss**: a worker died, or its event stream broke, while it had requests. The cause of a loss may be evidence against them
-  (`evidence`): a step that raised an error is evidence, and a host that is gone is not.
+  (`EVIDENCE`): a step that raised an error is evidence, and a host that is gone is not.
 - **strike**: a loss that counts against a request. Progress of `RELEASE_TOKENS` tokens at another worker removes all strikes.
 - **suspect**: a request with a strike. The router sends it to another worker, but never two suspects to one worker.
 - **on trial**: a suspect that one more strike brings to `max_lost_workers`. Its worker gets no other request meanwhile.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from transom_core.config import FailoverConfig
-from transom_core.errors import LossCause, PoisonRequest, WorkerLost
+from transom_core.errors import LossCause
 
 RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
 # A request's first losses with weak evidence, without progress between them, give no strike. A server may lose workers twice in a
@@ -30,7 +30,9 @@ FREE_LOSSES = 2
 
 Evidence = Literal["strong", "weak", "none"]
 
-_EVIDENCE: dict[LossCause, Evidence] = {
+# How strongly a loss speaks against the requests that ran: with `strong` the computation caused it, with `weak` it may have, and
+# with `none` the cause came from outside.
+EVIDENCE: dict[LossCause, Evidence] = {
     "exception": "strong",
     "device_error": "strong",
     "crash": "strong",
@@ -47,12 +49,6 @@ POISON = (
     "The request was stopped: {n} workers were lost while they computed it. Sending it again would end the same way."
 )
 GAVE_UP = "The worker was lost {n} times while this answer was computed, and it is not sent to another; send the request again."
-
-
-def evidence(cause: LossCause) -> Evidence:
-    """Return how strongly a loss speaks against the requests that ran: with `strong` the computation caused it, with `weak` it may
-    have, and with `none` the cause came from outside."""
-    return _EVIDENCE[cause]
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +124,7 @@ def assign_blame(ran: Sequence[Attempt], report: LossReport, *, max_lost_workers
     If there was a suspect among them, requests that had made progress on this worker are not blamed. Only a request that was a
     suspect before can be the culprit, and only if no other request, of this router or another one, can have killed the worker.
     """
-    strength = evidence(report.cause)
+    strength = EVIDENCE[report.cause]
     if strength == "none":
         return Verdict()
     suspects = [attempt.record for attempt in ran if attempt.record.is_suspect]
@@ -223,16 +219,6 @@ def after_loss(
                 attempt.record.num_migrations += 1
             decision.migrating.append(attempt)
     return decision
-
-
-def poison(record: LossRecord) -> PoisonRequest:
-    """Return the error that ends the culprit."""
-    return PoisonRequest(POISON.format(n=record.num_losses))
-
-
-def lost_too_often(record: LossRecord) -> WorkerLost:
-    """Return the error that ends a request that is given up."""
-    return WorkerLost(GAVE_UP.format(n=record.num_migrations + 1))
 
 
 def may_have_run(attempts: Sequence[AnyAttempt], *, max_num_seqs: int | None) -> list[AnyAttempt]:

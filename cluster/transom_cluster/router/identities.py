@@ -1,19 +1,16 @@
 """Groups workers by the identity of their model, and chooses the identity that computes a request. Pure functions.
 
 - **identity**: the digest of a worker's model and of everything else that its numbers depend on (`WorkerInfo.identity`); empty if
-it
-  is not known. While a redeploy replaces model v1 by v2, a router has workers of both.
+  it is not known. While a redeploy replaces model v1 by v2, a router has workers of both.
 - One identity computes all of an answer: every token of every choice (`OutputStream.identity`).
-- A new request goes to the newest identity, unless all its workers are busy: while v2 has only its first worker, v1's workers take
-  the requests that this worker cannot.
+- A new request goes to the newest identity, unless all its workers are busy or in quarantine: while v2 has only its first worker,
+  v1's workers take the requests that this worker cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
-
-from transom_core.errors import WorkerLost
 
 if TYPE_CHECKING:
     from transom_cluster.router.worker_connection import WorkerConnection
@@ -32,15 +29,15 @@ def by_identity(connections: Iterable[WorkerConnection]) -> dict[str, list[Worke
     return dict(sorted(groups.items(), key=lambda item: -max(one.loaded_at_s for one in item[1])))
 
 
-def of_one_identity(willing: list[WorkerConnection], pinned: str | None) -> list[WorkerConnection]:
-    """Choose the workers of one identity for a request.
+def in_order_of_choice(willing: Iterable[WorkerConnection], pinned: str | None) -> list[list[WorkerConnection]]:
+    """Group workers by the identities that may compute a request, the first choice first.
 
-    It is the identity `pinned`. If that is None, it is the newest identity that has a free slot, or else the least full identity.
+    Only the identity `pinned` may. If that is None, the newest identity that has a free slot comes first, then the least full one.
     """
+    groups = by_identity(willing)
     if pinned is not None:
-        return [one for one in willing if one.identity == pinned]
-    groups = list(by_identity(willing).values())
-    return min(groups, key=_fill, default=[])  # `min` takes the first of equal groups, which is the newest
+        return [groups[pinned]] if pinned in groups else []
+    return sorted(groups.values(), key=_fill)  # equal groups stay in order, the newest first
 
 
 def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
@@ -52,11 +49,6 @@ def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
     present = [one for one in connections.values() if not one.is_draining]
     may_come = any(one.info is None or one.identity == identity for one in present)
     return not may_come and any(one.is_open for one in present)
-
-
-def model_gone() -> WorkerLost:
-    """Return the error that ends an answer whose identity no worker has any more."""
-    return WorkerLost(MODEL_GONE)
 
 
 def _fill(group: Sequence[WorkerConnection]) -> float:

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from enum import Enum
-from typing import Literal
 
 from transom_cluster.router.failover import LossRecord
-from transom_cluster.router.output_events import without_first
-from transom_cluster.router.output_stream import OutputStream, error_event
+from transom_cluster.router.output_stream import OutputStream, error_event, without_first
 from transom_cluster.routing.placer import PlacementDecision
 from transom_cluster.telemetry.request_events import (
     Accepted,
@@ -38,7 +36,6 @@ from transom_cluster.telemetry.request_events import (
 from transom_core.config import SchedulingPolicy
 from transom_core.contract import ErrorInfo, OutputEvent, Request, Usage
 from transom_core.contract.request import virtual_arrival_s
-from transom_core.errors import WorkerLost
 
 
 class AttemptState(Enum):
@@ -158,7 +155,7 @@ class InFlightRequest:
                 worker=decision.worker_id,
                 policy=policy,
                 reason=decision.reason,
-                predicted_hit_tokens=decision.predicted_tokens,
+                predicted_hit_tokens=decision.predicted.total,
                 predicted_host_tokens=decision.predicted.host or None,
                 predicted_disk_tokens=decision.predicted.disk or None,
                 predicted_peer_tokens=decision.predicted.peer or None,
@@ -294,24 +291,6 @@ class InFlightRequest:
         return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """The outcome of handing one output event to its request.
-
-    - `taken`: the request has taken the event, and may have ended;
-    - `torn`: output before the event is missing;
-    - `lost`: the worker itself reports that it has lost the request, with the reason `error`;
-    - `failed`: taking the event raised `error`, which is a bug.
-
-    After any outcome but `taken`, and after the last event, the connection expects no more events of the attempt.
-    """
-
-    request: InFlightRequest
-    event: OutputEvent
-    outcome: Literal["taken", "torn", "lost", "failed"]
-    error: Exception | None = None
-
-
 class InFlightRequests:
     """The attempts that are at one worker, by the attempt's request id."""
 
@@ -338,9 +317,9 @@ class InFlightRequests:
         """The requests of all attempts."""
         return self._requests.values()
 
-    def has(self, request_id: str) -> bool:
-        """Return whether events of this attempt are expected."""
-        return request_id in self._requests
+    def get(self, request_id: str) -> InFlightRequest | None:
+        """Return the request of an attempt; None if no events of the attempt are expected."""
+        return self._requests.get(request_id)
 
     def remove(self, request_id: str) -> InFlightRequest | None:
         """Expect no more events of an attempt, and return its request; None if none were expected before."""
@@ -359,24 +338,3 @@ class InFlightRequests:
     async def wait_until_empty(self) -> None:
         """Wait until no attempt is left."""
         await self._empty.wait()
-
-    def dispatch(self, events: Iterable[OutputEvent]) -> Iterator[Delivery]:
-        """Hand one engine step's events to their requests, and yield the outcome of each. Events of unknown attempts, which were
-        withdrawn, are dropped."""
-        for event in events:
-            request = self._requests.get(event.request_id)
-            if request is None:
-                continue
-            delivery = _deliver(request, event)
-            if delivery.outcome != "taken" or request.has_ended or event.is_handover:
-                self.remove(event.request_id)
-            yield delivery
-
-
-def _deliver(request: InFlightRequest, event: OutputEvent) -> Delivery:
-    try:
-        if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
-            return Delivery(request, event, "lost", error)
-        return Delivery(request, event, "taken" if request.take(event) else "torn")
-    except Exception as bug:  # the bug must end only this request
-        return Delivery(request, event, "failed", bug)

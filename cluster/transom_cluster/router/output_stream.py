@@ -1,16 +1,16 @@
 """`OutputStream`: collects the output events of one HTTP request's choices for the task that writes the response.
 
 The choices may run at several workers. All prompts and choices of a request share one stream, so that the response's task wakes
-once per engine step.
+once per engine step. Events are cut where a migrated request repeats output, and joined where a client is slow.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
-from transom_cluster.router.output_events import joined
-from transom_core.contract import ErrorInfo, OutputEvent, Request
+from transom_core.contract import ErrorInfo, LogprobTable, OutputEvent, Request
 
 MAX_BUFFERED = 512  # with more waiting events than this, plus one per choice, those of each choice are joined
 # An event with this many tokens is not joined with further events, because a whole event is parsed at once.
@@ -105,6 +105,37 @@ def error_event(request_id: str, position: int, error: Exception) -> OutputEvent
     """Return the last event of a choice that an error has ended."""
     info = ErrorInfo.of(error)
     return OutputEvent(request_id=request_id, position=position, finish_reason="error", error=info)
+
+
+def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
+    """Return the event without its first `num_tokens` tokens and without the first `num_chars` characters of its text."""
+    num_tokens = min(num_tokens, len(event.token_ids))
+    num_chars = max(0, num_chars)
+    return replace(
+        event,
+        position=event.position + num_tokens,
+        token_ids=event.token_ids[num_tokens:],
+        text=event.text[num_chars:],
+        text_offset=event.text_offset + min(num_chars, len(event.text)),
+        logprobs=None if event.logprobs is None else event.logprobs[num_tokens:],
+        prompt_logprobs=None if num_tokens else event.prompt_logprobs,
+    )
+
+
+def joined(events: Sequence[OutputEvent]) -> OutputEvent:
+    """Join consecutive events of one choice, none of which has an error, into one event."""
+    first, last = events[0], events[-1]
+    usages = [event.usage for event in events if event.usage is not None]
+    logprobs = LogprobTable.of(one for event in events for one in event.logprobs or ())
+    return replace(
+        first,
+        token_ids=tuple(token_id for event in events for token_id in event.token_ids),
+        text="".join(event.text for event in events),
+        logprobs=logprobs if len(logprobs) else first.logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=usages[-1] if usages else None,
+    )
 
 
 def _joined_by_choice(events: Sequence[tuple[int, OutputEvent]]) -> list[tuple[int, OutputEvent]]:

@@ -3,22 +3,23 @@
 A client's request reaches any one of the routers, so a page about the whole cluster needs data from the other routers.
 
 - **peer**: another router of the same application.
-- **query**: one question to a router, as plain data that can be sent to another process. Its method `answer` reads the router that
-  it is given and changes nothing. For example, `ProcessNameQuery().answer(router)` is `"router/r0"` at the router with the id `r0`.
+- **query**: one question to a router: a function of this module, with arguments that can be sent to another process. It reads the
+  router that it is given and changes nothing. For example, `process_name(router)` is `"router/r0"` at the router with the id `r0`.
 
-A router makes its own part of a page with `query.answer(router)`, and gets the other routers' parts with
-`router.peers.ask_others(query, timeout_s=2.0)`.
+A router makes its own part of a page with `query(router)`, and gets the other routers' parts with `router.peers.ask_others`:
+
+    query = partial(metrics_page, openmetrics=True)
+    pages = [query(router), *await router.peers.ask_others(query, timeout_s=2.0)]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 
@@ -30,70 +31,34 @@ class QueriedRouter(Protocol):
     timelines: RequestTimelines
 
 
-class PeerQuery(Protocol[T_co]):
-    """A question whose answer has the type `T_co`."""
-
-    def answer(self, router: QueriedRouter) -> T_co:
-        """Read the answer from `router`."""
+PeerQuery = Callable[[QueriedRouter], T]
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsQuery:
-    """Asks for a router's metrics page, in Prometheus' text format or in OpenMetrics' format."""
-
-    openmetrics: bool
-
-    def answer(self, router: QueriedRouter) -> str:
-        """Return the page of this router only."""
-        return router.metrics.text(openmetrics=self.openmetrics)
+def metrics_page(router: QueriedRouter, *, openmetrics: bool) -> str:
+    """Return the metrics page of this router only, in Prometheus' text format or in OpenMetrics' format."""
+    return router.metrics.text(openmetrics=openmetrics)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessNameQuery:
-    """Asks for a router's name among all processes of the cluster."""
-
-    def answer(self, router: QueriedRouter) -> str:
-        """Return `router/{router id}`."""
-        return f"router/{router.router_id}"
+def process_name(router: QueriedRouter) -> str:
+    """Return the router's name among all processes of the cluster: `router/{router id}`."""
+    return f"router/{router.router_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMetricsQuery:
-    """Asks for the metrics page of the process with the name `process`."""
-
-    process: str
-    openmetrics: bool
-
-    def answer(self, router: QueriedRouter) -> str | None:
-        """Return the router's page; None if the router has another name."""
-        if self.process != ProcessNameQuery().answer(router):
-            return None
-        return MetricsQuery(self.openmetrics).answer(router)
+def process_metrics_page(router: QueriedRouter, *, process: str, openmetrics: bool) -> str | None:
+    """Return the router's metrics page if its name is `process`, else None."""
+    return metrics_page(router, openmetrics=openmetrics) if process == process_name(router) else None
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineQuery:
-    """Asks for a router's part of the timeline of one request of a client."""
-
-    request_id: str
-    client: str
-
-    def answer(self, router: QueriedRouter) -> dict[str, Any] | None:
-        """Return the part as JSON values; None if the router does not know the request, or has forgotten it."""
-        return router.timelines.find(self.request_id, self.client)
+def request_timeline(router: QueriedRouter, *, request_id: str, client: str) -> dict[str, Any] | None:
+    """Return the router's part of the timeline of a client's request as JSON values; None if the router does not know the request,
+    or has forgotten it."""
+    return router.timelines.find(request_id, client)
 
 
-@dataclass(frozen=True, slots=True)
-class RecentRequestsQuery:
-    """Asks for a client's `limit` newest requests; `state`: `running`, `finished`, or None for both."""
-
-    client: str
-    state: str | None
-    limit: int
-
-    def answer(self, router: QueriedRouter) -> list[dict[str, Any]]:
-        """Return one summary per request, newest first."""
-        return router.timelines.summaries(self.client, self.state, self.limit)
+def recent_requests(router: QueriedRouter, *, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
+    """Return a summary for each of a client's `limit` newest requests, newest first; `state`: `running`, `finished`, or None for
+    both."""
+    return router.timelines.summaries(client, state, limit)
 
 
 class RouterPeers(Protocol):

@@ -34,7 +34,7 @@ class Quarantine:
         self._trials.update(request for request in requests if self._is_on_trial(request))
 
     def allowed(self, request: InFlightRequest, willing: Sequence[WorkerConnection]) -> list[WorkerConnection]:
-        """Return those of the workers `willing` to take a request that the quarantine allows to have it."""
+        """Return those of the workers `willing` to take a request that the quarantine allows to have it. They have one identity."""
         if self._is_on_trial(request):
             return [one for one in willing if one.suspect is None and not _num_unproven(one)]
         reserved = self._reserved(willing)
@@ -53,7 +53,10 @@ class Quarantine:
         if not self._trials:
             return None
         self._trials = {one for one in self._trials if not one.has_ended and self._is_on_trial(one)}
-        waiting = next((one for one in self._trials if one.worker_id is None), None)
+        identities = {None, *(one.identity for one in willing)}
+        waiting = next(
+            (one for one in self._trials if one.worker_id is None and one.output.identity in identities), None
+        )
         if waiting is None:
             return None
         open_to_it = [one for one in willing if one.suspect is None and one.worker_id not in waiting.refusals]

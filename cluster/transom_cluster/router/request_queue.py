@@ -23,7 +23,7 @@ from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.client_turns import TurnQueue, WaitingRequests, charge
-from transom_cluster.router.identities import is_gone, model_gone, of_one_identity
+from transom_cluster.router.identities import MODEL_GONE, in_order_of_choice, is_gone
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
 from transom_cluster.router.quarantine import Quarantine
@@ -176,10 +176,11 @@ class RequestQueue:
             client = request.original.client
             refused = request.refusals.keys() | (set() if request in self._waiting else refusing.get(client, set()))
             willing = [one for one in available if one.worker_id not in refused]
+            by_choice = [willing] if willing else []
             if len(identities) > 1 or request.output.identity is not None:
-                willing = of_one_identity(willing, request.output.identity)
-            allowed = self.quarantine.allowed(request, willing)
-            if allowed:
+                by_choice = in_order_of_choice(willing, request.output.identity)
+            allowed = next(filter(None, (self.quarantine.allowed(request, those) for those in by_choice)), None)
+            if allowed is not None:
                 self._waiting.discard(request)
                 try:
                     charge(self._turns, request)
@@ -191,9 +192,9 @@ class RequestQueue:
                 groups.setdefault((worker_id, client), []).append((request, request.attempt))
             elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
                 self._waiting.discard(request)
-                self.give_up(request, "gave_up", model_gone())
+                self.give_up(request, "gave_up", WorkerLost(MODEL_GONE))
             else:
-                self._wait(request, is_quarantined=bool(willing), is_refused=bool(available))
+                self._wait(request, is_quarantined=bool(by_choice), is_refused=bool(available))
         for (worker_id, _), group in groups.items():
             self._submissions.spawn(self._submit(self._connections[worker_id], group))
         if self._waiting and not available:
@@ -273,7 +274,7 @@ class RequestQueue:
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
         """Submit attempts to their worker; those that the worker refuses are placed again, or end."""
-        group = [(request, attempt) for request, attempt in group if connection.in_flight.has(attempt.request_id)]
+        group = [(request, attempt) for request, attempt in group if connection.in_flight.get(attempt.request_id)]
         if not group:
             return
         try:

@@ -42,7 +42,7 @@ from transom_cluster.telemetry.request_events import Arrived, Ended, RequestEven
 from transom_cluster.telemetry.request_timeline import RequestTimeline, RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
-from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing
+from transom_cluster.telemetry.router_tracing import RouterTracing
 from transom_core.config import AutoscalingConfig, ServerConfig
 from transom_core.contract import Request
 from transom_core.contract.kv_policy import kv_policy_from_json
@@ -73,16 +73,14 @@ class Router:
         placer: Placer | None = None,
         peers: RouterPeers | None = None,
         autoscaling: AutoscalingConfig | None = None,
-        timelines: RequestTimelines | None = None,
         tracing: RouterTracing | None = None,
         grammar_checker: GrammarChecker | None = None,
-        answer_markup: AnswerMarkup | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.grammar_checker = grammar_checker or GrammarChecker(tokenizer)
         self.config = config
         self.timings = timings or RouterTimings()
-        self.answer_markup = answer_markup or AnswerMarkup.choose(
+        self.answer_markup = AnswerMarkup.choose(
             tokenizer,
             tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
@@ -94,9 +92,9 @@ class Router:
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(
-            router_id, model=config.served_model_name, tool_parser=self.answer_markup.tool_parser
+            router_id, model=config.served_model_name, tool_parser=self.answer_markup.tool_parser, state=self.state
         )
-        self.timelines = timelines or RequestTimelines(router_id)
+        self.timelines = RequestTimelines(router_id)
         self.tracing = tracing
         if tracing is None and config.tracing is not None:
             self.tracing = RouterTracing.from_config(config.tracing, router_id, model=config.served_model_name)
@@ -134,7 +132,6 @@ class Router:
         self._autoscaling = autoscaling
         self._running: dict[OutputStream, list[InFlightRequest]] = {}
         self._has_none_running = asyncio.Event()
-        self.metrics.watch(self.state)
 
     @property
     def is_ready(self) -> bool:
@@ -208,11 +205,6 @@ class Router:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
-    def request_events(self, timeline: RequestTimeline, trace: RequestTrace | None = None) -> RequestEvents:
-        """Make the reporter of one HTTP request's events. Its sinks are the timeline, the router's metrics and, if the request is
-        traced, its spans."""
-        return RequestEvents(timeline, self.metrics, spans=trace)
-
     @contextlib.asynccontextmanager
     async def generate(
         self, requests: Sequence[Request], events: RequestEvents | None = None
@@ -226,7 +218,7 @@ class Router:
         """
         if self.is_draining:
             raise WorkerLost(_STOPPING)
-        events = events or self.request_events(self.timelines.create(requests))
+        events = events or RequestEvents(RequestTimeline(requests, self.timelines.store), self.metrics)
         output = OutputStream(requests)
         in_flight = [InFlightRequest(output, index, request, events) for index, request in enumerate(requests)]
         self._running[output] = in_flight

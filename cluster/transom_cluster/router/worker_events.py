@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 
 from transom_cluster.router.failover import (
+    GAVE_UP,
+    POISON,
     RELEASE_TOKENS,
     FailoverDecision,
     LossReport,
     after_loss,
-    lost_too_often,
-    poison,
 )
-from transom_cluster.router.in_flight_requests import Delivery, InFlightRequest
+from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.request_queue import RequestQueue
 from transom_cluster.router.timings import RouterTimings
@@ -32,7 +31,7 @@ from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import stack_of
 from transom_core.config import FailoverConfig
 from transom_core.contract import OutputEvent, WorkerMessage
-from transom_core.errors import WorkerLost
+from transom_core.errors import PoisonRequest, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
@@ -98,7 +97,7 @@ class WorkerEvents:
     def _opened(self, connection: WorkerConnection) -> None:
         assert connection.info is not None
         self._placer.add_worker(connection.worker_id, connection.info)
-        self._metrics.worker_changed("joined")
+        self._metrics.worker_changes.of("joined").inc()
         open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
         self._limits.update(limits for limits in open_limits if limits is not None)
         if not connection.speaks_our_tokens:
@@ -111,7 +110,7 @@ class WorkerEvents:
     def _closed(self, connection: WorkerConnection) -> None:
         try:
             self._placer.remove_worker(connection.worker_id)
-            self._metrics.worker_changed("drained" if connection.is_closing else "lost")
+            self._metrics.worker_changes.of("drained" if connection.is_closing else "lost").inc()
         except Exception as bug:  # the lost requests must migrate all the same
             logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
 
@@ -120,33 +119,34 @@ class WorkerEvents:
         has_news = message.kv is not None or message.load is not None
         if has_news and not self._placer.update(connection.worker_id, message):
             connection.resync()
-        undelivered = []
-        for delivery in connection.in_flight.dispatch(message.events):
-            taken = self._note(delivery)
-            if taken.outcome != "taken":
-                undelivered.append(taken)
-        torn = [one.request for one in undelivered if one.outcome == "torn"]
+        torn: list[InFlightRequest] = []  # output before their event is missing
+        lost: list[InFlightRequest] = []  # the worker itself reports that it has lost them
+        reason: WorkerLost | None = None
+        for event in message.events:
+            request = connection.in_flight.get(event.request_id)
+            if request is None:
+                continue  # the attempt was withdrawn
+            try:
+                if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
+                    lost.append(request)
+                    reason = error
+                elif request.take(event):
+                    if request.has_ended or event.is_handover:
+                        connection.in_flight.remove(event.request_id)
+                    self._advanced(request, event)
+                    continue
+                else:
+                    torn.append(request)
+            except Exception as bug:  # it ends only this request
+                self._fail(request, bug)
+                connection.abort_soon([event.request_id])
+            connection.in_flight.remove(event.request_id)
         if torn:
             logger.warning("Output of %d requests from worker %s is missing.", len(torn), connection.worker_id)
             connection.abort_soon([request.attempt.request_id for request in torn])
             self._lost(connection, Lost(torn, "torn"))
-        lost = [one for one in undelivered if one.outcome == "lost"]
         if lost:
-            self._lost(connection, Lost([one.request for one in lost], "lost", lost[-1].error))
-        for one in undelivered:
-            if one.outcome == "failed":
-                connection.in_flight.remove(one.event.request_id)
-                self._fail(one.request, one.error)
-                connection.abort_soon([one.event.request_id])
-
-    def _note(self, delivery: Delivery) -> Delivery:
-        """Note the progress of a request that has taken its event. A bug here ends only this request."""
-        if delivery.outcome == "taken":
-            try:
-                self._advanced(delivery.request, delivery.event)
-            except Exception as bug:
-                return replace(delivery, outcome="failed", error=bug)
-        return delivery
+            self._lost(connection, Lost(lost, "lost", reason))
 
     def _advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
         """Handle the progress of a request that has taken an event, which may be its last one."""
@@ -154,7 +154,7 @@ class WorkerEvents:
             self._placer.first_event(event.request_id, event.usage)
         has_passed = request.num_new_tokens >= RELEASE_TOKENS  # it is beyond the step at which a worker was lost
         if (request.has_ended or has_passed) and request.record.num_losses:
-            self._metrics.judged("released", int(request.record.is_suspect))
+            self._metrics.judgements.of("released").inc(request.record.is_suspect)
             request.record.release()
         if request.has_ended:
             self._queue.leave_worker(request)
@@ -210,19 +210,19 @@ class WorkerEvents:
             )
             self._queue.leave_worker(request)
         if lost.cause == "lost" and requests:
-            self._metrics.lost(report.cause)
-            self._metrics.judged("suspected", len(decision.verdict.suspected))
-            self._metrics.judged("cleared", len(decision.verdict.cleared))
-            self._metrics.judged("culprit", len(decision.culprits))
+            judgements = self._metrics.judgements
+            self._metrics.losses.of(report.cause).inc()
+            judgements.of("suspected").inc(len(decision.verdict.suspected))
+            judgements.of("cleared").inc(len(decision.verdict.cleared))
+            judgements.of("culprit").inc(len(decision.culprits))
         for request in decision.culprits:
-            self._queue.give_up(request, "poison", poison(request.record))
+            self._queue.give_up(request, "poison", PoisonRequest(POISON.format(n=request.record.num_losses)))
         for request in decision.given_up:
-            self._queue.give_up(request, "gave_up", lost_too_often(request.record))
+            self._queue.give_up(request, "gave_up", WorkerLost(GAVE_UP.format(n=request.record.num_migrations + 1)))
         return decision
 
-    def _fail(self, request: InFlightRequest, error: Exception | None) -> None:
+    def _fail(self, request: InFlightRequest, error: Exception) -> None:
         """End a request whose handling raised an error, which is a bug; other requests continue."""
-        assert error is not None
         request_id = request.original.request_id
         logger.error(
             "Request %s failed in the router.\n%s", request_id, stack_of(error), extra={"request_id": request_id}

@@ -117,7 +117,7 @@ class WorkerPool:
         await asyncio.wait((follower,))
         await connection.close()
         if has_drained:
-            self._metrics.drained(num_moved=len(moved.requests))
+            self._metrics.drains.of("moved" if moved.requests else "finished").inc()
         del self._connections[connection.worker_id]
         if (client := self._present.get(connection.worker_id)) is not None:  # the directory lists it again
             self._add(connection.worker_id, client)

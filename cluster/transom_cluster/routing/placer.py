@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from transom_cluster.routing.cache_keys import CacheKeys, key_digest
+from transom_cluster.routing.cache_keys import KEY_BYTES, MAX_BYTES, key_digest
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, Hits
 from transom_cluster.routing.policy import Reason, TieBreak, choose
 from transom_cluster.routing.prefill_decode import Takers, choose_takers
@@ -31,11 +31,12 @@ from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
 from transom_core.config import RoutingPolicy
 from transom_core.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
+from transom_core.fair_cache import FairCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The worker for a request, the reason for the choice, and the predicted hit at this version of the worker's prefix index.
+    """The worker for a request, the reason for the choice, and the predicted hit.
 
     The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
     """
@@ -43,14 +44,8 @@ class PlacementDecision:
     worker_id: str
     reason: Reason
     predicted: HitTokens
-    index_version: int
     source: PrefixSource | None = None
     is_prefill_only: bool = False
-
-    @property
-    def predicted_tokens(self) -> int:
-        """The predicted hit in all tiers together."""
-        return self.predicted.total
 
 
 class PlacementObserver:
@@ -90,7 +85,7 @@ class Placer:
         self.index = FleetPrefixIndex()
         self._table = WorkerTable()
         self._requests: dict[str, PlacedRequest] = {}  # by request id, of all workers
-        self.cache_keys = CacheKeys()
+        self.cache_keys: FairCache[bytes, str] = FairCache(MAX_BYTES)  # digest -> worker, which may have left
 
     @property
     def workers(self) -> Mapping[str, WorkerView]:
@@ -178,14 +173,13 @@ class Placer:
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
         if key:
-            self.cache_keys.placed(key, worker.worker_id, client=request.client)
+            self.cache_keys.put(key, worker.worker_id, num_bytes=KEY_BYTES, client=request.client)
         self._table.changed(worker)
         self._observer.placed(self.policy, worker.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return PlacementDecision(
             worker_id=worker.worker_id,
             reason=reason,
             predicted=placed.predicted,
-            index_version=worker.mirror.version,
             source=fetches.source_of(chosen),
             is_prefill_only=split.is_prefill_only,
         )
@@ -237,7 +231,7 @@ class Placer:
 
     def _key_position(self, key: bytes, selection: Selection, positions: npt.NDArray[np.int64]) -> int | None:
         """Return the index in `positions` of the key's worker; None if it is not among them."""
-        worker_id = self.cache_keys.worker_of(key) if key else None
+        worker_id = self.cache_keys.get(key) if key else None
         if worker_id is None or worker_id not in selection.positions:
             return None
         (found,) = np.nonzero(positions == selection.positions[worker_id])

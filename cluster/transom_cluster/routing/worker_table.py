@@ -38,8 +38,7 @@ class Selection:
     by_cache: Sequence[EqualCaches]
     positions: Mapping[str, int]  # by worker id
     can_fetch: npt.NDArray[np.bool_]
-    may_prefill: npt.NDArray[np.bool_]  # by the workers' roles
-    may_decode: npt.NDArray[np.bool_]
+    may_decode: npt.NDArray[np.bool_]  # by the workers' roles
     has_roles: bool  # some worker has a role other than "both"
 
 
@@ -100,7 +99,6 @@ class WorkerTable:
                 ],
                 positions={worker.worker_id: position for position, worker in enumerate(workers)},
                 can_fetch=np.array([worker.can_fetch for worker in workers]),
-                may_prefill=np.array([worker.role != "decode" for worker in workers]),
                 may_decode=np.array([worker.role != "prefill" for worker in workers]),
                 has_roles=any(worker.role != "both" for worker in workers),
             )

@@ -39,7 +39,7 @@ class ServeRouterPeers:
         except TimeoutError as late:
             return [late]
         except Exception as error:  # Serve is starting or stopping, so that it knows no replica
-            logger.info("The other routers did not get the query %s: %r", type(query).__name__, error)
+            logger.info("The other routers did not get the query %s: %r", getattr(query, "func", query).__name__, error)
             return []
         answers = [("", result) if isinstance(result, BaseException) else result for result in results]
         return [answer for router_id, answer in answers if router_id != self._router_id]
@@ -47,4 +47,4 @@ class ServeRouterPeers:
 
 def answer_peer(router: QueriedRouter, asker_id: str, query: PeerQuery[T]) -> tuple[str, T | None]:
     """Answer a query that the router `asker_id` sent: return this router's id and its answer, or None to its own query."""
-    return router.router_id, None if asker_id == router.router_id else query.answer(router)
+    return router.router_id, None if asker_id == router.router_id else query(router)

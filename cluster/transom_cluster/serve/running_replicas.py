@@ -1,6 +1,7 @@
 """`RunningReplicas`: which worker replicas of a deployment run, as Ray Serve's controller reports them to this process.
 
-Serve's request router (`serve.replica_router`) publishes them on Serve's event loop, and the router reads them on its own.
+Serve's request router (`serve.replica_router`) publishes them on Serve's event loop. Routers and workers read them on their own
+(`running_replicas`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -31,13 +32,12 @@ class RunningReplicas:
                     loop.call_soon_threadsafe(changed.set)
 
     @contextlib.contextmanager
-    def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Provide an event that is set at every change, on the caller's event loop: `changed`, or a new one if that is None."""
-        changed = changed or asyncio.Event()
+    def subscribed(self, changed: asyncio.Event) -> Iterator[None]:
+        """Set an event of the caller's event loop at every change."""
         with self._lock:
             self._subscribers[changed] = asyncio.get_running_loop()
         try:
-            yield changed
+            yield
         finally:
             with self._lock:
                 del self._subscribers[changed]
@@ -51,3 +51,20 @@ def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
     """Return this process's `RunningReplicas` of a deployment, which the publisher and all readers share."""
     with _by_deployment_lock:
         return _by_deployment.setdefault((deployment, app), RunningReplicas())
+
+
+async def running_replicas(handles: Sequence[Any]) -> AsyncGenerator[dict[str, tuple[Any, Any]], None]:
+    """Yield the running replicas of some deployments at once and again at every change: worker id -> its deployment's handle,
+    replica."""
+    changed = asyncio.Event()
+    sources = []
+    for handle in handles:
+        handle.options(method_name="info")  # makes Serve start to report replicas to this process
+        sources.append((handle, running_replicas_of(handle.deployment_name, handle.app_name)))
+    with contextlib.ExitStack() as subscriptions:
+        for _, running in sources:
+            subscriptions.enter_context(running.subscribed(changed))
+        while True:
+            changed.clear()
+            yield {name: (handle, one) for handle, running in sources for name, one in running.replicas.items()}
+            await changed.wait()

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, cast
 
 from transom_cluster.router.worker_client import WorkerClient
-from transom_cluster.serve.running_replicas import running_replicas_of
+from transom_cluster.serve.running_replicas import running_replicas
 from transom_cluster.serve.serve_worker_client import ServeWorkerClient
 
 
@@ -25,23 +25,13 @@ class ServeWorkerDirectory:
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
         """Yield the clients of all running workers by id, at once and again at every change."""
         clients: dict[str, ServeWorkerClient] = {}
-        changed = asyncio.Event()
-        sources = []
-        for handle in self._handles:
-            handle.options(method_name="info")  # makes Serve start to report replicas to this process
-            sources.append((handle, running_replicas_of(handle.deployment_name, handle.app_name)))
-        with contextlib.ExitStack() as subscriptions:
-            for _, running in sources:
-                subscriptions.enter_context(running.subscribed(changed))
-            while True:
-                changed.clear()
+        async with contextlib.aclosing(running_replicas(self._handles)) as changes:
+            async for present in changes:
                 clients = {
                     worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, replica)
-                    for handle, running in sources
-                    for worker_id, replica in running.replicas.items()
+                    for worker_id, (handle, replica) in present.items()
                 }
                 yield cast(dict[str, WorkerClient], dict(clients))
-                await changed.wait()
 
     def wake(self) -> None:
         """Start a worker if there is none: make a call that any replica may take, so that Serve's autoscaler starts one for it."""

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from transom_cluster.serve.running_replicas import running_replicas_of
+from transom_cluster.serve.running_replicas import running_replicas
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import WorkerLost
@@ -24,7 +24,7 @@ class ServeWorkerPeers:
 
     def __init__(self, deployments: Sequence[str], app: str) -> None:
         self._deployments, self._app = deployments, app
-        self._handles: dict[str, Any] = {}  # by deployment
+        self._handles: list[Any] = []
 
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
         """Call the worker's `open_export`."""
@@ -44,24 +44,15 @@ class ServeWorkerPeers:
         """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""
         if not self._handles:
             self._handles = await asyncio.to_thread(self._find_handles)
-        running = {name: running_replicas_of(name, self._app) for name in self._handles}
-        changed = asyncio.Event()
-        with contextlib.ExitStack() as subscriptions, contextlib.suppress(TimeoutError):
-            for replicas in running.values():
-                subscriptions.enter_context(replicas.subscribed(changed))
-            async with asyncio.timeout(FIND_S):
-                while True:
-                    changed.clear()
-                    for name, replicas in running.items():
-                        if worker in replicas.replicas:
-                            return self._handles[name].options(session_id=worker)
-                    await changed.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIND_S), contextlib.aclosing(running_replicas(self._handles)) as changes:
+                async for present in changes:
+                    if worker in present:
+                        handle, _ = present[worker]
+                        return handle.options(session_id=worker)
         raise WorkerLost(f"Worker {worker} is gone.")
 
-    def _find_handles(self) -> dict[str, Any]:
+    def _find_handles(self) -> list[Any]:
         from ray import serve
 
-        handles = {name: serve.get_deployment_handle(name, self._app) for name in self._deployments}
-        for handle in handles.values():
-            handle.options(method_name="open_export")  # makes Serve start to report replicas to this process
-        return handles
+        return [serve.get_deployment_handle(name, self._app) for name in self._deployments]

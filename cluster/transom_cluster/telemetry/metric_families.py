@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -44,9 +44,13 @@ class RouterFamilies:
         self.registry = CollectorRegistry()
         self.own_labels = {"model": model, "router": router}
 
-    def counter(self, name: str, text: str, *labels: str) -> Family[Counter]:
-        """Create a counter with further labels; `name` is without `_total`."""
-        return self._own(Counter(name, text, (*self.own_labels, *labels), registry=self.registry))
+    def counter(self, name: str, text: str, *labels: str, values: Iterable[str] = ()) -> Family[Counter]:
+        """Create a counter with further labels; `name` is without `_total`. The series of `values`, which are values of the only
+        label, are on the page from the start."""
+        family = self._own(Counter(name, text, (*self.own_labels, *labels), registry=self.registry))
+        for value in values:
+            family.of(value)
+        return family
 
     def gauge(self, name: str, text: str, *labels: str) -> Family[Gauge]:
         """Create a gauge with further labels."""

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from transom_cluster.telemetry.request_events import (
     Placed,
     RequestEvent,
 )
+from transom_core.clock import steady_time_s
 from transom_core.contract import Request
 from transom_core.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
 
@@ -37,47 +37,23 @@ ONLY_CLIENT = "all"
 class RequestTimeline(Timeline):
     """The sink that records the events of one HTTP request and keeps its figures. `store` has it after its event `Arrived`.
 
-    `outer_id` is the `x-request-id` header of the request. The request arrived `age_s` seconds ago.
+    `outer_id` is the `x-request-id` header of the request, which arrived `age_s` seconds ago. `answers` are the readers of its
+    choices, if answers are parsed.
     """
-
-    __slots__ = (
-        "_answers",
-        "_choices",
-        "_store",
-        "answer_states",
-        "endpoint",
-        "error",
-        "finish_reasons",
-        "first_token_s",
-        "has_grammar",
-        "has_left",
-        "kv_policy",
-        "num_choices",
-        "num_hit_tokens",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "num_prompts",
-        "num_reasoning_tokens",
-        "num_resumes",
-        "num_tool_calls",
-        "outer_id",
-        "stream",
-        "workers",
-    )
 
     def __init__(
         self,
         requests: Sequence[Request],
         store: TimelineStore,
         *,
-        endpoint: str,
-        client: str,
-        stream: bool,
-        outer_id: str,
-        age_s: float,
+        endpoint: str = "",
+        client: str = ONLY_CLIENT,
+        stream: bool = False,
+        outer_id: str = "",
+        age_s: float = 0.0,
         answers: Sequence[AnswerReader] = (),
     ) -> None:
-        super().__init__(response_id_of(requests[0].request_id), time.time() - age_s, client=client)
+        super().__init__(response_id_of(requests[0].request_id), steady_time_s() - age_s, client=client)
         self.endpoint = endpoint
         self.stream = stream
         self.outer_id = outer_id
@@ -111,7 +87,7 @@ class RequestTimeline(Timeline):
 
     def receive(self, event: RequestEvent) -> None:
         """Record an event, and update the figures."""
-        now_s = time.time()
+        now_s = steady_time_s()
         match event:
             case Arrived(choices=choices):
                 self._choices = choices
@@ -160,7 +136,7 @@ class RequestTimeline(Timeline):
     def summary(self) -> dict[str, Any]:
         """Return the request's present figures as JSON values."""
         self._count_tokens()
-        now_s = time.time()
+        now_s = steady_time_s()
         return {
             "id": self.request_id,
             "x_request_id": self.outer_id or None,
@@ -190,35 +166,9 @@ class RequestTimeline(Timeline):
 class RequestTimelines:
     """The timelines of one router's last requests. Runs on the router's event loop."""
 
-    def __init__(self, router_id: str, *, store: TimelineStore | None = None) -> None:
+    def __init__(self, router_id: str) -> None:
         self._router_id = router_id
-        self._store = TimelineStore() if store is None else store
-
-    def create(
-        self,
-        requests: Sequence[Request],
-        *,
-        endpoint: str = "",
-        client: str = ONLY_CLIENT,
-        stream: bool = False,
-        outer_id: str = "",
-        age_s: float = 0.0,
-        answers: Sequence[AnswerReader] = (),
-    ) -> RequestTimeline:
-        """Create the timeline of an HTTP request with these choices, which arrived `age_s` seconds ago.
-
-        `answers` are the readers of its choices, if answers are parsed.
-        """
-        return RequestTimeline(
-            requests,
-            self._store,
-            endpoint=endpoint,
-            client=client,
-            stream=stream,
-            outer_id=outer_id,
-            age_s=age_s,
-            answers=answers,
-        )
+        self.store = TimelineStore()
 
     def find(self, request_id: str, client: str) -> dict[str, Any] | None:
         """Return this router's part of the timeline of a client's request, as JSON values; None if the router does not have it.
@@ -243,5 +193,5 @@ class RequestTimelines:
         return [{**timeline.summary(), "router": self._router_id} for timeline in newest]
 
     def _of_client(self, client: str) -> list[RequestTimeline]:
-        timelines = (timeline for timeline in self._store.newest() if isinstance(timeline, RequestTimeline))
+        timelines = (timeline for timeline in self.store.newest() if isinstance(timeline, RequestTimeline))
         return [timeline for timeline in timelines if timeline.client == client]

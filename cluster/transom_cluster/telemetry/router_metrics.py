@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import get_args
 
 from prometheus_client import Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.metric_families import RouterFamilies
-from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEvent, Sent
+from transom_cluster.telemetry.request_events import Accepted, Failed, FailoverOutcome, RequestEvent, Sent
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
-from transom_core.errors import LOSS_CAUSES, LossCause
+from transom_core.errors import LOSS_CAUSES
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
 
@@ -34,17 +34,22 @@ MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; an exemplar with a longer id is left out
 NO_PARSER = "none"
 
-WorkerChange = Literal["joined", "lost", "drained"]
-Judgement = Literal["suspected", "released", "cleared", "culprit"]
-
 
 class RouterMetrics:
     """One router's metrics, in a registry of its own. The object is a sink of request events.
 
     Series with fixed label values are on the page from the start, with 0, so that Prometheus' `rate` sees the first increment.
+    `state` returns the router's state at every scrape.
     """
 
-    def __init__(self, router: str, *, model: str = "", tool_parser: str | None = None) -> None:
+    def __init__(
+        self,
+        router: str,
+        *,
+        model: str = "",
+        tool_parser: str | None = None,
+        state: Callable[[], RouterState] | None = None,
+    ) -> None:
         families = RouterFamilies(model=model, router=router)
         self.registry = families.registry
         self.routing = RoutingMetrics(families)
@@ -53,12 +58,11 @@ class RouterMetrics:
         self._add_tokens(families)
         self._add_workers(families)
         own = OwnLabels(families.own_labels)
-        self._state = StateCollector(own)
-        self.registry.register(self._state)
+        self.registry.register(StateCollector(own, state))
         self.registry.register(Process(own, prefix="transom_router_process", whose="router's process"))
 
     def _add_requests(self, families: RouterFamilies) -> None:
-        self._requests = families.counter(
+        self.requests = families.counter(
             "transom_router_requests",
             "HTTP requests by endpoint and by how they ended: the status that was sent, the error's status where a response "
             "broke off after it had begun with 200, or 499 where the client left before the last byte.",
@@ -71,7 +75,7 @@ class RouterMetrics:
             REQUEST_BUCKETS_S,
             "endpoint",
         )
-        self._broken_answers = families.counter(
+        self.broken_answers = families.counter(
             "transom_router_broken_answers",
             "Responses that ended after their first byte and before their last, by endpoint and reason: the code of the error that "
             "the stream ended with, or client_left.",
@@ -81,17 +85,16 @@ class RouterMetrics:
         for endpoint in MAIN_ENDPOINTS:
             self._request_s.of(endpoint)
             for reason in BREAK_REASONS:
-                self._broken_answers.of(endpoint, reason)
+                self.broken_answers.of(endpoint, reason)
         self.open_streams = families.gauge(
             "transom_router_open_streams", "Streamed responses that are being sent."
         ).of()
-        self._dropped_scrapes = families.counter(
+        self.dropped_scrapes = families.counter(
             "transom_router_dropped_scrapes",
             "Processes left out of a page of metrics because they did not answer in time, by kind: worker or router.",
             "target",
+            values=("worker", "router"),
         )
-        for target in ("worker", "router"):
-            self._dropped_scrapes.of(target)
 
     def _add_tokens(self, families: RouterFamilies) -> None:
         self._first_token_s = families.histogram(
@@ -119,40 +122,36 @@ class RouterMetrics:
             "transom_router_failovers",
             "Requests whose worker was lost, by outcome: resumed at another worker, gave_up, or stopped as poison.",
             "outcome",
+            values=get_args(FailoverOutcome),
         )
-        self._drains = families.counter(
+        self.drains = families.counter(
             "transom_router_drains",
             "Workers that drained, by outcome: finished (all requests ended there) or moved (some migrated because "
             "they did not end in time).",
             "outcome",
+            values=("finished", "moved"),
         )
-        self._worker_changes = families.counter(
+        self.worker_changes = families.counter(
             "transom_router_worker_changes",
             "Workers that joined (their stream opened), were lost (it broke, or they did not answer any more) or drained "
             "(they still answered when nothing ran there any more).",
             "change",
+            values=("joined", "lost", "drained"),
         )
-        self._losses = families.counter(
+        self.losses = families.counter(
             "transom_router_worker_losses",
             "Losses of workers that had requests of this router, by cause: what the worker, its ranks or Ray said; unknown where "
             "only its connection broke.",
             "cause",
+            values=LOSS_CAUSES,
         )
-        self._judgements = families.counter(
+        self.judgements = families.counter(
             "transom_router_suspects",
             "Requests by what losses of workers made of them: suspected of a loss, released after more tokens, cleared because "
             "another request was the culprit, or the culprit.",
             "judgement",
+            values=("suspected", "released", "cleared", "culprit"),
         )
-        for family, values in (
-            (self._losses, LOSS_CAUSES),
-            (self._judgements, get_args(Judgement)),
-            (self._failovers, ("resumed", "gave_up", "poison")),
-            (self._drains, ("finished", "moved")),
-            (self._worker_changes, ("joined", "lost", "drained")),
-        ):
-            for value in values:
-                family.of(value)
 
     def receive(self, event: RequestEvent) -> None:
         """Count how long requests waited in the queue, and what became of requests whose worker was lost."""
@@ -164,43 +163,10 @@ class RouterMetrics:
             case Failed(failover=str(outcome)):
                 self._failovers.of(outcome).inc()
 
-    def drained(self, *, num_moved: int) -> None:
-        """Count a worker that leaves and has no requests any more; `num_moved` of its requests migrated."""
-        self._drains.of("moved" if num_moved else "finished").inc()
-
-    def worker_changed(self, change: WorkerChange) -> None:
-        """Count a worker that takes requests from now on (`joined`), or that takes no more requests (`lost`, `drained`)."""
-        self._worker_changes.of(change).inc()
-
-    def lost(self, cause: LossCause) -> None:
-        """Count a worker that was lost while it had requests of this router."""
-        self._losses.of(cause).inc()
-
-    def judged(self, judgement: Judgement, count: int) -> None:
-        """Count `count` requests that the router has judged so after a worker was lost."""
-        self._judgements.of(judgement).inc(count)
-
-    def dropped_scrapes(self, target: Literal["worker", "router"], count: int) -> None:
-        """Count processes that did not answer in time for a metrics page."""
-        self._dropped_scrapes.of(target).inc(count)
-
-    def watch(self, state: Callable[[], RouterState]) -> None:
-        """Set the function that returns the router's state at every scrape."""
-        self._state.read = state
-
     def finished(self, endpoint: str, status: int, elapsed_s: float, *, request_id: str = "") -> None:
         """Count an HTTP request that has ended. `request_id` is the id of its first choice, for the exemplar."""
-        self._requests.of(endpoint, str(status)).inc()
+        self.requests.of(endpoint, str(status)).inc()
         _observe(self._request_s.of(endpoint), elapsed_s, request_id)
-
-    def may_end(self, endpoint: str, statuses: Iterable[int]) -> None:
-        """Put the series of the statuses with which an endpoint's requests may end on the page, with 0."""
-        for status in statuses:
-            self._requests.of(endpoint, str(status))
-
-    def broke_off(self, endpoint: str, reason: str) -> None:
-        """Count a response that broke off after it had begun; `reason` is one of `BREAK_REASONS`."""
-        self._broken_answers.of(endpoint, reason).inc()
 
     def first_token(self, elapsed_s: float, request_id: str) -> None:
         """Record the time to first token of a choice whose first token is about to be sent."""

@@ -31,15 +31,15 @@ class RouterState:
 class StateCollector(Collector):
     """Calls `read` at each scrape and makes gauges from its result, so that a lost worker's series disappear at once."""
 
-    def __init__(self, own: OwnLabels) -> None:
-        self.read: Callable[[], RouterState] | None = None
+    def __init__(self, own: OwnLabels, read: Callable[[], RouterState] | None) -> None:
+        self._read = read
         self._own = own
         self._versions = build_versions("ray")
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
-        if self.read is not None:
-            yield from self._of_router(self.read())
+        if self._read is not None:
+            yield from self._of_router(self._read())
         yield self._own.gauges(
             "transom_build_info",
             "Versions of Transom, Python and the libraries that the process runs on; the value is always 1.",

@@ -11,7 +11,6 @@ of their attempt. If a worker dies, its own spans are lost, but the attempt's sp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +24,11 @@ from transom_cluster.telemetry.request_events import (
     RequestEvent,
     TurnedAway,
 )
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core import __version__
+from transom_core.clock import steady_time_s
 from transom_core.config import TracingConfig
+from transom_core.contract import SamplingParams
 from transom_core.logs import trace_id_of
 from transom_core.telemetry.tracing import Tracing, nanoseconds
 
@@ -46,8 +48,8 @@ class RouterTracing:
         """Make the tracing of a router that sends its spans to `config.endpoint`."""
         return cls(Tracing(config, role="router", name=router_id, version=__version__), model=model)
 
-    def begin(self, path: str, headers: Mapping[str, str], at_s: float) -> RequestTrace:
-        """Begin the span of a request that arrived at `at_s`, below the span in the client's `traceparent` header, if any."""
+    def begin(self, path: str, headers: Mapping[str, str]) -> RequestTrace:
+        """Begin the span of a request that arrives now, below the span in the client's `traceparent` header, if any."""
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
@@ -56,7 +58,7 @@ class RouterTracing:
             "gen_ai.request.model": self._model,
         }
         parent = self.tracing.context_of(headers)
-        span = self.tracing.start(f"POST {path}", parent, kind="SERVER", at_s=at_s, attributes=attributes)
+        span = self.tracing.start(f"POST {path}", parent, kind="SERVER", at_s=steady_time_s(), attributes=attributes)
         return RequestTrace(self.tracing, span)
 
     def close(self) -> None:
@@ -74,8 +76,16 @@ class RequestTrace:
         self._attempts: dict[int, Any] = {}  # the spans of present attempts, by choice
         self.trace_id = trace_id_of(tracing.parent_header(span))
 
-    def describe(self, attributes: Mapping[str, Any]) -> None:
-        """Add attributes to the request's span."""
+    def describe(self, params: SamplingParams, *, num_choices: int, stream: bool) -> None:
+        """Add a client's request to the request's span: no text, not even stop strings."""
+        attributes: dict[str, Any] = {
+            "gen_ai.request.choice.count": num_choices,
+            "gen_ai.request.stream": stream,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+        }
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
         self._span.set_attributes(attributes)
 
     def receive(self, event: RequestEvent) -> None:
@@ -98,12 +108,16 @@ class RequestTrace:
         """Return the traceparent header of the present attempt's span, for the worker's own spans."""
         return self._tracing.parent_header(self._attempts[choice])
 
-    def end(self, status: int, error: str, at_s: float) -> None:
-        """End the request's span after the response's last byte. `error` is the class of an error that broke off a stream."""
+    def end(self, status: int, timeline: RequestTimeline | None) -> None:
+        """End the request's span after the response's last byte. `timeline` is None if the request was refused without one."""
+        error = ""
+        if timeline is not None:
+            self._span.set_attributes(_response_attributes(timeline))
+            error = timeline.error
         self._span.set_attribute("http.response.status_code", status)
         if error or status >= FIRST_ERROR_STATUS:
             self._tracing.fail(self._span, error or str(status))
-        self._span.end(nanoseconds(at_s))
+        self._span.end(nanoseconds(steady_time_s()))
 
     def _begin_attempt(self, placed: Placed) -> None:
         self._end_attempt(placed.choice)
@@ -115,7 +129,7 @@ class RequestTrace:
             "transom.predicted_hit_tokens": placed.predicted_hit_tokens,
             "transom.resumed_tokens": placed.resumed_tokens or 0,
         }
-        span = self._tracing.start("worker", self._below, kind="CLIENT", at_s=time.time(), attributes=attributes)
+        span = self._tracing.start("worker", self._below, kind="CLIENT", at_s=steady_time_s(), attributes=attributes)
         self._attempts[placed.choice] = span
 
     def _end_attempt(self, choice: int, error: str = "") -> None:
@@ -124,4 +138,24 @@ class RequestTrace:
         if span is not None:
             if error:
                 self._tracing.fail(span, error)
-            span.end()
+            span.end(nanoseconds(steady_time_s()))
+
+
+def _response_attributes(timeline: RequestTimeline) -> dict[str, Any]:
+    """Return the attributes of a response."""
+    attributes: dict[str, Any] = {
+        "gen_ai.response.id": timeline.request_id,
+        "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": timeline.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": timeline.num_hit_tokens,
+        "gen_ai.response.finish_reasons": [timeline.finish_reasons[index] for index in sorted(timeline.finish_reasons)],
+        "transom.grammar": timeline.has_grammar,
+        "transom.tool_calls": timeline.num_tool_calls,
+        "transom.reasoning_tokens": timeline.num_reasoning_tokens,
+        "transom.workers": list(timeline.workers),
+        "transom.resumes": timeline.num_resumes,
+        "transom.client_left": timeline.has_left,
+    }
+    if timeline.first_token_s:
+        attributes["gen_ai.response.time_to_first_chunk"] = timeline.first_token_s - timeline.arrival_s
+    return attributes

@@ -37,16 +37,15 @@ class RoutingMetrics(PlacementObserver):
             "Prompt tokens predicted to be cached by the router's index mirrors, of requests whose output has begun, by where: "
             "the worker's device (its KV pool), its host tier, its disk tier, or a peer from which it fetches them.",
             "tier",
+            values=HitTokens._fields,
         )
         self._actual_tokens = families.counter(
             "transom_router_actual_hit_tokens",
             "Prompt tokens that the workers found cached, of requests whose output has begun, by where: the device's KV pool, the "
             "host tier, the disk tier, or a peer from which they came.",
             "tier",
+            values=HitTokens._fields,
         )
-        for tier in HitTokens._fields:
-            self._predicted_tokens.of(tier)
-            self._actual_tokens.of(tier)
         self._error_tokens = families.histogram(
             "transom_router_hit_error_tokens",
             "Difference between predicted and actual hit in prompt tokens; the worker's index changed in between.",

@@ -44,7 +44,7 @@ LONGEST_PROMPTS = 300  # tokens: the last request before the queue is full may e
 
 def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Callable[[], int]]]:
     """All places of a router that clients can fill, by name: the bound in bytes, and how many there are now."""
-    keys, verdicts, waiting = router.placer.cache_keys.workers, router.grammar_checker.kept, router.queue._waiting
+    keys, verdicts, waiting = router.placer.cache_keys, router.grammar_checker.kept, router.queue._waiting
     tables = [one for part in (limits, limits.work) for one in vars(part).values() if isinstance(one, ClientLimits)]
     max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST_PROMPTS
     waiting_bytes = request_queue.MAX_WAITING * WAITING_REQUEST_BYTES + max_waiting_tokens * TOKEN_BYTES
@@ -58,7 +58,7 @@ def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Call
         ),
         "timelines": (
             MAX_TIMELINES * MAX_EVENTS * EVENT_BYTES,
-            lambda: router.timelines._store.num_events * EVENT_BYTES,
+            lambda: router.timelines.store.num_events * EVENT_BYTES,
         ),
         "accounts of clients": (MAX_ACCOUNTS * ENTRY_BYTES, lambda: len(router.queue._turns) * ENTRY_BYTES),
         "limits of clients": (
@@ -92,7 +92,7 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
     router.grammar_checker = checker
     caches: dict[str, FairCache[bytes, Any]] = {
         "verdicts on grammars": checker.kept,
-        "workers of cache keys": router.placer.cache_keys.workers,
+        "workers of cache keys": router.placer.cache_keys,
     }
     for cache in caches.values():
         cache.max_bytes = 16_000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID, AnswerReader
-from transom_cluster.router.output_events import joined
+from transom_cluster.router.output_stream import joined
 from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_core.text.markup.parts import AnswerPart, MessageText, ReasoningText
 from transom_worker.engine.running_request import RunningRequest

@@ -190,12 +190,8 @@ async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkey
 
         monkeypatch.setattr(api.router.queue, "_place", noted)
 
-        def complete(key: str, **fields: Any) -> asyncio.Task[Any]:
-            headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1, **fields}
-            return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
-
         async with asyncio.timeout(60):
-            answers = [complete("attacker", prompt=["x"] * 128), complete("victim")]
+            answers = [complete_as(api, "attacker", prompt=["x"] * 128), complete_as(api, "victim")]
             assert [(await answer).status_code for answer in answers] == [200, 200]
     victim = next(client for piece in pieces for client in piece if client != pieces[0][0])
     placed = [piece for piece in pieces if piece]
@@ -211,14 +207,10 @@ async def test_a_client_that_fills_the_queue_makes_room_for_others(monkeypatch: 
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
 
-        def complete(key: str) -> asyncio.Task[Any]:
-            headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1}
-            return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
-
-        attacking = [complete("attacker") for _ in range(6)]
+        attacking = [complete_as(api, "attacker") for _ in range(6)]
         await until(lambda: len(api.router.queue) == 6)
-        assert (await complete("attacker")).status_code == 503
-        victim = complete("victim")
+        assert (await complete_as(api, "attacker")).status_code == 503
+        victim = complete_as(api, "victim")
         assert (await attacking[-1]).status_code == 503
         assert len(api.router.queue) == 6
         api.directory.add(api.worker)

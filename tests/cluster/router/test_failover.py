@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Api, num_in_flight, running_api, timings, until
-from tests.cluster.stub_worker import StubWorker
+from tests.cluster.conftest import PATIENT, Api, num_in_flight, running_api, sample, timings, until
+from tests.cluster.stub_worker import LETTERS, StubWorker, stub_workers
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import EngineDead, Overloaded, RequestError, WorkerLost
-
-PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-def workers(num: int, **more: Any) -> list[StubWorker]:
-    return [StubWorker(worker=f"w{i}", **more) for i in range(num)]
 
 
 def busy(api: Api) -> list[StubWorker]:
@@ -53,10 +46,6 @@ def without_ids(text: str) -> Any:
     return objects, text.count("[DONE]")
 
 
-def value(api: Api, name: str, **labels: str) -> float:
-    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels}) or 0.0
-
-
 BODIES = [
     {},
     {"logprobs": 2, "echo": True},
@@ -71,7 +60,7 @@ async def test_a_killed_worker_changes_nothing_of_the_answer(body: dict[str, Any
     body = {"max_tokens": 10, **body}
     async with running_api() as api:
         undisturbed = (await api.complete(**body)).text
-    async with running_api(*workers(2, max_events=num_events), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=num_events), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(**body))
         victim = await kill_one(api)
         for worker in api.workers:
@@ -82,7 +71,7 @@ async def test_a_killed_worker_changes_nothing_of_the_answer(body: dict[str, Any
         assert resumed.seed == victim.submitted[0].seed
         assert resumed.waited_s > victim.submitted[0].waited_s
         assert (resumed.params.prompt_logprobs is None) == (num_events > 0 or "echo" not in body)
-        assert value(api, "transom_router_failovers_total", outcome="resumed") == 1
+        assert sample(api.router, "failovers_total", outcome="resumed") == 1
     one, same = without_ids(undisturbed), without_ids(response.text)
     if body.get("logprobs") and not body.get("stream"):
         assert same == one
@@ -109,7 +98,7 @@ def texts(objects: list[dict[str, Any]]) -> dict[int, str]:
 )
 async def test_a_stream_that_is_killed_twice(num_events: int, max_tokens: int, max_lost_workers: int) -> None:
     failover = FailoverConfig(wait_s=120.0, max_lost_workers=max_lost_workers)
-    async with running_api(*workers(3, max_events=num_events), failover=failover) as api:
+    async with running_api(*stub_workers(3, max_events=num_events), failover=failover) as api:
         answer = asyncio.create_task(api.complete(max_tokens=max_tokens, stream=True))
         await kill_one(api, healthy_from_now=False)
         await kill_one(api)
@@ -118,7 +107,7 @@ async def test_a_stream_that_is_killed_twice(num_events: int, max_tokens: int, m
 
 
 async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted() -> None:
-    async with running_api(*workers(2, max_events=0), timings=timings(submit_grace_s=0.01), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=0), timings=timings(submit_grace_s=0.01), **PATIENT) as api:
         for worker in api.workers:
             worker.reply_failure = ConnectionError("the reply was lost")
         answer = asyncio.create_task(api.complete(max_tokens=5))
@@ -133,7 +122,7 @@ async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted()
 
 @pytest.mark.parametrize("error", [WorkerLost("a rank died"), EngineDead("the step loop ended")])
 async def test_an_error_event_that_says_the_worker_is_lost_moves_the_request(error: Exception) -> None:
-    async with running_api(*workers(2, max_events=2), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=2), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         first = await silent(api)
         for worker in api.workers:
@@ -147,7 +136,7 @@ async def test_an_error_event_that_says_the_worker_is_lost_moves_the_request(err
 
 
 async def test_output_that_is_missing_is_computed_again() -> None:
-    async with running_api(*workers(1, max_events=2), **PATIENT) as api:
+    async with running_api(*stub_workers(1, max_events=2), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await silent(api)
         api.worker.max_events = None
@@ -159,7 +148,7 @@ async def test_output_that_is_missing_is_computed_again() -> None:
 
 @pytest.mark.parametrize("position", [0, 2, 3, 7])
 async def test_an_error_that_is_no_loss_ends_the_request_whatever_its_position(position: int) -> None:
-    async with running_api(*workers(2, max_events=2), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=2), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         first = await silent(api)
         error = ErrorInfo.of(RequestError("it has become too complex", param="grammar"))
@@ -171,7 +160,9 @@ async def test_an_error_that_is_no_loss_ends_the_request_whatever_its_position(p
 
 
 async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() -> None:
-    async with running_api(*workers(1, max_events=3), timings=timings(first_reconnect_pause_s=0.0), **PATIENT) as api:
+    async with running_api(
+        *stub_workers(1, max_events=3), timings=timings(first_reconnect_pause_s=0.0), **PATIENT
+    ) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await silent(api)
         api.worker.max_events = None
@@ -185,7 +176,7 @@ async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() 
 
 async def test_two_workers_that_die_together_make_no_poison() -> None:
     """The second one is dead already when it is sent what the first was lost with; its stream just has not said so yet."""
-    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         first = await silent(api)
         (second,) = [worker for worker in api.workers if worker is not first]
@@ -203,13 +194,13 @@ async def test_two_workers_that_die_together_make_no_poison() -> None:
 @pytest.mark.parametrize("num_events", [0, 3])
 async def test_resumes_are_bounded(num_events: int) -> None:
     failover = FailoverConfig(wait_s=120.0, max_resumes=1, max_lost_workers=9)
-    async with running_api(*workers(3, max_events=num_events), failover=failover) as api:
+    async with running_api(*stub_workers(3, max_events=num_events), failover=failover) as api:
         answer = asyncio.create_task(api.complete(stream=True, max_tokens=12))
         await kill_one(api, healthy_from_now=False)
         await kill_one(api, healthy_from_now=False)
         response = await answer
         assert "lost 2 times" in response.text
-        assert value(api, "transom_router_failovers_total", outcome="gave_up") == 1
+        assert sample(api.router, "failovers_total", outcome="gave_up") == 1
         assert sum(len(worker.submitted) for worker in api.workers) == 2
     if num_events:
         assert response.status_code == 200
@@ -221,7 +212,7 @@ async def test_resumes_are_bounded(num_events: int) -> None:
 
 
 async def test_a_resumed_stream_waits_where_all_are_full() -> None:
-    async with running_api(*workers(2, max_events=3), timings=timings(retry_s=0.01), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=3), timings=timings(retry_s=0.01), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         for worker in api.workers:
             worker.admission_error = None
@@ -237,7 +228,7 @@ async def test_a_resumed_stream_waits_where_all_are_full() -> None:
 
 async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> None:
     """The abort follows the submission, so that it cannot arrive before it."""
-    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
+    async with running_api(*stub_workers(2, max_events=3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await until(lambda: busy(api))
         (other,) = [w for w in api.workers if not w.num_running]
@@ -262,7 +253,7 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
 
 async def test_a_deadline_goes_on_counting() -> None:
     values = {"limits": LimitsConfig(request_timeout_s=2.0), "timings": timings(deadline_grace_s=0.0), **PATIENT}
-    async with running_api(*workers(1, max_events=3), **values) as api:
+    async with running_api(*stub_workers(1, max_events=3), **values) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await kill_one(api)
         response = await answer

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import Api, running_api, until
-from tests.cluster.stub_worker import StubWorker
+from tests.cluster.conftest import PATIENT, Api, running_api, sample, until
+from tests.cluster.stub_worker import LETTERS, StubWorker
 from transom_cluster.router.failover import (
+    EVIDENCE,
     RELEASE_TOKENS,
     LossRecord,
     LossReport,
     after_loss,
     assign_blame,
-    evidence,
     may_have_run,
 )
 from transom_core.config import FailoverConfig
@@ -26,7 +26,6 @@ from transom_core.contract import WorkerLoad
 from transom_core.errors import LOSS_CAUSES, LossCause
 
 POISON = ord("!")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass
@@ -110,7 +109,7 @@ def test_a_suspect_beside_other_routers_requests_is_not_stopped():
     assert blame(suspect, report=LossReport(cause="hung", num_lost=1), most=2) is suspect.record
 
 
-@pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if evidence(cause) == "none"])
+@pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if EVIDENCE[cause] == "none"])
 def test_what_comes_from_outside_blames_no_request(cause: LossCause):
     one = Attempt()
     for _ in range(20):
@@ -187,22 +186,16 @@ def with_suspect(api: Api) -> set[str]:
     return {one.worker_id for one in api.router.connections.values() if one.suspect is not None}
 
 
-def value(api: Api, name: str, **labels: str) -> float:
-    labels = {"model": "stub", "router": "r0", **labels}
-    found = api.router.metrics.registry.get_sample_value(f"transom_router_{name}_total", labels)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(("cause", "num_lost"), [("exception", 3), ("unknown", 5)])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("poison_at", [0, 1, RELEASE_TOKENS, 2 * RELEASE_TOKENS])
+@pytest.mark.parametrize(
+    ("poison_at", "stream"), [(0, False), (0, True), (1, True), (RELEASE_TOKENS, False), (2 * RELEASE_TOKENS, True)]
+)
 async def test_poison_among_many_ends_few_workers_and_itself(
     poison_at: int, stream: bool, cause: LossCause, num_lost: int
 ) -> None:
     """32 streams; all others get their whole answer."""
     workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at, poison_cause=cause) for i in range(6)]
-    async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)) as api:
+    async with running_api(*workers, routing_policy="round_robin", **PATIENT) as api:
         prompts = ["innocent"] * 20 + ["poison!"] + ["innocent"] * 11
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26, stream=stream)) for p in prompts]
         responses = await asyncio.gather(*answers)
@@ -221,11 +214,12 @@ async def test_poison_among_many_ends_few_workers_and_itself(
             error = stopped.json()["error"]
         assert error["code"] == "poison_request"
         assert f"{num_lost} workers" in error["message"]
-        assert value(api, "failovers", outcome="poison") == 1
-        assert value(api, "failovers", outcome="gave_up") == 0
-        assert value(api, "worker_losses", cause=cause) == num_lost
+        assert sample(api.router, "failovers_total", outcome="poison") == 1
+        assert sample(api.router, "failovers_total", outcome="gave_up") == 0
+        assert sample(api.router, "worker_losses_total", cause=cause) == num_lost
         judged = {
-            name: value(api, "suspects", judgement=name) for name in ("suspected", "released", "cleared", "culprit")
+            name: sample(api.router, "suspects_total", judgement=name) or 0.0
+            for name in ("suspected", "released", "cleared", "culprit")
         }
         assert judged["culprit"] == 1
         assert sum(judged.values()) == 2 * judged["suspected"]
@@ -234,7 +228,7 @@ async def test_poison_among_many_ends_few_workers_and_itself(
 async def test_poison_that_waits_for_one_worker_to_come_back() -> None:
     """One worker, always replaced: there is no second worker for suspects, so they run one by one."""
     workers = [StubWorker(worker="w0", poison=POISON, poison_at=3)]
-    async with running_api(*workers, failover=FailoverConfig(wait_s=120.0)) as api:
+    async with running_api(*workers, **PATIENT) as api:
         prompts = ["poison!"] + ["innocent"] * 7
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in prompts]
         while not all(answer.done() for answer in answers):
@@ -276,7 +270,7 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
 async def test_streams_go_on_at_once_unless_a_request_may_be_to_blame(cause: LossCause, num_at_once: int) -> None:
     """Where one worker is left, quarantine would have the streams continue one by one."""
     first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
-    async with running_api(first, failover=FailoverConfig(wait_s=120.0)) as api:
+    async with running_api(first, **PATIENT) as api:
         answers = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(8)]
         await until(lambda: first.num_silent == 8 and first.is_read)
         first.kill(cause)
@@ -292,7 +286,7 @@ async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once(
     """Two places, both streaming: the others never ran, and need not be looked at one by one."""
     first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
     first.load = WorkerLoad(max_num_seqs=2)
-    async with running_api(first, failover=FailoverConfig(wait_s=120.0)) as api:
+    async with running_api(first, **PATIENT) as api:
         streaming = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(2)]
         await until(lambda: first.num_silent == 2 and first.is_read)
         first.max_events = 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Api, num_in_flight, running_api, until
-from tests.cluster.router.test_failover import LETTERS, PATIENT, without_ids
-from tests.cluster.stub_worker import StubWorker
+from tests.cluster.conftest import PATIENT, Api, num_in_flight, running_api, until
+from tests.cluster.router.test_failover import without_ids
+from tests.cluster.stub_worker import LETTERS, StubWorker
 from transom_core.config import WorkerRole
 from transom_core.contract import WorkerLoad
 

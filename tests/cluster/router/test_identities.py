@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 
-from tests.cluster.conftest import Api, make_router, running, running_api, timings, until
+from tests.cluster.conftest import PATIENT, Api, make_router, running, running_api, sample, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.openai.answer.writers import system_fingerprint
+from transom_cluster.router.failover import Loss
+from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
-from transom_core.config import FailoverConfig
 from transom_core.contract import OutputEvent, Request, SamplingParams, WorkerLoad
 
-PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
 FULL = WorkerLoad(max_num_seqs=2, num_running=2)
 
 
@@ -116,6 +116,17 @@ async def test_new_requests_go_to_the_newest_model_that_has_room() -> None:
         assert len(old.submitted) == 1
 
 
+async def test_a_worker_with_a_request_on_trial_does_not_hide_the_older_model() -> None:
+    """The newer model's only worker takes no other request meanwhile."""
+    old, new = v1("w0"), v2("w1")
+    async with running_api(old, new, **PATIENT) as api:
+        one = Request(request_id="trial", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+        suspect = api.router.connections["w1"].suspect = InFlightRequest(OutputStream([one]), 0, one)
+        suspect.record.strikes = [Loss([suspect.record]) for _ in range(PATIENT["failover"].max_lost_workers - 1)]
+        assert (await api.complete()).status_code == 200
+        assert (len(old.submitted), len(new.submitted)) == (1, 0)
+
+
 async def test_choices_wait_for_the_model_that_has_the_others_while_another_model_has_room() -> None:
     """The first 32 choices are placed at once, and the new model's worker has no room for more of them."""
     old, new = v1("w0"), v2("w1", max_running=32)
@@ -175,6 +186,4 @@ async def test_models_and_metrics_say_which_models_are_there() -> None:
         ]
         (worker,) = [one for one in (await api.client.get("/")).json()["workers"] if one["id"] == "w1"]
         assert worker["identity"] == "2" * 32
-        read = api.router.metrics.registry.get_sample_value
-        labels = {"model": "stub", "router": "r0", "identity": "1" * 32}
-        assert read("transom_router_worker_identities", labels) == 2
+        assert sample(api.router, "worker_identities", identity="1" * 32) == 2

@@ -5,30 +5,27 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.mortal_workers import Mortal, Workers, routed
-from tests.cluster.router.test_transfer_engines import LocalPeers, at_worker
+from tests.cluster.router.engine_workers import (
+    HIT,
+    HYBRID,
+    LocalPeers,
+    Mortal,
+    at_worker,
+    evict_all,
+    fetch_of,
+    request,
+    routed,
+    start_replica,
+)
+from tests.cluster.stub_worker import StubDirectory
 from tests.tiny_checkpoints import tiny_llama
-from transom_core.contract import PrefixSource, Request, SamplingParams
 from transom_core.errors import WorkerLost
-from transom_core.settings.settings import Settings
 from transom_worker.replica import WorkerReplica
-
-NUM_TOKENS = 12
-PROMPT = tuple(range(5, 405))
-SETTINGS = {
-    "kv_cache_memory_bytes": "8MiB",
-    "swap_space": "8MiB",
-    "max_num_seqs": 8,
-    "dtype": "float32",
-    "window": 40,
-    "window_pattern": "SF",
-    "sinks": 4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +33,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [tiny_llama(tmp_path_factory.mktemp(f"seed{seed}"), seed=seed) for seed in (0, 1)]
 
 
-def replica(folder: Path, name: str, peers: LocalPeers | None = None, **more: Any) -> WorkerReplica:
-    config = Settings.parse(model=str(folder), **SETTINGS, **more).engine_config()
-    made = WorkerReplica(config, "tiny", name, peers=peers)
-    if peers is not None:
-        peers.workers[name] = made
-    return made
-
-
-def request(name: str, source: str | None = None, *, prompt: tuple[int, ...] = PROMPT) -> Request:
-    fetch = None if source is None else PrefixSource(worker=source, num_tokens=384)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
-    return Request(request_id=name, prompt_token_ids=prompt, params=params, seed=1, prefix_source=fetch)
+def replica(folder: Path, name: str, disk: str) -> WorkerReplica:
+    return start_replica(folder, name, **HYBRID, disk_cache=disk)
 
 
 @pytest.fixture(scope="module")
 def pair(models: list[Path]) -> Iterator[LocalPeers]:
     """A worker of each model: w0 and w1, which began to load last."""
     peers = LocalPeers()
-    for number, model in enumerate(models):
-        replica(model, f"w{number}", peers)
+    for model in models:
+        peers.start(model, **HYBRID)
     yield peers
     for one in peers.workers.values():
         one.shutdown()
@@ -65,10 +52,10 @@ async def expected(pair: LocalPeers) -> list[list[int]]:
     """What each model answers from an empty cache."""
     found = []
     for number, worker in enumerate(pair.workers.values()):
-        worker._thread.call(worker.engine.scheduler.cache.evict_all).result()
+        evict_all(worker)
         tokens, usage = await at_worker(worker, request(f"alone-{number}"))
         assert usage.num_cached_tokens == 0
-        worker._thread.call(worker.engine.scheduler.cache.evict_all).result()
+        evict_all(worker)
         found.append(tokens)
     assert found[0] != found[1]
     return found
@@ -82,9 +69,8 @@ async def test_kv_of_another_model_is_not_fetched(pair: LocalPeers) -> None:
     tokens, usage = await at_worker(target, request("fetch", "w0"))
     assert (tokens, usage.num_fetched_tokens, usage.num_cached_tokens) == (alone[1], 0, 0)
     tokens, usage = await at_worker(target, request("again"))
-    assert (tokens, usage.num_cached_tokens) == (alone[1], 384)  # its own
-    events = target.engine.timelines.events_of("fetch")
-    assert [one["outcome"] for one in events if one["what"] == "prefix_fetched"] == ["refused"]
+    assert (tokens, usage.num_cached_tokens) == (alone[1], HIT)  # its own
+    assert fetch_of(target, "fetch")["outcome"] == "refused"
 
 
 async def test_a_router_gives_each_answer_to_one_model_and_fetches_nothing_between_them(
@@ -118,7 +104,7 @@ async def test_a_stream_killed_in_the_middle_is_not_continued_by_the_other_model
                 error = None if event.error is None else event.error.error()
             if len(tokens) == 4 and error is None:
                 await until(lambda: newer.is_dead)
-                cast(Workers, router._pool._directory).remove("w0")
+                cast(StubDirectory, router._pool._directory).remove(newer)  # type: ignore[arg-type]
     assert isinstance(error, WorkerLost)
     assert "The model was replaced by another" in str(error)
     assert tokens == alone[1][:4]
@@ -131,17 +117,17 @@ async def test_a_folder_that_changes_in_place(
     """A worker computes with the files that it loaded. The next one has another identity, and uses no file of its disk tier."""
     alone, folder, disk = await expected(pair), tmp_path / "model", str(tmp_path / "disk")
     shutil.copytree(models[0], folder)
-    first = replica(folder, "first", disk_cache=disk)
+    first = replica(folder, "first", disk)
     await at_worker(first, request("warm"))
     weights, newer = folder / "model.safetensors", (models[1] / "model.safetensors").read_bytes()
     if how == "replaced":
         weights.unlink()
     with weights.open("r+b" if how == "written over" else "wb") as file:
         file.write(newer)
-    first._thread.call(first.engine.scheduler.cache.evict_all).result()
+    evict_all(first)
     tokens, _ = await at_worker(first, request("after"))
     assert tokens == alone[0]
-    second = replica(folder, "second", disk_cache=disk)
+    second = replica(folder, "second", disk)
     assert (await second.info()).identity not in ("", (await first.info()).identity)
     first.shutdown()
     num_files = len(list(Path(disk).rglob("*.kv")))
@@ -149,12 +135,12 @@ async def test_a_folder_that_changes_in_place(
     tokens, usage = await at_worker(second, request("second"))
     assert (tokens, usage.num_cached_tokens, usage.num_disk_tokens) == (alone[1], 0, 0)
     second.shutdown()
-    third = replica(folder, "third", disk_cache=disk)
+    third = replica(folder, "third", disk)
     tokens, usage = await at_worker(third, request("third"))
     assert tokens == alone[1]
     assert usage.num_disk_tokens > 0  # the second one's files
     third.shutdown()
-    again = replica(models[0], "again", disk_cache=disk)
+    again = replica(models[0], "again", disk)
     tokens, usage = await at_worker(again, request("again"))
     assert tokens == alone[0]
     assert usage.num_disk_tokens > 0  # the first one's: a copy of the same files is the same model

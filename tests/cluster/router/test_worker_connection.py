@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,8 @@ from tests.cluster.conftest import make_router, num_in_flight, running_api, timi
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router import output_stream
-from transom_cluster.router.in_flight_requests import (
-    AttemptState,
-    Delivery,
-    InFlightRequest,
-    InFlightRequests,
-)
-from transom_cluster.router.output_events import joined
-from transom_cluster.router.output_stream import MAX_BUFFERED, MAX_JOINED_TOKENS, OutputStream
+from transom_cluster.router.in_flight_requests import AttemptState, InFlightRequest
+from transom_cluster.router.output_stream import MAX_BUFFERED, MAX_JOINED_TOKENS, OutputStream, joined
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import WorkerConnection
 from transom_cluster.routing.placer import PlacementDecision
@@ -41,10 +34,10 @@ def request(request_id: str = "r", **more: Any) -> Request:
     return Request(request_id=request_id, prompt_token_ids=(1,), params=SamplingParams(), seed=0, **more)
 
 
-def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -> OutputEvent:
+def event(start: int, stop: int, *, last: bool = False) -> OutputEvent:
     """Characters [start, stop) of TEXT, one token each."""
     return OutputEvent(
-        request_id=request_id,
+        request_id="r",
         position=start,
         token_ids=tuple(range(start, stop)),
         text=TEXT[start:stop],
@@ -53,26 +46,22 @@ def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -
     )
 
 
-def in_flight_with(*requests: Request) -> tuple[InFlightRequests, OutputStream]:
-    in_flight, output = InFlightRequests(), OutputStream(requests)
-    for index, one in enumerate(requests):
-        one_request = InFlightRequest(output, index, one)
-        place(one_request)
-        one_request.send()
-        in_flight.add(one_request)
+def sent(*requests: Request) -> tuple[list[InFlightRequest], OutputStream]:
+    """Requests whose attempts a worker has."""
+    output = OutputStream(requests)
+    in_flight = [InFlightRequest(output, index, one) for index, one in enumerate(requests)]
+    for one in in_flight:
+        place(one)
+        one.send()
     return in_flight, output
 
 
 def place(one_request: InFlightRequest) -> Request:
     """Give the next attempt to a worker; not sent yet."""
     one_request.begin_attempt()
-    decision = PlacementDecision(worker_id="w0", reason="least_loaded", predicted=HitTokens(0), index_version=0)
+    decision = PlacementDecision(worker_id="w0", reason="least_loaded", predicted=HitTokens(0))
     one_request.place(decision, policy="kv")
     return one_request.attempt
-
-
-def dispatch(in_flight: InFlightRequests, events: Iterable[OutputEvent]) -> list[Delivery]:
-    return list(in_flight.dispatch(events))
 
 
 positions = st.integers(0, len(TEXT) - 1)
@@ -81,26 +70,23 @@ positions = st.integers(0, len(TEXT) - 1)
 @given(st.lists(st.tuples(positions, positions)))
 def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     """A resumed stream may repeat any part of what came before."""
-    in_flight, output = in_flight_with(request())
+    (one_request,), output = sent(request())
     end = 0
     for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
         start = min(start, end)
         end = max(end, stop)
-        dispatch(in_flight, [event(start, stop, last=stop == len(TEXT))])
+        assert one_request.take(event(start, stop, last=stop == len(TEXT)))
     events = [e for _, e in asyncio.run(output.next())]
     assert "".join(e.text for e in events) == TEXT
     assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
     assert output.num_unfinished == 0
-    assert len(in_flight) == 0
+    assert one_request.has_ended
 
 
-def test_a_request_of_which_output_is_missing_is_handed_back():
-    in_flight, _ = in_flight_with(request())
-    taken, torn = dispatch(in_flight, [event(0, 2), event(4, 5)])
-    assert (taken.outcome, torn.outcome) == ("taken", "torn")
-    assert torn.request.token_ids == [0, 1]
-    assert dispatch(in_flight, [event(5, 6), event(0, 1, request_id="unknown")]) == []  # none is expected
-    assert len(in_flight) == 0
+def test_an_event_after_missing_output_is_not_taken():
+    (one_request,), _ = sent(request())
+    assert [one_request.take(one) for one in (event(0, 2), event(4, 5))] == [True, False]
+    assert one_request.token_ids == [0, 1]
 
 
 async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
@@ -121,10 +107,9 @@ def state_of(request: InFlightRequest) -> AttemptState:
 
 
 def test_the_first_event_may_come_before_the_reply() -> None:
-    in_flight, output = in_flight_with(request())
-    (one_request,) = in_flight.requests
+    (one_request,), output = sent(request())
     assert one_request.awaits_reply
-    dispatch(in_flight, [event(0, 1)])
+    one_request.take(event(0, 1))
     assert one_request.state is AttemptState.STREAMING
     one_request.accept()
     assert one_request.state is AttemptState.STREAMING
@@ -142,21 +127,11 @@ def test_a_slow_reader_gets_everything_and_few_events(monkeypatch):
         return joined(events)
 
     monkeypatch.setattr(output_stream, "joined", counted)
-    in_flight, output = in_flight_with(request("a"), request("b"))
+    in_flight, output = sent(request("a"), request("b"))
     count = 30 * MAX_BUFFERED
     for i in range(count):
-        dispatch(
-            in_flight,
-            (
-                replace(
-                    event(0, 1, request_id=one),
-                    position=i,
-                    text_offset=i,
-                    finish_reason="stop" if i == count - 1 else None,
-                )
-                for one in ("a", "b")
-            ),
-        )
+        for one in in_flight:
+            one.take(replace(event(0, 1, last=i == count - 1), position=i, text_offset=i))
     got = asyncio.run(output.next())
     assert len(got) <= MAX_BUFFERED + 4 + 2 * count // MAX_JOINED_TOKENS
     assert max(len(e.token_ids) for _, e in got) <= MAX_JOINED_TOKENS + MAX_BUFFERED
@@ -329,8 +304,9 @@ async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
 
 def test_text_that_trails_its_tokens_is_kept():
     """The detokeniser holds back text that may become part of a stop string or of a character."""
-    in_flight, output = in_flight_with(request())
+    (one_request,), output = sent(request())
     held = replace(event(0, 2), text="t")
     rest = replace(event(2, 3), text="he", text_offset=1)
-    dispatch(in_flight, [held, rest, rest])
+    for one in (held, rest, rest):
+        one_request.take(one)
     assert "".join(e.text for _, e in asyncio.run(output.next())) == "the"

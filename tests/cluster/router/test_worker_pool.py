@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
-from tests.cluster.stub_worker import StubDirectory, StubWorker
+from tests.cluster.conftest import PATIENT, make_router, num_in_flight, running_api, sample, timings, until
+from tests.cluster.stub_worker import StubDirectory, StubWorker, stub_workers
 from tests.how_many import num_examples
 from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
@@ -19,28 +19,18 @@ from transom_core.config import MAX_CHOICES, FailoverConfig, LimitsConfig, Prior
 from transom_core.contract import ErrorInfo, Request, SamplingParams, Usage
 from transom_core.errors import Overloaded, RequestTooLarge, WorkerLost
 
-PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
-
-
-def workers(num: int, **more: object) -> list[StubWorker]:
-    return [StubWorker(worker=f"w{i}", **more) for i in range(num)]  # type: ignore[arg-type]
-
-
-def sample(api: Api, name: str, **labels: str) -> float | None:
-    return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels})
-
 
 async def text(response: asyncio.Task) -> str:
     return (await response).json()["choices"][0]["text"]
 
 
 async def test_a_request_waits_for_the_first_worker() -> None:
-    async with running_api(*workers(1), **PATIENT) as api:
+    async with running_api(*stub_workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
         answer = asyncio.create_task(api.complete())
         await until(lambda: len(api.router.queue) == 1)
-        assert sample(api, "transom_router_waiting_requests") == 1
+        assert sample(api.router, "waiting_requests") == 1
         assert api.directory.num_wakes  # so that a cluster that was scaled to nothing starts a worker
         api.directory.add(StubWorker(worker="w1"))
         assert await text(answer) == "abc"
@@ -58,7 +48,7 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
 async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, num_waiting = num_examples(16, MAX_CHOICES), num_examples(64, request_queue.MAX_WAITING)
     monkeypatch.setattr(request_queue, "MAX_WAITING", num_waiting)
-    async with running_api(*workers(1), **PATIENT) as api:
+    async with running_api(*stub_workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
         many = {"prompt": ["hi"] * 8, "n": at_once // 8, "max_tokens": 1}
@@ -73,7 +63,7 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
 
 
 async def test_a_full_worker_is_passed_over() -> None:
-    full, free = workers(2)
+    full, free = stub_workers(2)
     full.admission_error = ErrorInfo.of(Overloaded("full"))
     async with running_api(full, free, routing_policy="round_robin") as api:
         for _ in range(4):
@@ -83,7 +73,7 @@ async def test_a_full_worker_is_passed_over() -> None:
 
 
 async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
-    async with running_api(*workers(3, max_running=0)) as api:
+    async with running_api(*stub_workers(3, max_running=0)) as api:
         for stream in (False, True):
             response = await api.complete(stream=stream)
             assert response.status_code == 503
@@ -93,13 +83,13 @@ async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
 
 
 async def test_a_batch_larger_than_any_queue_is_spread() -> None:
-    async with running_api(*workers(3, max_running=4)) as api:
+    async with running_api(*stub_workers(3, max_running=4)) as api:
         response = await api.complete(n=10)
         assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 10
 
 
 async def test_admission_is_all_or_nothing() -> None:
-    async with running_api(*workers(3, max_running=4, max_events=1)) as api:
+    async with running_api(*stub_workers(3, max_running=4, max_events=1)) as api:
         response = await api.complete(n=13, stream=True)
         assert response.status_code == 503
         await until(lambda: not any(worker.num_running for worker in api.workers))
@@ -107,7 +97,7 @@ async def test_admission_is_all_or_nothing() -> None:
 
 
 async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
-    async with running_api(*workers(3)) as api:
+    async with running_api(*stub_workers(3)) as api:
         for worker in api.workers:
             worker.admission_error = ErrorInfo.of(RequestTooLarge("9 blocks, 3 there are", param="prompt"))
         assert (await api.complete()).status_code == 400
@@ -115,7 +105,7 @@ async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
 
 
 async def test_a_worker_that_starts_its_ranks_again_is_waited_for() -> None:
-    async with running_api(*workers(1), timings=timings(retry_s=0.01), **PATIENT) as api:
+    async with running_api(*stub_workers(1), timings=timings(retry_s=0.01), **PATIENT) as api:
         api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
         answer = asyncio.create_task(api.complete())
         await until(lambda: len(api.worker.submitted) >= 3)
@@ -124,14 +114,14 @@ async def test_a_worker_that_starts_its_ranks_again_is_waited_for() -> None:
 
 
 async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
-    old, new = workers(2, max_events=2)
+    old, new = stub_workers(2, max_events=2)
     async with running_api(old, timings=timings(drain_s=20.0), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: old.num_silent == 1)
         api.directory.remove(old)
         await until(lambda: api.router.connections["w0"].is_draining)
         assert (await api.client.get("/health")).status_code == 503
-        assert sample(api, "transom_router_workers", state="draining") == 1
+        assert sample(api.router, "workers", state="draining") == 1
         new.go()
         api.directory.add(new)
         assert (await api.complete()).status_code == 200
@@ -139,12 +129,12 @@ async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
         assert await text(answer) == "abcde"
         await until(lambda: set(api.router.connections) == {"w1"})
         assert (len(old.submitted), len(new.submitted)) == (1, 1)
-        assert sample(api, "transom_router_drains_total", outcome="finished") == 1
-        assert sample(api, "transom_router_failovers_total", outcome="resumed") == 0
+        assert sample(api.router, "drains_total", outcome="finished") == 1
+        assert sample(api.router, "failovers_total", outcome="resumed") == 0
 
 
 async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
-    old, new = workers(2, max_events=2)
+    old, new = stub_workers(2, max_events=2)
     async with running_api(old, failover=FailoverConfig(wait_s=120.0, max_resumes=0)) as api:  # a move is not a loss
         answers = [asyncio.create_task(api.complete(max_tokens=5)) for _ in range(3)]
         await until(lambda: old.num_silent == 3)
@@ -155,25 +145,25 @@ async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
         await until(lambda: set(api.router.connections) == {"w1"})
         assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
         assert old.num_running == 0
-        assert sample(api, "transom_router_drains_total", outcome="moved") == 1
+        assert sample(api.router, "drains_total", outcome="moved") == 1
 
 
 async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
     """A poison request must not go on for ever because the directory hears of deaths before the streams break."""
     values = {"failover": FailoverConfig(wait_s=120.0, max_resumes=0), "timings": timings(drain_s=20.0)}
-    async with running_api(*workers(1, max_events=2), **values) as api:
+    async with running_api(*stub_workers(1, max_events=2), **values) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5))
         await until(lambda: api.worker.num_silent == 1)
         api.directory.remove(api.worker)
         await until(lambda: api.router.connections["w0"].is_draining)
         api.worker.kill()
         assert (await answer).status_code == 503
-        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 1
+        assert sample(api.router, "failovers_total", outcome="gave_up") == 1
         await until(lambda: not api.router.connections)
 
 
 async def test_a_worker_that_was_missing_for_a_moment_is_connected_again() -> None:
-    async with running_api(*workers(1)) as api:
+    async with running_api(*stub_workers(1)) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.is_ready)
         api.directory.add(api.worker)
@@ -192,7 +182,7 @@ async def test_a_directory_that_fails_is_asked_again() -> None:
             async for present in super().changes():
                 yield present
 
-    router = make_router(directory=Failing(*workers(1)), timings=timings(directory_retry_s=0.0))
+    router = make_router(directory=Failing(*stub_workers(1)), timings=timings(directory_retry_s=0.0))
     router.start()
     await until(lambda: router.is_ready)
     await router.stop()
@@ -207,7 +197,7 @@ async def test_a_request_that_cannot_be_placed_fails_alone(caplog: pytest.LogCap
                 raise KeyError(request.prompt_token_ids)
             return super().place(request, among, sources=sources)
 
-    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
+    async with running_api(*stub_workers(1), placer=Broken("kv"), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
         odd, fine = (asyncio.create_task(api.complete(prompt=prompt)) for prompt in ("odd", "fine"))
@@ -225,7 +215,7 @@ async def test_an_event_that_cannot_be_handled_fails_its_request_alone(caplog: p
             if usage.num_prompt_tokens == len("odd"):
                 raise KeyError(request_id)
 
-    async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
+    async with running_api(*stub_workers(1), placer=Broken("kv"), **PATIENT) as api:
         odd, fine = (asyncio.create_task(api.complete(prompt=prompt, max_tokens=9)) for prompt in ("odd", "fine"))
         assert (await odd).status_code == 500
         assert await text(fine) == "abcdefghi"
@@ -250,7 +240,7 @@ async def test_the_requests_of_a_lost_worker_migrate_or_end_whatever_else_fails(
                 self.fails_once = False
                 raise KeyError
 
-    first, second = workers(2, max_events=2)
+    first, second = stub_workers(2, max_events=2)
     placer = Broken("kv")
     async with running_api(first, placer=placer, **PATIENT) as api:
         answer = asyncio.create_task(api.complete())
@@ -268,7 +258,7 @@ async def test_the_requests_of_a_lost_worker_migrate_or_end_whatever_else_fails(
 
 
 async def test_a_worker_that_cannot_take_requests_is_in_cooldown() -> None:
-    starting, ready = workers(2)
+    starting, ready = stub_workers(2)
     starting.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
     async with running_api(starting, ready, routing_policy="round_robin") as api:
         for _ in range(6):
@@ -285,7 +275,7 @@ async def test_a_worker_that_cannot_take_requests_is_in_cooldown() -> None:
 async def test_streams_that_have_begun_come_first_and_then_the_policys_order(
     policy: SchedulingPolicy, order: str
 ) -> None:
-    first, second = workers(2, max_events=1)
+    first, second = stub_workers(2, max_events=1)
     async with running_api(first, **PATIENT, priorities=PriorityConfig(policy=policy)) as api:
         answers = [asyncio.create_task(api.complete(prompt="begun", priority=4))]
         await until(lambda: first.num_silent == 1)
@@ -313,7 +303,7 @@ async def test_the_line_ages() -> None:
 
 async def test_a_new_request_does_not_overtake_one_that_a_full_worker_refused() -> None:
     """The stream was begun at a lost worker and waits for another one; what that one has room for is not for newcomers."""
-    lost, full = workers(2, max_events=1)
+    lost, full = stub_workers(2, max_events=1)
     full.max_running = 1
     async with running_api(lost, **PATIENT, timings=timings(retry_s=0.05)) as api:
         begun = asyncio.create_task(api.complete(prompt="begun"))
@@ -334,7 +324,7 @@ async def test_a_new_request_does_not_overtake_one_that_a_full_worker_refused() 
 
 
 async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
-    async with running_api(*workers(2)) as api:
+    async with running_api(*stub_workers(2)) as api:
         api.worker.skip_index_updates()
         await until(lambda: api.worker.num_resyncs == 1)
         assert api.workers[1].num_resyncs == 0
@@ -343,7 +333,7 @@ async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
 
 async def test_a_call_for_the_index_that_fails_is_made_again() -> None:
     """The mirror asks once for each gap: without the index it would say nothing of this worker for ever."""
-    async with running_api(*workers(1), timings=timings(first_reconnect_pause_s=0.0)) as api:
+    async with running_api(*stub_workers(1), timings=timings(first_reconnect_pause_s=0.0)) as api:
         resync, calls = api.worker.resync, []
 
         async def fails_at_first(router_id: str) -> None:
@@ -359,7 +349,7 @@ async def test_a_call_for_the_index_that_fails_is_made_again() -> None:
 
 
 async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -> None:
-    async with running_api(*workers(2, max_events=2), timings=timings(drain_s=20.0)) as api:
+    async with running_api(*stub_workers(2, max_events=2), timings=timings(drain_s=20.0)) as api:
         answer = asyncio.create_task(api.complete(max_tokens=5, stream=True))
         await until(lambda: sum(worker.num_silent for worker in api.workers))
         stopping = asyncio.create_task(api.router.stop())
@@ -376,17 +366,17 @@ async def test_a_router_that_drains_finishes_its_answers_and_takes_no_others() -
 
 
 async def test_routes_tell_of_all_workers() -> None:
-    async with running_api(*workers(3)) as api:
+    async with running_api(*stub_workers(3)) as api:
         index = (await api.client.get("/")).json()
         assert [worker["id"] for worker in index["workers"]] == ["w0", "w1", "w2"]
         assert {worker["state"] for worker in index["workers"]} == {"open"}
         assert index["workers"][0]["load"]["num_waiting"] == 0
         assert index["workers"][0]["cache"] == ["full"]
-        assert sample(api, "transom_router_workers", state="open") == 3
+        assert sample(api.router, "workers", state="open") == 3
         api.workers[0].kill()
         await until(lambda: not api.router.connections["w0"].is_open)
         assert (await api.client.get("/health")).status_code == 200
-        assert sample(api, "transom_router_workers", state="closed") == 1
+        assert sample(api.router, "workers", state="closed") == 1
         index = (await api.client.get("/")).json()
         assert [worker["state"] for worker in index["workers"]] == ["closed", "open", "open"]
         for worker in api.workers[1:]:

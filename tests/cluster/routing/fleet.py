@@ -1,32 +1,22 @@
-"""Several workers (real schedulers, caches and replay executors) and routers that place a random trace of sessions on them.
+"""Several workers (real schedulers, caches and replay executors), and a random trace of sessions on them.
 
-Routers hear of index and load late, and sometimes miss an update. Every update and every search is kept, so that mirrors can be led
-through the whole history again and stopped where a worker searched.
+Every update and every search is kept, so that mirrors can be led through the whole history and stopped where a worker searched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
-from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.prompt_hashes import PromptHashes
-from transom_core.contract import (
-    KvPolicy,
-    Request,
-    SamplingParams,
-    Usage,
-    WindowPolicy,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerMessage,
-)
+from transom_core.contract import KvPolicy, Request, SamplingParams, WindowPolicy
 from transom_core.contract.kv_events import KvUpdate
 from transom_core.errors import RequestTooLarge
 from transom_core.kv_cache.load_rates import LoadRates
@@ -47,23 +37,13 @@ class Search:
     num_host_tokens: int
 
 
-@dataclass
-class Router:
-    """A placer and the messages that are on their way to it, by worker."""
-
-    placer: Placer
-    coming: dict[str, deque[WorkerMessage]]
-    placed: dict[str, PlacementDecision] = field(default_factory=dict)
-    num_resyncs: int = 0
-
-
 class Worker:
     """One worker; its updates and searches since its start.
 
     With `host_pages` it has a host tier of as many, loads take some steps, and load rates change now and then.
     """
 
-    def __init__(self, worker_id: str, mix: Sequence[str], rng: random.Random, *, host_pages: int = 0) -> None:
+    def __init__(self, mix: Sequence[str], rng: random.Random, *, host_pages: int) -> None:
         least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(MAX_MODEL_LEN)
         self.driver = Driver(
             layout(mix, num_pages=least + rng.choice([0, 1, 2, 6])),
@@ -75,7 +55,6 @@ class Worker:
             load_after=lambda: rng.randrange(4),
         )
         self.cache = self.driver.scheduler.cache
-        self.info = WorkerInfo(worker=worker_id, max_model_len=MAX_MODEL_LEN, vocab_size=50, cache=self.cache.shape)
         self.updates: list[KvUpdate] = []
         self.first_rates = self.cache.changes.rates
         self.rates: dict[int, LoadRates] = {}  # by the version that they began
@@ -85,24 +64,13 @@ class Worker:
         self.num_again = 0  # requests that lost their blocks before their first token
         self._unanswered: set[str] = set()
 
-    @property
-    def load(self) -> WorkerLoad:
-        """As the engine reports it."""
-        scheduler = self.driver.scheduler
-        return WorkerLoad(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            max_num_seqs=scheduler.config.max_num_seqs,
-            waiting_tokens=scheduler.waiting_tokens,
-        )
-
     def add(self, item: Request) -> None:
         """Raises RequestTooLarge."""
         self.driver.add(item)
         self._unanswered.add(item.request_id)
 
     def step(self) -> None:
-        """Fill the pipeline, take a result, note what was searched."""
+        """Fill the pipeline, take a result, note what was searched and what has changed."""
         while (plan := self.driver.schedule()) is not None:
             self.num_introduced.update(new.request_id for new in plan.new_sequences)
         if self.driver.in_flight:
@@ -113,22 +81,17 @@ class Worker:
             self.num_again += self.num_introduced[name] > 1
             cached, loaded = first.num_cached_tokens, first.num_host_tokens
             self.searches.append(Search(self.driver.requests[name], first.index_version, cached, loaded))
+        if (update := self.cache.changes.take()) is not None:
+            self.updates.append(update)
 
     def _set_rates(self, rates: LoadRates) -> None:
         """Take the place of `ChangeLog.set_rates`, and note at which version the rates begin."""
         type(self.cache.changes).set_rates(self.cache.changes, rates)
         self.rates[self.cache.changes.version] = rates
 
-    def take_update(self) -> KvUpdate | None:
-        """What changed since the last call; kept."""
-        update = self.cache.changes.take()
-        if update is not None:
-            self.updates.append(update)
-        return update
-
 
 class Fleet:
-    """Three workers, two routers, and sessions that go on where they stopped, on whatever worker.
+    """Three workers, and sessions that go on where they stopped, on whatever worker.
 
     A request has one of the KV `policies`, by its session. Each worker has one of `host_pages`, in turn, as its host tier's.
     """
@@ -143,40 +106,27 @@ class Fleet:
     ) -> None:
         self.rng = rng = random.Random(seed)
         self._policies = policies
-        self.workers = {
-            name: Worker(name, mix, rng, host_pages=host_pages[i % len(host_pages)]) for i, name in enumerate("abc")
-        }
-        self.routers = [Router(Placer("kv", seed=seed + i), {name: deque() for name in self.workers}) for i in range(2)]
-        for router in self.routers:
-            for name, worker in self.workers.items():
-                router.placer.add_worker(name, worker.info)
-                router.coming[name].append(WorkerMessage(kv=worker.cache.changes.whole(), load=worker.load))
-        self.differences: list[int] = []  # predicted at the version of the search
-        self.late: list[int] = []  # predicted at another version
+        self.workers = [Worker(mix, rng, host_pages=host_pages[i % len(host_pages)]) for i in range(3)]
         self._system = [rng.randrange(50) for _ in range(SYSTEM_TOKENS)]
         self._sessions: list[list[int]] = [self._new_session() for _ in range(NUM_SESSIONS)]
-        self._running: dict[str, tuple[Router, Worker, int]] = {}
+        self._running: dict[str, tuple[Worker, int]] = {}
         self._num_sent = 0
 
     def run(self, num_requests: int) -> None:
-        """Serve this number of requests; then every message arrives."""
+        """Serve this number of requests."""
         rng = self.rng
         while self._num_sent < num_requests or self._running:
             if self._num_sent < num_requests and rng.random() < 0.5:
                 self._send()
             if rng.random() < 0.02 and self._running:
-                self._abort(rng.choice(sorted(self._running)))
-            for name in self.workers:
+                name = rng.choice(sorted(self._running))
+                worker, _ = self._running.pop(name)
+                worker.driver.abort(name)
+            for worker in self.workers:
                 if rng.random() < 0.8:
-                    self._step(name)
-            for router in self.routers:
-                for name in self.workers:
-                    while router.coming[name] and rng.random() < 0.7:
-                        self._hear(router, name)
-        for router in self.routers:
-            for name in self.workers:
-                while router.coming[name]:
-                    self._hear(router, name)
+                    self._step(worker)
+        for worker in self.workers:  # what an abort has changed
+            worker.step()
 
     def _new_session(self) -> list[int]:
         begin = self._system if self.rng.random() < 0.6 else []
@@ -201,82 +151,28 @@ class Fleet:
             kv_policy=(policy := self._policies[session % len(self._policies)]),
             kv_quality=policy is not None and rng.random() < 0.1,
         )
-        router = rng.choice(self.routers)
-        router.placed[item.request_id] = placed = router.placer.place(item, list(self.workers))
-        worker = self.workers[placed.worker_id]
-        try:
+        worker = rng.choice(self.workers)
+        with contextlib.suppress(RequestTooLarge):
             worker.add(item)
-        except RequestTooLarge:
-            router.placer.ended(item.request_id)
-            return
-        self._running[item.request_id] = (router, worker, session)
+            self._running[item.request_id] = (worker, session)
 
-    def _abort(self, name: str) -> None:
-        router, worker, _ = self._running.pop(name)
-        worker.driver.abort(name)
-        router.placer.ended(name)
-
-    def _step(self, name: str) -> None:
-        worker = self.workers[name]
+    def _step(self, worker: Worker) -> None:
         if self.rng.random() < 0.02:
             lose_windows(worker.cache)
         if worker.cache.tiers.host.exists and self.rng.random() < 0.02:
             worker.cache.changes.set_rates(self._any_rates(len(worker.cache.shape.groups)))
-        num_searches, num_finished = len(worker.searches), len(worker.driver.finished)
+        num_finished = len(worker.driver.finished)
         worker.step()
-        update = worker.take_update()
-        load = worker.load if self.rng.random() < 0.5 else None
-        for router in self.routers:
-            if update is not None or load is not None:
-                router.coming[name].append(WorkerMessage(kv=update, load=load))
-        for search in worker.searches[num_searches:]:
-            self._begun(search)
-        for request_id in worker.driver.finished[num_finished:]:
-            self._end(request_id)
+        for name in worker.driver.finished[num_finished:]:
+            if name in self._running:
+                _, session = self._running.pop(name)
+                more = [self.rng.randrange(50) for _ in range(self.rng.randrange(1, 12))]
+                prompt = worker.driver.requests[name].prompt_token_ids
+                self._sessions[session] = [*prompt, *worker.driver.tokens[name], *more]
 
     def _any_rates(self, num_groups: int) -> LoadRates:
         """Rates at which loads are sometimes worth their time."""
         return LoadRates(self.rng.choice([50, 1000]), tuple(self.rng.choice([1, 900, 9000]) for _ in range(num_groups)))
-
-    def _begun(self, search: Search) -> None:
-        name = search.request.request_id
-        if name not in self._running:
-            return
-        router, _, _ = self._running[name]
-        usage = Usage(
-            num_prompt_tokens=search.request.num_prompt_tokens,
-            num_output_tokens=1,
-            num_cached_tokens=search.num_cached_tokens,
-            num_host_tokens=search.num_host_tokens,
-            index_version=search.version,
-        )
-        difference = router.placer.first_event(name, usage)
-        assert difference is not None
-        same = router.placed[name].index_version == search.version
-        (self.differences if same else self.late).append(difference)
-
-    def _end(self, name: str) -> None:
-        if name not in self._running:
-            return
-        router, worker, session = self._running.pop(name)
-        router.placer.ended(name)
-        item = worker.driver.requests[name]
-        more = [self.rng.randrange(50) for _ in range(self.rng.randrange(1, 12))]
-        self._sessions[session] = [*item.prompt_token_ids, *worker.driver.tokens[name], *more]
-
-    def _hear(self, router: Router, name: str) -> None:
-        message = router.coming[name].popleft()
-        followed = any(later.kv is not None for later in router.coming[name])
-        if followed and message.kv is not None and not message.kv.whole and self.rng.random() < 0.02:
-            return  # lost on the way; the next one shows it
-        if not router.placer.update(name, message):
-            router.num_resyncs += 1
-            worker = self.workers[name]
-            update = worker.take_update()
-            for other in self.routers:
-                if update is not None:
-                    other.coming[name].append(WorkerMessage(kv=update))
-            router.coming[name].append(WorkerMessage(kv=worker.cache.changes.whole()))
 
 
 def run_by_run(updates: Sequence[KvUpdate], rates: Mapping[int, LoadRates]) -> Iterator[KvUpdate]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.routing.test_placer import PROMPT, WORKERS, load, placer, request, whole
 from tests.cluster.routing.test_policy import candidate, columns
-from transom_cluster.routing.cache_keys import KEY_BYTES, CacheKeys, key_digest
+from transom_cluster.routing.cache_keys import key_digest
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.policy import KEY_TOKENS, REQUEST_TOKENS, Candidate, TieBreak, choose
 from transom_core.contract import WorkerMessage
@@ -112,13 +112,3 @@ def test_keys_of_different_salts_differ() -> None:
 @pytest.mark.parametrize("key", ["k" * 1024, "\ud800", "\u00fc"])
 def test_any_text_is_a_key(key: str) -> None:
     assert len(key_digest(request("r", prompt_cache_key=key))) == 16
-
-
-def test_the_keys_are_bounded_and_the_oldest_goes_first() -> None:
-    keys = CacheKeys(max_bytes=4 * 2 * KEY_BYTES)
-    keys.placed(b"1", "a")
-    keys.placed(b"2", "b")
-    keys.placed(b"1", "c")
-    keys.placed(b"3", "d")
-    assert len(keys) == 2
-    assert [keys.worker_of(key) for key in (b"1", b"2", b"3")] == ["c", None, "d"]

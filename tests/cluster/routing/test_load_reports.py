@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 
 from tests.cluster.routing.test_placer import info, request, whole
+from tests.how_many import num_examples
 from transom_cluster.routing.placer import Placer
 from transom_core.contract import OutputEvent, Usage, WorkerLoad, WorkerMessage
 from transom_worker.engine.router_outbox import NEWS_PERIOD_S, TOKENS, TOKENS_SHARE, RouterOutbox
@@ -85,7 +86,7 @@ def first_event(request_id: str) -> OutputEvent:
     return OutputEvent(request_id=request_id, position=0, token_ids=(1,), usage=usage, finish_reason="length")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(num_examples(2, 6)))
 def test_two_routers_know_the_queue_up_to_what_is_no_news_and_what_has_not_arrived(seed: int) -> None:
     rng = random.Random(seed)
     routers = [Router(0), Router(1)]

@@ -89,7 +89,7 @@ def others(count: int) -> list[tuple[int, ...]]:
 def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
     made = placer(cached={"b": whole(PROMPT, version=7)})
     assert made.place(request("r"), WORKERS) == PlacementDecision(
-        worker_id="b", reason="longest_hit", predicted=HitTokens(HIT), index_version=7
+        worker_id="b", reason="longest_hit", predicted=HitTokens(HIT)
     )
     assert made.first_event("r", usage(HIT - 64)) == 64
     assert made.first_event("r", usage(HIT)) is None  # once
@@ -100,14 +100,14 @@ def test_resumed_tokens_are_tokens_but_not_the_prompts() -> None:
     resumed = tuple(range(100))
     made = placer(cached={"b": whole(PROMPT + resumed)})
     placed = made.place(request("r", resumed_output_ids=resumed), WORKERS)
-    assert (placed.worker_id, placed.predicted_tokens) == ("b", len(PROMPT))
+    assert (placed.worker_id, placed.predicted.total) == ("b", len(PROMPT))
     assert made.workers["b"].requests["r"].num_to_compute == 4
 
 
 def test_log_probabilities_of_the_prompt_read_no_cache_and_salts_have_their_own() -> None:
     made = placer(cached={"b": whole(PROMPT)})
-    assert made.place(request("r", params=SamplingParams(prompt_logprobs=1)), WORKERS).predicted_tokens == 0
-    assert made.place(request("s", cache_salt="tenant"), WORKERS).predicted_tokens == 0
+    assert made.place(request("r", params=SamplingParams(prompt_logprobs=1)), WORKERS).predicted.total == 0
+    assert made.place(request("s", cache_salt="tenant"), WORKERS).predicted.total == 0
     salted = placer(cached={"c": whole(PROMPT, salt="tenant")})
     assert salted.place(request("s", cache_salt="tenant"), WORKERS).worker_id == "c"
 
@@ -117,17 +117,17 @@ def test_workers_of_other_block_sizes_are_searched_with_their_own_hashes() -> No
     made.add_worker("d", info("d", block_size=64))
     made.update("d", WorkerMessage(kv=whole(PROMPT, block_size=64), load=load()))
     placed = made.place(request("r"), (*WORKERS, "d"))
-    assert (placed.worker_id, placed.predicted_tokens) == ("d", 31 * 64)
+    assert (placed.worker_id, placed.predicted.total) == ("d", 31 * 64)
 
 
 def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = count_hashed(monkeypatch)
     made = placer(cached={"a": whole(PROMPT), "b": whole(PROMPT), "c": whole(PROMPT)})
-    predicted = [made.place(request(f"r{choice}"), WORKERS).predicted_tokens for choice in range(4)]
+    predicted = [made.place(request(f"r{choice}"), WORKERS).predicted.total for choice in range(4)]
     assert (predicted, hashed) == ([HIT] * 4, [2000])
     hashed.clear()
     predicted = [
-        made.place(changed, WORKERS).predicted_tokens
+        made.place(changed, WORKERS).predicted.total
         for changed in (
             request("salted", cache_salt="tenant"),
             request("resumed", cache_salt="tenant", resumed_output_ids=(1, 2)),
@@ -142,10 +142,10 @@ def test_a_prompt_is_hashed_as_far_as_a_worker_has_it(monkeypatch: pytest.Monkey
     hashed = count_hashed(monkeypatch)
     long = tuple(i % 5_000 for i in range(100_000))
     made = placer(cached={"a": whole(long[:3_000])})
-    assert made.place(request("r", long), ["a"]).predicted_tokens == 2_992
+    assert made.place(request("r", long), ["a"]).predicted.total == 2_992
     assert sum(hashed) <= 2 * 3_000
     hashed.clear()
-    assert made.place(request("s", long[1:]), WORKERS).predicted_tokens == 0
+    assert made.place(request("s", long[1:]), WORKERS).predicted.total == 0
     assert sum(hashed) == 2_048
 
 
@@ -258,7 +258,7 @@ def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -
     assert value("transom_router_mirror_version", worker="a") == 3
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))  # a gap
     assert value("transom_router_resyncs_total", worker="a") == 1
-    assert made.place(request("r"), ("a",)).predicted_tokens == 0
+    assert made.place(request("r"), ("a",)).predicted.total == 0
     made.remove_worker("a")
     assert 'worker="a"' not in generate_latest(families.registry).decode()
 

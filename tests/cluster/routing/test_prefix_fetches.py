@@ -63,7 +63,7 @@ def merged(*updates: KvUpdate) -> KvUpdate:
 def test_a_busy_workers_prefix_is_fetched_by_an_idle_one() -> None:
     made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)}, loads={"a": BUSY})
     placed = made.place(request("r"), ("a", "b"))
-    assert (placed.worker_id, placed.predicted_tokens) == ("b", HIT)
+    assert (placed.worker_id, placed.predicted.total) == ("b", HIT)
     assert placed.source == PrefixSource(worker="a", num_tokens=HIT)
     fetched = replace(usage(HIT), num_host_tokens=HIT, num_fetched_tokens=HIT)
     assert made.first_event("r", fetched) == 0
@@ -266,9 +266,9 @@ def test_a_warm_disk_attracts_its_requests_and_slow_or_short_reads_do_not() -> N
         assert placed.predicted == HitTokens(device=0, host=0, disk=HIT)
         made.ended(f"r{number}")
     slow = placer(with_disk("a"), cached={"a": on_disk(whole(PROMPT), read_ns=10_000_000)})
-    assert slow.place(request("r"), ["a"]).predicted_tokens == 0
+    assert slow.place(request("r"), ["a"]).predicted.total == 0
     short = placer(with_disk("a"), cached={"a": on_disk(whole(PROMPT[:127]), read_ns=1)})
-    assert short.place(request("r"), ["a"]).predicted_tokens == 0
+    assert short.place(request("r"), ["a"]).predicted.total == 0
 
 
 def test_the_time_of_reading_counts_in_the_cost_of_a_placement() -> None:

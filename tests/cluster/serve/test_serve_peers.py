@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import make_router
 from tests.cluster.stub_worker import StubWorker
-from transom_cluster.router.peers import (
-    MetricsQuery,
-    NoPeers,
-    ProcessMetricsQuery,
-    ProcessNameQuery,
-    RecentRequestsQuery,
-    TimelineQuery,
-)
+from transom_cluster.router import peers
+from transom_cluster.router.peers import NoPeers, metrics_page, process_name
 from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 
 
@@ -42,20 +37,22 @@ class StubHandle:
 
 async def test_others_answer_and_the_own_answer_is_dropped() -> None:
     handle = StubHandle(("a", "page of a"), ("me", None), ("b", "page of b"))
-    peers = ServeRouterPeers("me", lambda: handle)
-    assert await peers.ask_others(MetricsQuery(True), timeout_s=120) == ["page of a", "page of b"]
-    assert handle.asked == [("answer_peer", "me", MetricsQuery(True))]
+    assert await ServeRouterPeers("me", lambda: handle).ask_others(metrics_page, timeout_s=120) == [
+        "page of a",
+        "page of b",
+    ]
+    assert handle.asked == [("answer_peer", "me", metrics_page)]
 
 
 async def test_a_router_that_fails_costs_its_own_answer() -> None:
     died = ConnectionError("died")
-    peers = ServeRouterPeers("me", lambda: StubHandle(("a", "1"), died, ("me", None)))
-    assert await peers.ask_others(ProcessNameQuery(), timeout_s=120) == ["1", died]
+    others = ServeRouterPeers("me", lambda: StubHandle(("a", "1"), died, ("me", None)))
+    assert await others.ask_others(process_name, timeout_s=120) == ["1", died]
 
 
 async def test_a_router_that_is_late_ends_the_query_in_time() -> None:
-    peers = ServeRouterPeers("me", lambda: StubHandle(None, ("me", None)))
-    (late,) = await peers.ask_others(ProcessNameQuery(), timeout_s=0.02)
+    others = ServeRouterPeers("me", lambda: StubHandle(None, ("me", None)))
+    (late,) = await others.ask_others(process_name, timeout_s=0.02)
     assert isinstance(late, TimeoutError)
 
 
@@ -63,28 +60,27 @@ async def test_no_router_is_asked_where_serve_knows_none() -> None:
     def nothing() -> Any:
         raise KeyError("no such deployment")
 
-    assert await ServeRouterPeers("me", nothing).ask_others(ProcessNameQuery(), timeout_s=120) == []
-    assert await NoPeers().ask_others(ProcessNameQuery(), timeout_s=120) == []
+    assert await ServeRouterPeers("me", nothing).ask_others(process_name, timeout_s=120) == []
+    assert await NoPeers().ask_others(process_name, timeout_s=120) == []
 
 
 async def test_a_router_answers_others_but_not_itself() -> None:
     router = make_router(StubWorker())
-    assert answer_peer(router, "other", ProcessNameQuery()) == ("r0", "router/r0")
-    assert answer_peer(router, "r0", ProcessNameQuery()) == ("r0", None)
+    assert answer_peer(router, "other", process_name) == ("r0", "router/r0")
+    assert answer_peer(router, "r0", process_name) == ("r0", None)
 
 
 @pytest.mark.parametrize(
     "query",
     [
-        MetricsQuery(True),
-        ProcessNameQuery(),
-        ProcessMetricsQuery("router/r0", False),
-        TimelineQuery("a", "all"),
-        RecentRequestsQuery("all", None, 5),
+        partial(metrics_page, openmetrics=True),
+        process_name,
+        partial(peers.process_metrics_page, process="router/r0", openmetrics=False),
+        partial(peers.request_timeline, request_id="a", client="all"),
+        partial(peers.recent_requests, client="all", state=None, limit=5),
     ],
 )
 async def test_queries_and_their_answers_travel_between_processes(query: Any) -> None:
     router = make_router(StubWorker())
     sent = pickle.loads(pickle.dumps(query))
-    assert sent == query
-    assert type(pickle.loads(pickle.dumps(sent.answer(router)))) is type(query.answer(router))
+    assert type(pickle.loads(pickle.dumps(sent(router)))) is type(query(router))

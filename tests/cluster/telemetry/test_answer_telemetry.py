@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import Api, running_api, until
+from tests.cluster.conftest import Api, running_api, sample, until
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
 from tests.cluster.speaking_worker import SpeakingWorker
 from tests.cluster.stub_worker import ByteTokenizer
@@ -115,9 +115,5 @@ async def test_debug_requests_show_what_a_running_answer_is_at(
         (line,) = await lines_of(api)
         assert figures(line) == ("finished", ["message"], 1, True)
         assert line["reasoning_tokens"] == len("Hm</think>") - 1
-
-        def value(name: str, **labels: str) -> float | None:
-            return api.router.metrics.registry.get_sample_value(name, {"model": "stub", "router": "r0", **labels})
-
-        assert value("transom_router_tool_calls_total", parser="hermes", outcome="parsed") == 1
-        assert value("transom_router_reasoning_tokens_total") == line["reasoning_tokens"]
+        assert sample(api.router, "tool_calls_total", parser="hermes", outcome="parsed") == 1
+        assert sample(api.router, "reasoning_tokens_total") == line["reasoning_tokens"]

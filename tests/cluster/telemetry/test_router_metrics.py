@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.conftest import Api, make_router, running_api, timings, until
+from tests.cluster.conftest import Api, make_router, running_api, sample, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
@@ -20,25 +20,20 @@ SCALING = AutoscalingConfig(
 )
 
 
-def value(router: Router, name: str, **labels: str) -> float | None:
-    own = {"model": "stub", "router": "r0", **labels}
-    return router.metrics.registry.get_sample_value(f"transom_router_{name}", own)
-
-
 def changes(api: Api) -> list[float | None]:
     kinds = ("joined", "lost", "drained")
-    return [value(api.router, "worker_changes_total", change=kind) for kind in kinds]
+    return [sample(api.router, "worker_changes_total", change=kind) for kind in kinds]
 
 
 def test_every_series_has_model_and_router() -> None:
     router = make_router(StubWorker())
     families = {family.name: family for family in text_string_to_metric_families(router.metrics.text())}
     for family in families.values():
-        for sample in family.samples:
-            assert {"model": "stub", "router": "r0"}.items() <= sample.labels.items(), sample
-            assert not sample.name.endswith("_created")
+        for one in family.samples:
+            assert {"model": "stub", "router": "r0"}.items() <= one.labels.items(), one
+            assert not one.name.endswith("_created")
     for name, least in (("process_cpu_seconds_total", 0), ("process_resident_bytes", 1e6)):
-        found = value(router, name)
+        found = sample(router, name)
         assert found is not None
         assert found > least
     (build,) = families["transom_build_info"].samples
@@ -49,18 +44,18 @@ def test_every_series_has_model_and_router() -> None:
 
 async def test_in_flight_requests_by_worker() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
-        assert value(api.router, "in_flight_requests", worker="w0") == 0
+        assert sample(api.router, "in_flight_requests", worker="w0") == 0
         request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9), seed=0)
         async with api.router.generate([request]) as output:
             await output.next()
-            assert value(api.router, "in_flight_requests", worker="w0") == 1
-        assert value(api.router, "in_flight_requests", worker="w0") == 0
+            assert sample(api.router, "in_flight_requests", worker="w0") == 1
+        assert sample(api.router, "in_flight_requests", worker="w0") == 0
 
 
 async def test_workers_join_and_are_lost_or_drained() -> None:
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
         assert changes(api) == [2, 0, 0]
-        assert value(api.router, "placements_total", policy="kv", worker="w0", reason="home") == 0
+        assert sample(api.router, "placements_total", policy="kv", worker="w0", reason="home") == 0
         api.worker.die()
         await until(lambda: changes(api)[0] == 3)
         assert changes(api) == [3, 1, 0]
@@ -84,7 +79,7 @@ async def test_a_crash_is_a_loss_whatever_the_router_hears_of_first(stream_break
             api.worker.die()
         await until(lambda: "w0" not in api.router.connections)
         assert changes(api) == [2, 1, 0]
-        assert value(api.router, "drains_total", outcome="finished") == 0
+        assert sample(api.router, "drains_total", outcome="finished") == 0
 
 
 async def test_a_leaving_worker_that_does_not_answer_is_lost() -> None:
@@ -100,13 +95,13 @@ async def test_a_leaving_worker_that_does_not_answer_is_lost() -> None:
 async def test_tasks_are_counted_and_fall_back_when_requests_have_ended() -> None:
     async with running_api(StubWorker(worker="w0")) as api:
         await api.complete()
-        before = value(api.router, "tasks")
+        before = sample(api.router, "tasks")
         other = asyncio.create_task(asyncio.Event().wait())
-        assert value(api.router, "tasks") == (before or 0) + 1
+        assert sample(api.router, "tasks") == (before or 0) + 1
         other.cancel()
         for _ in range(5):
             await api.complete()
-        await until(lambda: value(api.router, "tasks") == before)
+        await until(lambda: sample(api.router, "tasks") == before)
 
 
 async def test_desired_workers_follow_the_loads_and_the_line() -> None:
@@ -120,12 +115,12 @@ async def test_desired_workers_follow_the_loads_and_the_line() -> None:
     )
     router.start()
     try:
-        assert value(router, "desired_workers") == 0
+        assert sample(router, "desired_workers") == 0
         directory.add(busy)
-        await until(lambda: value(router, "workers", state="open") == 1)
-        assert value(router, "desired_workers") == 3
+        await until(lambda: sample(router, "workers", state="open") == 1)
+        assert sample(router, "desired_workers") == 3
         router.connections["w0"].load = replace(busy.load, num_running=0)
-        assert value(router, "desired_workers") == 0
+        assert sample(router, "desired_workers") == 0
     finally:
         await router.stop()
 

@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api
-from tests.cluster.router.mortal_workers import Mortal, routed
+from tests.cluster.router.engine_workers import Mortal, routed
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.telemetry.router_tracing import RouterTracing

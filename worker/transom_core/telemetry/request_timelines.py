@@ -14,11 +14,11 @@ second attempt at choice 2 of prompt 1 of the response `chatcmpl-0f`.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from transom_core.clock import steady_time_s
 from transom_core.fair_cache import CLIENT_SHARE
 
 MAX_TIMELINES = 2000
@@ -70,7 +70,7 @@ class Timeline:
         """Add an event, at the current time by default. An event after the request's end is ignored."""
         if self.end_s:
             return
-        self.events.append(TimelineEvent(time.time() if at_s is None else at_s, kind, facts))
+        self.events.append(TimelineEvent(steady_time_s() if at_s is None else at_s, kind, facts))
         if len(self.events) > MAX_EVENTS:
             self._merge_middle()
 
@@ -113,7 +113,7 @@ class TimelineStore:
 
     def end(self, timeline: Timeline, at_s: float | None = None) -> None:
         """Mark the end of a request, at the current time by default. The store keeps its timeline until newer ones displace it."""
-        timeline.end_s = time.time() if at_s is None else at_s
+        timeline.end_s = steady_time_s() if at_s is None else at_s
         if self._running.get(timeline.request_id) is not timeline:
             return
         del self._running[timeline.request_id]

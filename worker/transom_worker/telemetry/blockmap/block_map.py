@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from transom_core.clock import steady_time_s
 from transom_core.errors import Overloaded, RequestError
 from transom_worker.kvcache.tiers.transfer.kv_store import OnEngine
 from transom_worker.scheduling.scheduler import Scheduler
@@ -209,7 +210,7 @@ class FrameMaker:
                 for watcher in watchers:
                     watcher.offer(frame, whole=False)
         if waiting := [watcher for watcher in watchers if watcher.needs_whole_now]:
-            whole = await asyncio.to_thread(self.encoder.whole, time.time())
+            whole = await asyncio.to_thread(self.encoder.whole, steady_time_s())
             for watcher in waiting:
                 watcher.offer(whole, whole=True)
 
@@ -218,7 +219,7 @@ class FrameMaker:
             self._num_seen, snapshot = await self._on_engine(self._take)
             return await asyncio.to_thread(self.encoder.update, snapshot)
         if not self.encoder.is_settled or now_s - self._sent_s >= self._heartbeat_s:
-            return await asyncio.to_thread(self.encoder.again, time.time())
+            return await asyncio.to_thread(self.encoder.again, steady_time_s())
         return None
 
     def _take(self) -> tuple[int, Snapshot]:

@@ -5,9 +5,9 @@ It searches all sequences and checkpoints, which is fast enough, since one perso
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from transom_core.clock import steady_time_s
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.arena import FREE
@@ -47,7 +47,7 @@ def describe_block(scheduler: Scheduler, group: int, block: int, tier: str = "de
         "bytes": of_group.block_bytes,
         "tokens": of_group.spec.block_size,
         "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], HOST if is_host else DEVICE),
-        "time_s": time.time(),
+        "time_s": steady_time_s(),
     }
     if is_host:
         return {"tier": "host", **described}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transom_core.clock import steady_time_s
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.cache_snapshot import GroupCopy
 from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges
@@ -58,7 +58,7 @@ class Encoder:
 
     def start(self, group: int, copy: GroupCopy) -> None:
         """Take all blocks of one group, before the first `update`."""
-        self._records.start(group, copy, time.time())
+        self._records.start(group, copy, steady_time_s())
 
     def start_host(self, copy: Sequence[HostGroupChanges]) -> None:
         """Take all blocks in some pages of the host tier, before the first `update`."""

@@ -5,11 +5,11 @@ While no watcher is connected, an event costs at most one addition.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from transom_core.clock import steady_time_s
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.sequence import Sequence
@@ -48,7 +48,7 @@ class History:
 
     def add(self, stats: CacheStats) -> None:
         """Add an entry; it replaces the newest entry if that is less than a second after the one before it."""
-        now_s = time.time()
+        now_s = steady_time_s()
         groups = tuple(
             (group.active_blocks, group.pinned_blocks, group.cached_blocks - group.pinned_blocks, group.free_blocks)
             for group in stats.groups
@@ -148,5 +148,5 @@ class BlockMapLog(EngineEventSink):
         self.history.add(state.stats)
 
     def _add(self, kind: str, request_id: str, count: int, detail: str) -> None:
-        self._events.append(MapEvent(time.time(), kind, request_id, None, count, detail))
+        self._events.append(MapEvent(steady_time_s(), kind, request_id, None, count, detail))
         self._num_added += 1

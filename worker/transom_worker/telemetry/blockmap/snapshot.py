@@ -9,11 +9,11 @@ With a host tier a snapshot also has the *swapped* sequences, which wait for the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from transom_core.clock import steady_time_s
 from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot
@@ -106,7 +106,7 @@ class SnapshotTaker:
         self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
         events, num_dropped = self._log.take()
         return Snapshot(
-            time_s=time.time(),
+            time_s=steady_time_s(),
             cache=cache,
             sequences=sequences,
             num_running=scheduler.num_running,

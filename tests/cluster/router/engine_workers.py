@@ -1,0 +1,184 @@
+"""Workers with real engines in this process: their calls to each other, requests to one of them, and a router of workers that are
+lost after a number of output events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.conftest import running
+from tests.cluster.stub_worker import StubDirectory
+from tests.thread_ranks import ThreadRanks
+from transom_cluster.router.router import Router
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.config import FailoverConfig, ServerConfig
+from transom_core.contract import ErrorInfo, PrefixSource, Request, SamplingParams, WindowPolicy, WorkerMessage
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.startup import build_engine
+from transom_worker.replica import WorkerReplica
+
+PROMPT = tuple(range(5, 405))
+HIT = 384  # of PROMPT: whole blocks, and a token left to compute
+HYBRID = {"window": 40, "window_pattern": "SF", "sinks": 4}
+
+
+class LocalPeers:
+    """The workers of this process by the routers' ids; `before` is called before each call, by its name."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, WorkerReplica] = {}
+        self.before: Callable[[str], Any] = lambda _: None
+
+    def start(self, model: Path, *, num_ranks: int | None = None, **settings: Any) -> WorkerReplica:
+        """Start one more worker: w0, w1, ... Its ranks are threads if their number is given."""
+        name = f"w{len(self.workers)}"
+        made = self.workers[name] = start_replica(model, name, self, num_ranks=num_ranks, **settings)
+        return made
+
+    async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
+        await self._called("open")
+        return await self.workers[worker].open_export(query)
+
+    async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        await self._called("read")
+        return await self.workers[worker].read_export(export_id, blocks)
+
+    async def close_export(self, worker: str, export_id: str) -> None:
+        await self._called("close")
+        await self.workers[worker].close_export(export_id)
+
+    async def _called(self, name: str) -> None:
+        if (waits := self.before(name)) is not None:
+            await waits
+
+
+def start_replica(
+    model: Path, name: str, peers: LocalPeers | None = None, *, num_ranks: int | None = None, **settings: Any
+) -> WorkerReplica:
+    memory = {"kv_cache_memory_bytes": "8MiB", "swap_space": "8MiB", "max_num_seqs": 8}
+    config = Settings.parse(
+        model=str(model), **{**memory, "dtype": "float32", "device": "cpu", **settings}
+    ).engine_config()
+    engine = None
+    if num_ranks is not None:
+        engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
+    return WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
+
+
+def evict_all(*replicas: WorkerReplica) -> None:
+    for replica in replicas:
+        replica._thread.call(replica.engine.scheduler.cache.evict_all).result()
+
+
+def request(
+    name: str,
+    source: str | None = None,
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    policy: WindowPolicy | None = None,
+    **params: Any,
+) -> Request:
+    """A request whose worker shall fetch the prompt's prefix from `source`."""
+    fetch = None if source is None else PrefixSource(worker=source, num_tokens=HIT)
+    sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "temperature": 0.0, **params})
+    return Request(
+        request_id=name, prompt_token_ids=prompt, params=sampling, seed=1, prefix_source=fetch, kv_policy=policy
+    )
+
+
+async def at_worker(replica: WorkerReplica, request: Request) -> tuple[list[int], Any]:
+    """The tokens of one request that a worker gets without a router, and its usage."""
+    tokens: list[int] = []
+    usage = None
+    stream = replica.open_stream("direct")
+    await anext(stream)
+    assert await replica.submit("direct", [request]) == [None]
+    async with contextlib.aclosing(stream):
+        async for message in stream:
+            for event in message.events:
+                assert event.error is None
+                tokens += event.token_ids
+                usage = event.usage or usage
+                if event.finish_reason is not None:
+                    return tokens, usage
+    raise AssertionError("the stream has ended")
+
+
+def fetch_of(replica: WorkerReplica, request_id: str) -> dict[str, Any]:
+    """How a request's fetch ended at its worker."""
+    [told] = [one for one in replica.engine.timelines.events_of(request_id) if one["what"] == "prefix_fetched"]
+    return told
+
+
+class Mortal:
+    """A worker that is gone once the router has read `num_events` of its requests; None: it stays.
+
+    They are counted one by one, since a router that reads slowly gets many of them in one message.
+    """
+
+    def __init__(self, replica: WorkerReplica) -> None:
+        self._replica = replica
+        self.worker = ""
+        self.num_events: int | None = None
+        self.is_dead = False
+
+    def __getattr__(self, call: str) -> Any:
+        return getattr(self._replica, call)
+
+    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
+        self.check()
+        async with contextlib.aclosing(self._replica.open_stream(router_id)) as stream:
+            async for message in stream:
+                self.check()
+                if self.num_events is None or len(message.events) <= self.num_events:
+                    yield message
+                else:
+                    yield replace(message, events=message.events[: self.num_events])
+                    self.is_dead = True
+                self.check()
+                if self.num_events is not None:
+                    self.num_events -= len(message.events)
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        self.check()
+        return await self._replica.submit(router_id, requests)
+
+    async def info(self) -> Any:
+        self.check()
+        return await self._replica.info()
+
+    def check(self) -> None:
+        if self.is_dead:
+            raise ConnectionError("the worker is gone")
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    model: Path, *workers: Mortal, tracing: RouterTracing | None = None, **config: Any
+) -> AsyncIterator[Router]:
+    """A router of these workers (w0, w1, ...), which places requests in turn unless `config`, fields of its ServerConfig, says
+    otherwise."""
+    for number, worker in enumerate(workers):
+        worker.worker = f"w{number}"
+    router = Router(
+        workers=StubDirectory(*workers),  # type: ignore[arg-type]
+        tokenizer=Tokenizer.load(resolve_model(str(model))),
+        config=ServerConfig(
+            served_model_name="tiny",
+            failover=FailoverConfig(wait_s=120.0),
+            **{"routing_policy": "round_robin", **config},
+        ),
+        router_id="r",
+        timings=RouterTimings(drain_s=0.0),
+        tracing=tracing,
+    )
+    async with running(router, len(workers)):
+        yield router
