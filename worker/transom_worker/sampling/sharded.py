@@ -116,7 +116,7 @@ class ShardedSampler(Sampler):
     def _best_of_slices(
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
     ) -> torch.Tensor:
-        """Return the ids with the best scores of all ranks, int64 [N]; of equal scores, the lowest. CPU kernels need `seq_ids`.
+        """Return the ids with the best scores of all ranks, int64 [N]; of equal scores, the lowest. CPU kernels need `seq_ids`."""
         if uses_cpu_kernels(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
