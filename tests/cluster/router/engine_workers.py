@@ -27,7 +27,7 @@ from transom_worker.replica import WorkerReplica
 
 PROMPT = tuple(range(5, 405))
 HIT = 384  # of PROMPT: whole blocks, and a token left to compute
-HYBRID = {"window": 40, "window_pattern": "SF", "sinks": 4}
+HYBRID: dict[str, Any] = {"window": 40, "window_pattern": "SF", "sinks": 4}
 
 
 class LocalPeers:

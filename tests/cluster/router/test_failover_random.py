@@ -148,9 +148,8 @@ class Cluster(RuleBasedStateMachine):
         self.num_losses += 1
         worker, other = (data.draw(st.sampled_from(self.alive())) for _ in range(2))
         if how == "host":
-            self.on_loop(
-                lambda: [one.kill("host_lost") for one in {one.worker: one for one in (worker, other)}.values()]
-            )
+            self.on_loop(lambda: worker.kill("host_lost"), num_turns=0)
+            self.on_loop(lambda: other.kill("host_lost"))
         elif how == "ranks":
             lost = ErrorInfo.of(WorkerLost("It lost a rank.", loss_cause="killed", num_lost=worker.num_running))
             worker.admission_error = lost

@@ -37,11 +37,10 @@ class StubHandle:
 
 async def test_others_answer_and_the_own_answer_is_dropped() -> None:
     handle = StubHandle(("a", "page of a"), ("me", None), ("b", "page of b"))
-    assert await ServeRouterPeers("me", lambda: handle).ask_others(metrics_page, timeout_s=120) == [
-        "page of a",
-        "page of b",
-    ]
-    assert handle.asked == [("answer_peer", "me", metrics_page)]
+    others = ServeRouterPeers("me", lambda: handle)
+    query = partial(metrics_page, openmetrics=True)
+    assert await others.ask_others(query, timeout_s=120) == ["page of a", "page of b"]
+    assert handle.asked == [("answer_peer", "me", query)]
 
 
 async def test_a_router_that_fails_costs_its_own_answer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,7 +36,8 @@ def test_router_and_worker_have_a_line_for_each_request_and_none_contains_the_pr
     spans = Tracing(
         TracingConfig(endpoint="http://127.0.0.1:9"), role="router", name="r", exporter=InMemorySpanExporter()
     )
-    tracing, logged = RouterTracing(spans, model="tiny"), {"log_format": "json"}
+    tracing = RouterTracing(spans, model="tiny")
+    logged: dict[str, Any] = {"log_format": "json"}
     with (
         engine_server(tiny_model, server=logged, tracing=tracing, kv_cache_memory_bytes="8MiB", **logged) as running,
         httpx.Client(base_url=running.url, timeout=120, trust_env=False) as client,
