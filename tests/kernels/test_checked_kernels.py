@@ -95,12 +95,14 @@ def a_kernel_that_touches_other_memory_raises() -> None:
         launch(kernel, 3, [x, out, 40])
 
 
+@pytest.mark.timeout(1800)  # after a change to the compiler all kernels are compiled
 def test_no_access_outside_of_its_memory() -> None:
     """The daily tests compile for a processor with AVX2 alone, so that one child process tests both."""
     run_in_child(TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="" if ALL_TESTS else "haswell")
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_processors(processor: str) -> None:
     other, own = named_target(processor), cpu_target()
