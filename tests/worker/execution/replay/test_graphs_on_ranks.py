@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.matrices import some_daily
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import HandScheduler
 from tests.worker.execution.replay import test_decode_graphs
@@ -53,7 +54,10 @@ def test_ranks_replay_what_one_rank_computes(checkpoint: Path) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("fault", "num_graphs"), [("once", NUM_SIZES), ("twice", NUM_SIZES - 1), ("fails", 0)])
+@pytest.mark.parametrize(
+    ("fault", "num_graphs"),
+    some_daily([("once", NUM_SIZES), ("twice", NUM_SIZES - 1), ("fails", 0)], daily=[("twice", NUM_SIZES - 1)]),
+)
 def test_what_fails_on_one_rank_is_given_up_by_all(checkpoint: Path, fault: str, num_graphs: int) -> None:
     """Rank 1's first graph is wrong once, or twice; or its second capture fails."""
     assert [found[:2] for found in on_ranks(checkpoint, fault)] == [(num_graphs, 0)] * SIZE
