@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.test_combinations import NUM_TOKENS, prompts
+from tests.end_to_end.test_combinations import NUM_TOKENS, compare, prompts
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.oracle_answers import oracle_answers
@@ -86,14 +86,10 @@ def check(
     """All prompts twice: from nothing, and resumed over what is cached then."""
     want = [expected[policy_of(policies, i)][i] for i in range(len(prompts()))]
     fresh = run(engine, requests(policies, "fresh"))
-    assert different([whole.token_ids for whole in fresh], want) == []
+    compare([whole.token_ids for whole in fresh], want, policies, None)
     again = run(engine, requests(policies, "again", want))
-    assert different([whole.token_ids for whole in again], [w[i % NUM_TOKENS :] for i, w in enumerate(want)]) == []
+    compare([whole.token_ids for whole in again], [w[i % NUM_TOKENS :] for i, w in enumerate(want)], policies, None)
     return fresh + again
-
-
-def different(got: Answers, want: Answers) -> list[int]:
-    return [i for i, tokens in enumerate(got) if tokens != want[i]]
 
 
 def num_compared(engine: Engine) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine_driver import OnThread, drain, make_engine, make_request, run
 from tests.thread_ranks import ThreadRanks
+from tests.worker.conftest import Start
 from tests.worker.engine.test_engine_restart import Fragile
 from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.errors import ConfigError, EngineDead, Overloaded
@@ -45,8 +46,10 @@ def prompts(count: int) -> list[list[int]]:
     return [[5 + number, *(11 + (index * (number + 3)) % 900 for index in range(255))] for number in range(count)]
 
 
-def engine_on(model: Path, folder: Path, **settings: object) -> Engine:
-    return make_engine(str(model), device="cpu", disk_cache=str(folder), **(SETTINGS | settings))
+@pytest.fixture
+def open_engine(start: Start, tmp_path: Path) -> Start:
+    """Starts engines whose disk tier is in `tmp_path`."""
+    return lambda **settings: start(device="cpu", disk_cache=str(tmp_path), **(SETTINGS | settings))
 
 
 def disk_of(engine: Engine) -> EngineDiskTier:
@@ -64,14 +67,6 @@ def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = N
     return found
 
 
-def write(model: Path, folder: Path, **settings: object) -> list[tuple[list[int], int]]:
-    """Have an engine answer prompts and stop, so that the folder has their blocks; return the answers."""
-    engine = engine_on(model, folder, **settings)
-    found = answers(engine, prompts(8))
-    engine.shutdown()
-    return found
-
-
 Answers = list[tuple[list[int], int]]
 Written = tuple[Path, Answers]
 
@@ -79,7 +74,10 @@ Written = tuple[Path, Answers]
 @pytest.fixture(scope="module")
 def written_once(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     folder = tmp_path_factory.mktemp("written")
-    return folder, write(tiny_model, folder)
+    engine = make_engine(str(tiny_model), device="cpu", disk_cache=str(folder), **SETTINGS)
+    found = answers(engine, prompts(8))
+    engine.shutdown()
+    return folder, found
 
 
 @pytest.fixture
@@ -100,13 +98,15 @@ RANKS: dict[str, Any] = {"executor": partial(ThreadRanks, size=2), "kv_cache_mem
 
 @pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full", "windows", "two ranks"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
+    open_engine: Start, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    expected = write(tiny_model, tmp_path, **settings)
+    first = open_engine(**settings)
+    expected = answers(first, prompts(8))
+    first.shutdown()
     assert [cached for _, cached in expected] == [0] * 8
     num_ranks = 1 + ("executor" in settings)
     assert len(list((tmp_path / "transom-kv").iterdir())) == num_ranks + 1  # a folder each, and the count of bytes
-    second = engine_on(tiny_model, tmp_path, **settings)
+    second = open_engine(**settings)
     found = answers(second, prompts(8))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     cached = [count for _, count in found]
@@ -114,13 +114,12 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
     if num_ranks == 1:  # several report their usage once a second
         assert usage(second).num_read > 0
         assert usage(second).num_broken == 0
-    second.shutdown()
 
 
-def test_a_space_under_one_block_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_space_under_one_block_is_refused(open_engine: Start) -> None:
     with pytest.raises(ConfigError, match=r"--disk-space is 6000 bytes; .* up to 8308"):
-        engine_on(tiny_model, tmp_path, disk_space=6000)
-    engine_on(tiny_model, tmp_path, disk_space=8308).shutdown()
+        open_engine(disk_space=6000)
+    open_engine(disk_space=8308).shutdown()
 
 
 def cut(path: Path) -> None:
@@ -135,34 +134,32 @@ def change(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, change, Path.unlink])
 def test_broken_files_are_computed_again(
-    tiny_model: Path, tmp_path: Path, written: Answers, damage: Callable[[Path], None]
+    open_engine: Start, tmp_path: Path, written: Answers, damage: Callable[[Path], None]
 ) -> None:
     files = sorted(tmp_path.rglob("*.kv"))
     assert files
-    second = engine_on(tiny_model, tmp_path)
+    second = open_engine()
     for path in files[::3]:
         damage(path)
     assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in written[:6]]
     assert usage(second).num_missing + usage(second).num_broken > 0
     assert (usage(second).num_broken > 0) == (damage is not Path.unlink)
-    second.shutdown()
 
 
-def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path) -> None:
-    first = engine_on(tiny_model, tmp_path)
+def test_salts_separate_and_other_models_too(open_engine: Start) -> None:
+    first = open_engine()
     answers(first, prompts(6), salt="a")
     first.shutdown()
-    second = engine_on(tiny_model, tmp_path)
+    second = open_engine()
     assert [cached for _, cached in answers(second, prompts(2), salt="b")] == [0, 0]
     assert max(cached for _, cached in answers(second, prompts(6), salt="a")) >= 200
     second.shutdown()
-    other = engine_on(tiny_model, tmp_path, **WINDOWS)
+    other = open_engine(**WINDOWS)
     assert [cached for _, cached in answers(other, prompts(2), salt="a")] == [0, 0]
-    other.shutdown()
 
 
-def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
-    engine = engine_on(tiny_model, tmp_path)
+def test_a_held_request_that_is_aborted_leaves_nothing(open_engine: Start, written: Answers) -> None:
+    engine = open_engine()
     imports = engine.scheduler.cache.tiers.imports
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
@@ -177,13 +174,12 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     assert not imports.opened
     ((_, cached),) = answers(engine, prompts(1))
     assert cached >= 200  # what was loaded is found nevertheless
-    engine.shutdown()
 
 
 def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_takes(
-    tiny_model: Path, tmp_path: Path, written: Answers
+    open_engine: Start, written: Answers
 ) -> None:
-    engine = engine_on(tiny_model, tmp_path)
+    engine = open_engine()
     engine.add(replace(make_request("hostile", prompts(1)[0], max_tokens=6), client="hostile"))
     (loading,) = disk_of(engine)._loading.values()
     waiting = engine.scheduler.admission.waiting
@@ -195,11 +191,10 @@ def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_take
         engine.add(replace(request, client="victim"))
         assert [one.request.request_id for one in waiting.held] == names
     drain(engine)
-    engine.shutdown()
 
 
-def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
-    engine = engine_on(tiny_model, tmp_path, executor=Fragile)
+def test_a_restart_of_the_ranks_ends_imports(open_engine: Start, written: Answers) -> None:
+    engine = open_engine(executor=Fragile)
     executor = engine.executor
     assert isinstance(executor, Fragile)
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
@@ -213,10 +208,9 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, w
     assert not engine.scheduler.cache.tiers.imports.opened
     engine.step()
     assert answers(engine, prompts(1))[0][0] == written[0][0]
-    engine.shutdown()
 
 
-def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_window_policy_hits_what_it_left_on_the_disk(open_engine: Start) -> None:
     """Under its own key: neither another policy nor none finds it."""
     policy = WindowPolicy(sinks=4, window=100)
 
@@ -225,35 +219,33 @@ def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_pat
         (whole,) = run(engine, [request])
         return whole.token_ids, whole.num_cached_tokens
 
-    first = engine_on(tiny_model, tmp_path)
+    first = open_engine()
     expected = [ask(first, policy, number) for number in range(12)]
     first.shutdown()
-    second = engine_on(tiny_model, tmp_path)
+    second = open_engine()
     assert ask(second, WindowPolicy(sinks=4, window=99), 0)[1] == 0
     assert ask(second, None, 1)[1] == 0
     found = [ask(second, policy, number) for number in range(12)]
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert all(cached >= 100 for _, cached in found)
     assert usage(second).num_broken == usage(second).num_missing == 0
-    second.shutdown()
 
 
-def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
-    engine = engine_on(tiny_model, tmp_path, max_num_seqs=1, max_waiting=1)
+def test_a_refused_request_begins_no_import(open_engine: Start, written: Answers) -> None:
+    engine = open_engine(max_num_seqs=1, max_waiting=1)
     for number in (5, 6):
         engine.add(make_request(f"first {number}", prompts(7)[number], max_tokens=6))
     with pytest.raises(Overloaded):
         engine.add(make_request("refused", prompts(1)[0], max_tokens=6))
     drain(engine)
     assert not engine.scheduler.cache.tiers.imports.opened
-    engine.shutdown()
 
 
 def test_a_slow_disk_does_not_stop_other_requests(
-    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
+    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
-    engine = engine_on(tiny_model, tmp_path)
+    engine = open_engine()
     tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
     goes_on, read = threading.Event(), tier._folder.read
 
@@ -281,13 +273,12 @@ def test_a_slow_disk_does_not_stop_other_requests(
     events += drain(engine)
     found = [event.usage for event in events if event.request_id == "slow" and event.usage is not None]
     assert found[0].num_cached_tokens >= found[0].num_disk_tokens >= 200
-    engine.shutdown()
 
 
 def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
-    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
+    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_on(tiny_model, tmp_path)
+    engine = open_engine()
     disk, changes = disk_of(engine), engine.scheduler.cache.changes
     disk.watch._ended.set()  # no listing but those of the test
     answers_again = hang(monkeypatch)
@@ -316,13 +307,12 @@ def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
     assert not engine.scheduler.cache.tiers.imports.opened
     (tokens, cached), *_ = answers(engine, [prompts(8)[5]])
     assert (tokens, cached >= 200) == (written[5][0], True)
-    engine.shutdown()
 
 
 def test_a_late_load_that_fails_is_no_answer_of_the_disk(
-    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
+    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_on(tiny_model, tmp_path)
+    engine = open_engine()
     disk = disk_of(engine)
     disk.watch._ended.set()  # no listing but those of the test
     index = engine.scheduler.cache.tiers.disk
@@ -343,7 +333,6 @@ def test_a_late_load_that_fails_is_no_answer_of_the_disk(
     disk.take_news()
     assert not disk.is_away  # no load is left that could tell, so the next one tries
     fails()
-    engine.shutdown()
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -359,9 +348,9 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return goes_on.set
 
 
-def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
+def test_a_missing_file_is_tried_once(open_engine: Start, tmp_path: Path, written: Answers) -> None:
     """The index learns of it from the failed read, without a listing, and of the other blocks' files by the next listing."""
-    engine = engine_on(tiny_model, tmp_path)
+    engine = open_engine()
     disk_of(engine).watch._ended.set()  # no listing but those of the test
     index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
@@ -378,30 +367,28 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, written:
     disk_of(engine).watch.look()
     disk_of(engine).take_news()
     assert index.num_blocks >= num_files - 1
-    engine.shutdown()
 
 
-def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_in_memory_at_an_orderly_end_is_written(open_engine: Start, tmp_path: Path) -> None:
     """Nothing was evicted, and a request is under way."""
-    first = engine_on(tiny_model, tmp_path)
+    first = open_engine()
     expected = answers(first, prompts(2))
     first.add(make_request("under way", prompts(3)[2], max_tokens=100))
     first.step()
     assert not list(tmp_path.rglob("*.kv"))
     first.fail(EngineDead("The worker is shutting down.", loss_cause="stopped"))
     first.shutdown()
-    second = engine_on(tiny_model, tmp_path)
+    second = open_engine()
     found = answers(second, prompts(2))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert all(cached >= 200 for _, cached in found)
-    second.shutdown()
 
 
 @pytest.mark.parametrize("why", ["it failed", "the disk is too slow"])
 def test_an_end_that_writes_nothing(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    open_engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    first = engine_on(tiny_model, tmp_path)
+    first = open_engine()
     answers(first, prompts(2))
     if why == "it failed":
         first.fail(EngineDead("A step failed.", loss_cause="exception"))
@@ -411,10 +398,10 @@ def test_an_end_that_writes_nothing(
     assert not list(tmp_path.rglob("*.kv"))
 
 
-def test_an_idle_engine_tells_routers_of_files_that_others_write(tiny_model: Path, tmp_path: Path) -> None:
-    engine = engine_on(tiny_model, tmp_path)
+def test_an_idle_engine_tells_routers_of_files_that_others_write(open_engine: Start, tmp_path: Path) -> None:
+    engine = open_engine()
     listening = OnThread(engine)
-    other = engine_on(tiny_model, tmp_path)
+    other = open_engine()
     answers(other, prompts(2))
     other.shutdown()
     disk_of(engine).watch.look()  # as its thread does

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine_driver import Whole, are_close, make_engine, make_request, num_active, run
+from tests.engine_driver import Whole, are_close, make_request, num_active, run
 from tests.matrices import matrix
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
+from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
 from transom_core.errors import EngineDead
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
@@ -34,10 +34,8 @@ def requests() -> list[Request]:
     return [make_request(f"r{i}", prompt(i, length), max_tokens=12, **kinds[i % 3]) for i, length in enumerate(lengths)]
 
 
-def make(model: Path, **settings: Any) -> tuple[Engine, OutOfMemoryExecutor]:
-    engine = make_engine(
-        str(model), executor=OutOfMemoryExecutor, block_size=8, **{"max_num_batched_tokens": 64, **settings}
-    )
+def make(start: Start, **settings: Any) -> tuple[Engine, OutOfMemoryExecutor]:
+    engine = start(executor=OutOfMemoryExecutor, block_size=8, **{"max_num_batched_tokens": 64, **settings})
     assert isinstance(engine.executor, OutOfMemoryExecutor)
     return engine, engine.executor
 
@@ -61,8 +59,8 @@ def at_steps(faults: dict[int, Place]) -> Callable[[StepPlan], Place | None]:
 
 
 @pytest.mark.parametrize(("place", "steps_in_flight"), matrix(PLACES, [1, 2], strength=1))
-def test_one_request_ends_and_the_others_are_exact(tiny_model: Path, place: Place, steps_in_flight: int) -> None:
-    engine, executor = make(tiny_model, steps_in_flight=steps_in_flight)
+def test_one_request_ends_and_the_others_are_exact(start: Start, place: Place, steps_in_flight: int) -> None:
+    engine, executor = make(start, steps_in_flight=steps_in_flight)
     calm = run(engine, requests())
     executor.fault = at_steps({engine.scheduler._planner._next_step + n: place for n in (0, 3, 12)})
     answers, errors = run_to_the_end(engine, requests())
@@ -80,11 +78,10 @@ def test_one_request_ends_and_the_others_are_exact(tiny_model: Path, place: Plac
     assert b"transom_out_of_memory_steps_total" in engine.metrics.text()
     again = run(engine, requests())  # what the failed steps left in the cache is right
     assert [one.token_ids for one in again] == [one.token_ids for one in calm]
-    engine.shutdown()
 
 
-def test_the_request_that_asked_for_the_most_ends(tiny_model: Path) -> None:
-    engine, executor = make(tiny_model)
+def test_the_request_that_asked_for_the_most_ends(start: Start) -> None:
+    engine, executor = make(start)
     asked = [make_request(f"r{n}", prompt(n, n), max_tokens=4) for n in (5, 40, 9)]
     executor.fault = at_steps({0: "end"})
     answers, errors = run_to_the_end(engine, asked)
@@ -92,12 +89,11 @@ def test_the_request_that_asked_for_the_most_ends(tiny_model: Path) -> None:
     assert errors["r40"].error is not None
     assert "40 tokens computed, 1 positions with logits, 40 tokens of context" in errors["r40"].error.message
     assert all(len(whole.token_ids) == 4 for request_id, whole in answers.items() if request_id != "r40")
-    engine.shutdown()
 
 
-def test_an_engine_without_progress_ends(tiny_model: Path) -> None:
+def test_an_engine_without_progress_ends(start: Start) -> None:
     """The last culprits end with the reason; the others may migrate."""
-    engine, executor = make(tiny_model)
+    engine, executor = make(start)
     executor.fault = lambda plan: "forward"
     _, errors = run_to_the_end(engine, requests())
     assert executor.num_faults == MAX_OUT_OF_MEMORY
@@ -105,12 +101,11 @@ def test_an_engine_without_progress_ends(tiny_model: Path) -> None:
     assert sorted(kinds) == ["EngineDead"] * 3 + ["OutOfMemory"] * 3
     with pytest.raises(EngineDead, match="ran out of memory"):
         engine.add(make_request("late", [5]))
-    engine.shutdown()
 
 
-def test_a_failed_steps_tensors_are_freed(tiny_model: Path) -> None:
+def test_a_failed_steps_tensors_are_freed(start: Start) -> None:
     """The error passed through frames that have tensors as local variables."""
-    engine, executor = make(tiny_model)
+    engine, executor = make(start)
     seen: list[weakref.ref[torch.Tensor]] = []
     runner = executor._runner
     assert runner is not None
@@ -132,11 +127,10 @@ def test_a_failed_steps_tensors_are_freed(tiny_model: Path) -> None:
         gc.enable()
         runner._sampler.launch = launch  # type: ignore[method-assign]
     assert len(run(engine, [make_request("again", prompt(0, 40), max_tokens=3)])[0].token_ids) == 3
-    engine.shutdown()
 
 
-def test_steps_are_smaller_for_a_while(tiny_model: Path) -> None:
-    engine, executor = make(tiny_model)
+def test_steps_are_smaller_for_a_while(start: Start) -> None:
+    engine, executor = make(start)
     sizes: list[int] = []
 
     def fault(plan: StepPlan) -> Place | None:
@@ -146,7 +140,6 @@ def test_steps_are_smaller_for_a_while(tiny_model: Path) -> None:
     executor.fault = fault
     run_to_the_end(engine, [make_request("long", prompt(0, 64)), make_request("next", prompt(1, 80), max_tokens=4)])
     assert sizes[:4] == [64, 32, 32, 16]
-    engine.shutdown()
 
 
 def test_a_limit_grows_back() -> None:

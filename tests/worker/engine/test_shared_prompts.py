@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import make_request, run
 from tests.matrices import some_daily
 from tests.tiny_checkpoints import HybridCase
+from tests.worker.conftest import Start
 from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
 
@@ -35,20 +36,17 @@ def requests() -> list[Request]:
     return [*choices, make_request("greedy", SHARED, max_tokens=16), *parted, make_request("short", SHARED[:9])]
 
 
-def alone(model: Path, case: HybridCase) -> list[list[int]]:
-    engine = make_engine(str(model), **case.settings(), **SETTINGS, enable_prefix_caching=False)
-    answers = [run(engine, [request])[0].token_ids for request in requests()]
-    engine.shutdown()
-    return answers
+def alone(start: Start, case: HybridCase) -> list[list[int]]:
+    engine = start(**case.settings(), **SETTINGS, enable_prefix_caching=False)
+    return [run(engine, [request])[0].token_ids for request in requests()]
 
 
 @pytest.mark.parametrize("name", some_daily(MODELS, ["SSF with sinks", "windows only"]))
-def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name: str) -> None:
+def test_shared_prompts_give_the_outputs_of_separate_ones(start: Start, name: str) -> None:
     case, tight_kib = MODELS[name]
-    want = alone(tiny_model, case)
+    want = alone(start, case)
     for chunk, steps_in_flight, kib in ((1024, 1, ROOMY_KIB), (1024, 2, ROOMY_KIB), (64, 2, tight_kib)):
-        engine = make_engine(
-            str(tiny_model),
+        engine = start(
             **case.settings(),
             **SETTINGS,
             max_num_batched_tokens=chunk,
@@ -68,19 +66,16 @@ def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name
                 0,
             ]  # whole units of 8 tokens
         assert (engine.scheduler.work.num_preemptions > 0) == (kib != ROOMY_KIB)
-        engine.shutdown()
 
 
-def test_a_prompt_on_the_disk_is_read_and_loaded_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+def test_a_prompt_on_the_disk_is_read_and_loaded_once(start: Start, tmp_path: Path, fast_reads: None) -> None:
     """Four choices wait for one import, and then for one load."""
     case = MODELS["SSF with sinks"][0]
-    want = alone(tiny_model, case)
+    want = alone(start, case)
 
     def engine_on_disk() -> Engine:
         disk: dict[str, Any] = {"disk_cache": str(tmp_path), "disk_space": "64MiB", "swap_space": "8MiB"}
-        return make_engine(
-            str(tiny_model), **case.settings(), **SETTINGS, **disk, kv_cache_memory_bytes=ROOMY_KIB << 10
-        )
+        return start(**case.settings(), **SETTINGS, **disk, kv_cache_memory_bytes=ROOMY_KIB << 10)
 
     first = engine_on_disk()
     run(first, requests()[:1])

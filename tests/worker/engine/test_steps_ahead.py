@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.device_ahead import AheadExecutor
-from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.engine_driver import Whole, make_request, run
+from tests.worker.conftest import Start
 from transom_core.contract import HeavyPolicy, Request, WindowPolicy
 
 PROMPTS = [[(29 * i + 13 * j) % 900 + 50 for j in range(5 + 11 * i)] for i in range(5)]
 TOKENS = 20
 
 
-def answers(model: Path, requests: list[Request], **settings: Any) -> tuple[list[Whole], AheadExecutor | None]:
-    engine = make_engine(str(model), block_size=8, max_model_len=256, **settings)
+def answers(start: Start, requests: list[Request], **settings: Any) -> tuple[list[Whole], AheadExecutor | None]:
+    engine = start(block_size=8, max_model_len=256, **settings)
     got = run(engine, requests)
-    engine.shutdown()
     return got, engine.executor if isinstance(engine.executor, AheadExecutor) else None
 
 
@@ -27,10 +26,10 @@ def requests(**params: Any) -> list[Request]:
     return [make_request(str(i), prompt, max_tokens=TOKENS, **params) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_nothing_waits_between_the_launches_of_plain_steps(tiny_model: Path) -> None:
+def test_nothing_waits_between_the_launches_of_plain_steps(start: Start) -> None:
     """The device has the next step before the host waits for this one, but for the last step, after which nothing is left."""
-    want, _ = answers(tiny_model, requests(), steps_in_flight=1)
-    got, executor = answers(tiny_model, requests(), steps_in_flight=2, executor=AheadExecutor)
+    want, _ = answers(start, requests(), steps_in_flight=1)
+    got, executor = answers(start, requests(), steps_in_flight=2, executor=AheadExecutor)
     assert got == want
     assert executor is not None
     log = executor.queue.log
@@ -50,40 +49,40 @@ def test_nothing_waits_between_the_launches_of_plain_steps(tiny_model: Path) -> 
     ],
     ids=lambda params: "-".join(params),
 )
-def test_parameters_keep_their_meaning(tiny_model: Path, params: dict[str, Any]) -> None:
+def test_parameters_keep_their_meaning(start: Start, params: dict[str, Any]) -> None:
     """Beside plain rows, so that one step has both."""
     mixed = [one for pair in zip(requests(**params), requests(), strict=True) for one in pair]
     mixed = [replace(request, request_id=str(i)) for i, request in enumerate(mixed)]
-    want, _ = answers(tiny_model, mixed, steps_in_flight=1)
-    got, _ = answers(tiny_model, mixed, steps_in_flight=2, executor=AheadExecutor)
+    want, _ = answers(start, mixed, steps_in_flight=1)
+    got, _ = answers(start, mixed, steps_in_flight=2, executor=AheadExecutor)
     assert got == want
 
 
-def test_a_stop_costs_one_token_of_the_device_and_no_wrong_one(tiny_model: Path) -> None:
-    plain, _ = answers(tiny_model, requests(), steps_in_flight=1)
+def test_a_stop_costs_one_token_of_the_device_and_no_wrong_one(start: Start) -> None:
+    plain, _ = answers(start, requests(), steps_in_flight=1)
     stops = [whole.token_ids[3 + 2 * i] for i, whole in enumerate(plain)]
     stopping = [
         make_request(str(i), prompt, max_tokens=TOKENS, stop_token_ids=(stop,))
         for i, (prompt, stop) in enumerate(zip(PROMPTS, stops, strict=True))
     ]
-    want, _ = answers(tiny_model, stopping, steps_in_flight=1)
-    got, _ = answers(tiny_model, stopping, steps_in_flight=2, executor=AheadExecutor)
+    want, _ = answers(start, stopping, steps_in_flight=1)
+    got, _ = answers(start, stopping, steps_in_flight=2, executor=AheadExecutor)
     assert got == want
     assert any(len(whole.token_ids) < TOKENS for whole in got)
 
 
-def test_kv_policies_wait_for_their_tokens(tiny_model: Path) -> None:
+def test_kv_policies_wait_for_their_tokens(start: Start) -> None:
     policies = (WindowPolicy(window=16), HeavyPolicy(budget=64), None, None, None)
     mixed = [replace(one, kv_policy=policy) for one, policy in zip(requests(), policies, strict=True)]
-    want, _ = answers(tiny_model, mixed, steps_in_flight=1)
-    got, _ = answers(tiny_model, mixed, steps_in_flight=2, executor=AheadExecutor)
+    want, _ = answers(start, mixed, steps_in_flight=1)
+    got, _ = answers(start, mixed, steps_in_flight=2, executor=AheadExecutor)
     assert got == want
 
 
-def test_a_step_that_runs_out_of_memory_costs_one_request(tiny_model: Path) -> None:
+def test_a_step_that_runs_out_of_memory_costs_one_request(start: Start) -> None:
     """What was launched before it counts, what was planned after it is planned anew."""
-    want, _ = answers(tiny_model, requests(), steps_in_flight=1)
-    engine = make_engine(str(tiny_model), steps_in_flight=2, executor=AheadExecutor)
+    want, _ = answers(start, requests(), steps_in_flight=1)
+    engine = start(steps_in_flight=2, executor=AheadExecutor)
     assert isinstance(engine.executor, AheadExecutor)
     runner = engine.executor._runner
     assert runner is not None
@@ -107,4 +106,3 @@ def test_a_step_that_runs_out_of_memory_costs_one_request(tiny_model: Path) -> N
     for i, whole in enumerate(want):
         got = tokens[str(i)]
         assert got == whole.token_ids[: len(got) if str(i) in failed else None]
-    engine.shutdown()
