@@ -65,6 +65,7 @@ class RankUsage:
 
     `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
     decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program; all of them only decode.
+    `num_wrong_graphs` counts the sizes of decode steps that run eagerly because their CUDA graph computed something else, twice.
     `other_bytes` is the memory that the process holds now beyond weights and KV pool.
     """
 
@@ -74,6 +75,7 @@ class RankUsage:
     num_eager_steps: int = 0
     num_eager_decodes: int = 0
     num_graph_steps: int = 0
+    num_wrong_graphs: int = 0
     disk: DiskUsage | None = None  # None without a disk tier
 
 

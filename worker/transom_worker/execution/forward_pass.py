@@ -38,6 +38,11 @@ class ForwardPass:
         """The number of captured CUDA graphs, one for each size of decode steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
+    @property
+    def num_wrong_graphs(self) -> int:
+        """The number of sizes that have no graph because theirs computed something else."""
+        return 0 if self._replay is None else self._replay.num_wrong
+
     def prepare(
         self, plan: StepPlan, store: SequenceStore, sampled_S: torch.Tensor | None = None
     ) -> Callable[[], StepLogits]:

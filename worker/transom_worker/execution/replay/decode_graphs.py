@@ -68,6 +68,7 @@ class DecodeGraphs(DecodeReplay):
         self._logits_BV = torch.zeros(sizes.num_seqs[-1], num_columns, dtype=torch.float32, device=builder.device)
         self._captured: dict[DecodeSize, _Captured] = {}
         self._prepared: GraphInputs | None = None
+        self.num_wrong = 0  # sizes that were dropped
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -114,9 +115,37 @@ class DecodeGraphs(DecodeReplay):
         check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
         self._captured[size] = _Captured(inputs, graph)
 
+    def first_wrong_layer(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> int | None:
+        """Capture a size that `capture` found wrong once more, with sums over each layer's outputs.
+
+        Returns the first layer whose sums in a replay differ from those in a forward pass; None if no layer's do.
+        """
+        inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
+        shape = (2, self._model.architecture.num_layers, size.num_seqs)  # sums, and sums of absolute values
+        sums, replayed = (torch.zeros(shape, device=self.builder.device) for _ in range(2))
+
+        def run() -> None:
+            batch = inputs.forward_batch()
+            batch.after_layer = note
+            self._model.forward(batch)
+
+        def note(layer: int, x_BN: torch.Tensor) -> None:
+            sums[0, layer], sums[1, layer] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
+
+        self._load(inputs, first, plan_work_by_key(first, self._launch_keys))
+        graph = self._device.capture(run)
+        self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
+        graph.replay()
+        replayed.copy_(sums)
+        run()
+        differs = ~((replayed[0] - sums[0]).abs() <= self.tolerance * sums[1])  # NaN differs
+        wrong = differs.any(-1).tolist()
+        return wrong.index(True) if any(wrong) else None
+
     def drop(self, size: DecodeSize) -> None:
         """Run steps of a size eagerly, because its graph on this or another rank is wrong."""
         self._captured.pop(size, None)
+        self.num_wrong += 1
 
     def _replayed(self, graph: Replayable, num_seqs: int) -> torch.Tensor:
         graph.replay()

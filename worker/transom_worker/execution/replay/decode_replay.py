@@ -27,7 +27,9 @@ class PolicyVariant:
 
 
 class DecodeReplay(ABC):
-    """The recorded decode steps of one model."""
+    """The recorded decode steps of one model. `num_wrong` counts sizes that are not replayed because their recording is wrong."""
+
+    num_wrong = 0
 
     @abstractmethod
     def prepare(

@@ -2,7 +2,7 @@
 
 If a size's graph gives other logits than the forward pass, it is captured and checked once more over other steps: cuBLAS may round
 a product differently on the capture's stream, which may change the choice of an expert in a mixture of experts. If the second graph
-differs too, steps of this size run eagerly; other sizes keep their graphs.
+differs too, steps of this size run eagerly, and the log names the first layer that differs; other sizes keep their graphs.
 
 With several ranks, a step's collectives complete only if all ranks replay it, or all run it eagerly. So ranks capture the same
 sizes in the same order and exchange the outcome of each try; all keep a graph, or none does. They choose the same size for a step
@@ -117,10 +117,9 @@ class _Capture:
             if outcome is _Outcome.DIFFERS:
                 graphs.drop(size)
                 logger.warning(
-                    "Decode steps of %s run without CUDA graphs, which is slower: %s.",
-                    size,
-                    error or "another rank's differs",
-                )
+                    "Decode steps of %s run without CUDA graphs, which is slower: %s; %s.",
+                    size, error or "another rank's graph is wrong", self._where(graphs, size),
+                )  # fmt: skip
         spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
         logger.info(
             "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
@@ -138,10 +137,7 @@ class _Capture:
         for seed in TRIES:
             error = None
             try:
-                first, second = (
-                    self._steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1)
-                )
-                graphs.capture(size, first, second)
+                graphs.capture(size, *self._pair(graphs, size, seed))
                 own = _Outcome.RIGHT
             except ReplayMismatch as mismatch:
                 own, error = _Outcome.DIFFERS, mismatch
@@ -153,6 +149,25 @@ class _Capture:
             if worst is not _Outcome.DIFFERS:
                 break
         return worst, error
+
+    def _where(self, graphs: DecodeGraphs, size: DecodeSize) -> str:
+        """Return from which layer on this rank's replay of a size differs."""
+        try:
+            layer = graphs.first_wrong_layer(size, *self._pair(graphs, size, TRIES[-1]))
+        except RankLost:
+            raise
+        except Exception as error:
+            return f"its layers could not be compared ({type(error).__name__}: {error})"
+        return (
+            "all layers agree, so the output head differs"
+            if layer is None
+            else f"layer {layer} is the first that differs"
+        )
+
+    def _pair(self, graphs: DecodeGraphs, size: DecodeSize, seed: int) -> tuple[StepArrays, StepArrays]:
+        """Return the step that a size is captured over, and the one that it is checked over."""
+        first, second = (self._steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1))
+        return first, second
 
     def _exchange(self, own: _Outcome) -> _Outcome:
         """Return the worst outcome of all ranks."""

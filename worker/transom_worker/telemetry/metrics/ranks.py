@@ -73,6 +73,13 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
         ("rank", "mode"),
         crossed({rank: _steps(report, "eager", report.usage.num_eager_decodes) for rank, report in named}),
     )
+    yield own.gauges(
+        "transom_rank_wrong_graphs",
+        "Sizes of decode steps that run eagerly because their CUDA graph gave other logits than the forward pass, "
+        "twice; the log names the first layer that differs.",
+        ("rank",),
+        [((rank,), report.usage.num_wrong_graphs) for rank, report in named],
+    )
 
 
 def _steps(report: RankReport, others: str, num_others: int) -> dict[str, float]:
