@@ -15,7 +15,7 @@ import gzip
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -39,50 +39,29 @@ _HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
-class PublicAddress(NamedTuple):
-    """The API's address as clients outside the cluster see it.
+def discovery(names: Iterable[str], request: Request, *, model: str) -> list[dict[str, Any]]:
+    """Build the discovery document for processes by their names (`router/ID`, `worker/ID`), at the API's address as clients outside
+    the cluster see it.
 
-    `host` includes the port unless it is the scheme's default; `prefix` comes before every path of the app.
-    """
+    The address comes from a reverse proxy's headers, or from the request itself if there are none. The headers are
+    `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and `X-Forwarded-Proto`. If one has
+    several values, the first counts, which is the outermost proxy's. Values that do not look like a host or a path are ignored. A
+    client that forges these headers misleads only itself.
 
-    host: str
-    prefix: str
-    is_https: bool
-
-
-def public_address(request: Request) -> PublicAddress:
-    """Return the address from a reverse proxy's headers, or from the request itself if there are none.
-
-    The headers are `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and
-    `X-Forwarded-Proto`. If one has several values, the first counts, which is the outermost proxy's. Values that do not look like a
-    host or a path are ignored. A client that forges these headers misleads only itself.
+    The metrics pages have the labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin
+    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's `scheme` is used.
     """
     host = _forwarded(request, "host", _HOST) or request.url.netloc
     removed = _forwarded(request, "prefix", _PREFIX)
     mounted_at = request.scope.get("root_path", "").rstrip("/")
     # Ray Serve's `root_path` may already begin with the prefix that the header names, which must appear only once.
     prefix = mounted_at if f"{mounted_at}/".startswith(f"{removed}/") else removed + mounted_at
-    is_https = request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https")
-    return PublicAddress(host, prefix, is_https)
-
-
-def _forwarded(request: Request, name: str, shape: re.Pattern[str]) -> str:
-    value = request.headers.get(f"x-forwarded-{name}", "").partition(",")[0].strip().rstrip("/")
-    return value if shape.fullmatch(value) else ""
-
-
-def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[dict[str, Any]]:
-    """Build the discovery document for processes by their names (`router/ID`, `worker/ID`).
-
-    The metrics pages have the labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin
-    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's `scheme` is used.
-    """
-    shared = {"__metrics_path__": at.prefix + PROCESS_PATH, "__meta_transom_model": model}
-    if at.is_https:
+    shared = {"__metrics_path__": prefix + PROCESS_PATH, "__meta_transom_model": model}
+    if request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https"):
         shared["__scheme__"] = "https"
     return [
         {
-            "targets": [at.host],
+            "targets": [host],
             "labels": {
                 **shared,
                 "__param_name": name,
@@ -93,6 +72,11 @@ def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[di
         }
         for name in names
     ]
+
+
+def _forwarded(request: Request, name: str, shape: re.Pattern[str]) -> str:
+    value = request.headers.get(f"x-forwarded-{name}", "").partition(",")[0].strip().rstrip("/")
+    return value if shape.fullmatch(value) else ""
 
 
 _PROCESS_ERRORS: dict[int | str, dict[str, Any]] = {
@@ -115,7 +99,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
     @api.get("/metrics/sd", summary="Every process as a target, for Prometheus' HTTP service discovery")
     async def service_discovery(request: Request) -> list[dict[str, Any]]:
         names = await process_names(router)
-        return discovery(names, at=public_address(request), model=router.config.served_model_name)
+        return discovery(names, request, model=router.config.served_model_name)
 
     @api.get(
         PROCESS_PATH, summary="Prometheus metrics of one process that /metrics/sd names", responses=_PROCESS_ERRORS

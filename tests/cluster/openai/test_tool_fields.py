@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,11 +13,9 @@ from transom_cluster.openai.request.tool_fields import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     NO_PARAMETERS,
-    ToolChoice,
-    read_tool_choice,
     read_tools,
+    read_tools_demand,
     template_tools,
-    tools_demand,
 )
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import ToolsDemand, ToolSpec
@@ -38,6 +37,13 @@ def named(name: str) -> dict[str, Any]:
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+TOOLS = read_tools(raw([tool("f"), tool("g")]))
+
+
+def demand_of(choice: Raw, tools: Sequence[ToolSpec] = TOOLS) -> ToolsDemand | None:
+    return read_tools_demand(choice, tools, parallel=True)
 
 
 def refused(read: Any, value: Any) -> RequestError:
@@ -87,22 +93,6 @@ def test_a_deep_schema_is_refused_before_it_is_walked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "choice"),
-    [
-        (None, None),
-        ("none", ToolChoice(mode="none")),
-        ("auto", ToolChoice(mode="auto")),
-        ("required", ToolChoice(mode="required")),
-        (named("f"), ToolChoice(mode="required", names=("f",), single=True)),
-        (allowed("auto", "f", "g"), ToolChoice(mode="auto", names=("f", "g"))),
-        (allowed("required", "f"), ToolChoice(mode="required", names=("f",))),
-    ],
-)
-def test_every_choice(given: Any, choice: ToolChoice | None) -> None:
-    assert read_tool_choice(raw(given)) == choice
-
-
-@pytest.mark.parametrize(
     "given",
     [
         *("any", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}}, {"type": "custom"}),
@@ -111,21 +101,19 @@ def test_every_choice(given: Any, choice: ToolChoice | None) -> None:
     ids=str,
 )
 def test_another_choice_is_refused_with_what_is_allowed(given: Any) -> None:
-    assert refused(read_tool_choice, given).param == "tool_choice"
+    assert refused(demand_of, given).param == "tool_choice"
 
 
 def test_an_allowed_tool_of_another_form_is_named() -> None:
     given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("f"), {"name": "g"}]}}
-    assert refused(read_tool_choice, given).param == "tool_choice.allowed_tools.tools[1]"
-
-
-TOOLS = read_tools(raw([tool("f"), tool("g")]))
+    assert refused(demand_of, given).param == "tool_choice.allowed_tools.tools[1]"
 
 
 @pytest.mark.parametrize(
     ("choice", "parallel", "demand"),
     [
         (None, True, ToolsDemand("auto", ("f", "g"), parallel=True)),
+        ("auto", True, ToolsDemand("auto", ("f", "g"), parallel=True)),
         ("none", True, None),
         ("required", False, ToolsDemand("required", ("f", "g"), parallel=False)),
         (named("g"), True, ToolsDemand("required", ("g",), parallel=False)),
@@ -134,7 +122,7 @@ TOOLS = read_tools(raw([tool("f"), tool("g")]))
     ],
 )
 def test_what_an_answer_may_or_must_call(choice: Any, parallel: bool, demand: ToolsDemand | None) -> None:
-    assert tools_demand(TOOLS, read_tool_choice(raw(choice)), parallel=parallel) == demand
+    assert read_tools_demand(raw(choice), TOOLS, parallel=parallel) == demand
 
 
 @pytest.mark.parametrize(
@@ -148,11 +136,11 @@ def test_what_an_answer_may_or_must_call(choice: Any, parallel: bool, demand: To
 )
 def test_a_choice_that_the_tools_cannot_meet(tools: Any, choice: Any, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        tools_demand(tools, read_tool_choice(raw(choice)), parallel=True)
+        demand_of(raw(choice), tools)
     assert caught.value.param == "tool_choice"
     assert words in str(caught.value)
 
 
 def test_without_tools_nothing_is_demanded() -> None:
     for choice in (None, "none", "auto"):
-        assert tools_demand((), read_tool_choice(raw(choice)), parallel=True) is None
+        assert demand_of(raw(choice), ()) is None

@@ -21,9 +21,8 @@ from transom_cluster.openai.request.template_variables import (
 from transom_cluster.openai.request.tool_fields import (
     TOOL_CHOICE_SCHEMA,
     TOOLS_SCHEMA,
-    read_tool_choice,
     read_tools,
-    tools_demand,
+    read_tools_demand,
 )
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
@@ -78,11 +77,10 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
             RequestError: a field is wrong, or two fields contradict each other; `param` names the field.
         """
         tools = read_tools(self.tools)
-        parallel = self.parallel_tool_calls is not False
         variables = reasoning_variables(self.reasoning_effort, reasoning_parser=reasoning_parser)
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
-        demand = tools_demand(tools, read_tool_choice(self.tool_choice), parallel=parallel)
+        demand = read_tools_demand(self.tool_choice, tools, parallel=self.parallel_tool_calls is not False)
         message, message_param = read_answer_form(self.form_texts, find_marker)
         return AnswerOptions(
             tools=tools,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -48,16 +47,6 @@ class _ToolType(msgspec.Struct):
     type: str = "function"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolChoice:
-    """What `tool_choice` asks for. `mode` says whether the model may or must call functions, and `names` which ones; None means
-    all. A `single` choice asks for one call, even if `parallel_tool_calls` is true."""
-
-    mode: Literal["none", "auto", "required"]
-    names: tuple[str, ...] | None = None
-    single: bool = False
-
-
 TOOLS: LateField[list[Raw]] = LateField(
     "tools", Annotated[list[Raw], Meta(max_length=MAX_TOOLS)], max_bytes=MAX_TOOLS_BYTES
 )
@@ -92,8 +81,7 @@ def read_tools(text: Raw) -> tuple[ToolSpec, ...]:
 
     Raises:
         RequestError: there are too many tools, a tool has another type or is malformed, or two have the same name; `param` names
-        the
-            tool.
+            the tool.
     """
     tools = []
     for index, one in enumerate(TOOLS.read(text) or ()):
@@ -141,21 +129,43 @@ def check_names(tools: Sequence[ToolSpec], *, path: str) -> None:
             )
 
 
-def read_tool_choice(text: Raw) -> ToolChoice | None:
-    """Parse the field `tool_choice` of a chat; return None if it is not given.
+def read_tools_demand(text: Raw, tools: Sequence[ToolSpec], *, parallel: bool) -> ToolsDemand | None:
+    """Return which of `tools` an answer may or must call, by the field `tool_choice`; None if there are no tools or the client
+    wants no calls. A choice of one function asks for one call, even if `parallel` calls are allowed.
 
     Raises:
-        RequestError: the field has none of the allowed forms.
+        RequestError: the field has none of the allowed forms, or needs tools that the request does not have.
     """
+    mode, names, is_single = _chosen(text)
+    known = tuple(tool.name for tool in tools)
+    for name in names or ():
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise RequestError(
+                f"tool_choice names the function {name[:80]!r}, which is not among tools; they have: {listed}.",
+                param="tool_choice",
+            )
+    if mode == "required" and not tools:
+        raise RequestError("tool_choice is 'required', and there are no tools; send tools.", param="tool_choice")
+    if names == ():
+        raise RequestError("tool_choice allows no tool; name one, or send 'none'.", param="tool_choice")
+    if mode == "none" or not tools:
+        return None
+    called = known if names is None else tuple(dict.fromkeys(names))
+    return ToolsDemand(mode=mode, names=called, parallel=parallel and not is_single)
+
+
+def _chosen(text: Raw) -> tuple[Literal["none", "auto", "required"], tuple[str, ...] | None, bool]:
+    """Return whether the model may or must call functions, which ones (None: all), and whether only one call is wanted."""
     match given := _TOOL_CHOICE.read(text):
         case None:
-            return None
+            return "auto", None, False
         case "none" | "auto" | "required":
-            return ToolChoice(mode=given)
+            return given, None, False
         case {"type": "function", "function": {"name": str(name), **more}, **others} if not (more or others):
-            return ToolChoice(mode="required", names=(name,), single=True)
+            return "required", (name,), True
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
-            return ToolChoice(mode=mode, names=tuple(_allowed_name(index, one) for index, one in enumerate(allowed)))
+            return mode, tuple(_allowed_name(index, one) for index, one in enumerate(allowed)), False
     raise RequestError(
         f"tool_choice is {bytes(text)[:80].decode(errors='replace')}; send 'none', 'auto', 'required', "
         '{"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or '
@@ -170,31 +180,6 @@ def _allowed_name(index: int, entry: object) -> str:
             return name
     path = f"tool_choice.allowed_tools.tools[{index}]"
     raise RequestError(f'{path} must be {{"type": "function", "function": {{"name": ...}}}}.', param=path)
-
-
-def tools_demand(tools: Sequence[ToolSpec], choice: ToolChoice | None, *, parallel: bool) -> ToolsDemand | None:
-    """Return what an answer must or may call; None if there are no tools or the client wants no calls.
-
-    Raises:
-        RequestError: the choice needs tools that the request does not have.
-    """
-    choice = choice or ToolChoice(mode="auto")
-    known = tuple(tool.name for tool in tools)
-    for name in choice.names or ():
-        if name not in known:
-            listed = ", ".join(known) or "none"
-            raise RequestError(
-                f"tool_choice names the function {name[:80]!r}, which is not among tools; they have: {listed}.",
-                param="tool_choice",
-            )
-    if choice.mode == "required" and not tools:
-        raise RequestError("tool_choice is 'required', and there are no tools; send tools.", param="tool_choice")
-    if choice.names == ():
-        raise RequestError("tool_choice allows no tool; name one, or send 'none'.", param="tool_choice")
-    if choice.mode == "none" or not tools:
-        return None
-    names = known if choice.names is None else tuple(dict.fromkeys(choice.names))
-    return ToolsDemand(mode=choice.mode, names=names, parallel=parallel and not choice.single)
 
 
 def template_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
