@@ -73,18 +73,16 @@ def page(worker: Iterable[Metric], router: Iterable[Metric]) -> str:
 
 def router_families() -> list[Metric]:
     """All that a router can show."""
-    metrics = RouterMetrics("r", model="m")
-    metrics.watch(
-        lambda: RouterState(
-            num_waiting=0,
-            num_tasks=0,
-            workers_by_state={"open": 1, "closed": 0, "draining": 0},
-            in_flight_by_worker={"w": 0},
-            workers_by_identity={"0123": 1},
-            desired_workers=1,
-        )
+    state = RouterState(
+        num_waiting=0,
+        num_tasks=0,
+        workers_by_state={"open": 1, "closed": 0, "draining": 0},
+        in_flight_by_worker={"w": 0},
+        workers_by_identity={"0123": 1},
+        desired_workers=1,
     )
-    metrics.may_end("/v1/completions", (200,))
+    metrics = RouterMetrics("r", model="m", state=lambda: state)
+    metrics.requests.of("/v1/completions", "200")
     metrics.routing.joined("kv", "w")
     metrics.routing.mirror_changed("w", num_blocks=0, version=0)
     return list(metrics.registry.collect())
