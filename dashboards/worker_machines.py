@@ -102,6 +102,13 @@ RANKS: list[Panel] = [
         "or batches differ from the sizes that were captured.",
         maximum=1,
     ),
+    lines(
+        "Wrong CUDA graphs",
+        {"{{worker}} rank {{rank}}": total("transom_rank_wrong_graphs", WORKER, *BY)},
+        "none",
+        shows="Sizes of decode steps whose CUDA graph gave other logits than the forward pass. They run eagerly.",
+        act="Not 0: report the worker's log line, which names the first layer that differs.",
+    ),
     rows(
         "Where ranks run",
         info("transom_rank_info", WORKER, RANK_COLUMNS),
