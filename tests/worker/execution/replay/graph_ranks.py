@@ -20,8 +20,8 @@ from transom_worker.execution.step_sampling import SampledIds, StepLogits, sampl
 from transom_worker.models.parallel.communicator import Communicator, Parallel
 from transom_worker.scheduling.step import StepPlan
 
-SIZE, NUM_STEPS, MAX_SEQS = 2, 10, 2
-LENGTHS: dict[str, Any] = {"max_num_seqs": MAX_SEQS, "max_model_len": 16}
+SIZE, NUM_STEPS, MAX_SEQS = 2, 8, 2
+MAX_MODEL_LEN, ONE_LEVEL = 16, 8  # contexts of two levels, and of one
 
 
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
@@ -106,7 +106,7 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
     """Random steps on one rank: the number of graphs, of steps that replayed one, and the logits, whole ones on rank 0."""
     from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 
-    checkpoint, fault = pipe.recv()
+    checkpoint, fault, max_model_len = pipe.recv()
     device = RecorderDevice()
     capture, num_wrong = DecodeGraphs.capture, {"once": 1, "twice": 2}.get(fault, 0) if rank == 1 else 0
 
@@ -121,7 +121,7 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
 
     DecodeGraphs.capture = capture_wrongly  # type: ignore[method-assign,assignment]
     parallel = Parallel(rank=rank, size=SIZE, comm=RecordedComm(comm))  # type: ignore[arg-type]
-    with runner_of(checkpoint, device, parallel=parallel, **LENGTHS) as runner:
+    with runner_of(checkpoint, device, parallel=parallel, max_num_seqs=MAX_SEQS, max_model_len=max_model_len) as runner:
         hand, logits = HandScheduler(runner.info.layout), []
         for step in random_steps(0, NUM_STEPS if fault == "none" else 0, MAX_SEQS):
             parts = comm.gather(logits_of(runner, hand, step(hand)))
