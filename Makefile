@@ -63,7 +63,7 @@ bench-gpu: ## Check and measure on a GPU (ARGS='kernels'; docs/gpu.md)
 	@benchmarks/gpu.sh $(ARGS)
 
 bench: $(RUNTIME) ## Benchmark the demo model, offline and over HTTP (ARGS='URL --concurrency 1,4' for a server that runs)
-	@$(BIN)/transom bench offline smollm2
+	@$(if $(findstring ://,$(ARGS)),true,$(BIN)/transom bench offline smollm2)
 	@$(BIN)/python -m benchmarks.serving.load $(ARGS)
 
 monitor: $(RUNTIME) ## Watch a running server: Prometheus, and Grafana if installed (ARGS='--url URL --api-key-file FILE')

@@ -85,7 +85,7 @@ class Recording:
         """Take a frame if it is time for one, or a window is being repaired, which is soon over."""
         is_due = time.monotonic() - self._frame_at_s >= FRAME_S
         blocks = [sequence.blocks for sequence in self._engine.scheduler.sequences_with_blocks()]
-        if not is_due and not any(one is not None and one.processed < one.repair_until for one in blocks):
+        if not is_due and not any(one is not None and one.processed < one.repair.end for one in blocks):
             return
         self._frame_at_s = time.monotonic()
         snapshot = self._snapshots.take()

@@ -12,7 +12,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class Steps:
-    """One engine and the sequences that it decodes; nobody else steps it."""
+    """One engine and the sequences that it decodes. Only this object steps the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self._names, self._numbers = engine, set[str](), itertools.count()

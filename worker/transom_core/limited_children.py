@@ -199,8 +199,9 @@ def _serve(module: str, cpu_s: float, memory_bytes: int) -> None:
     first = _receive(tasks)
     if first is None:
         return
+    task_module = importlib.import_module(module)  # an error ends this child, and a later one may succeed
     try:
-        respond: Respond = importlib.import_module(module).prepare(first)
+        respond: Respond = task_module.prepare(first)
     except MemoryError:
         raise  # there may be more memory for the next one
     except BaseException as error:  # of native code as well, whose panics are no Exceptions

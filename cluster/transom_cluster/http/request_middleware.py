@@ -140,7 +140,7 @@ class ErrorMiddleware:
         try:
             await self._app(scope, receive, send)
         except ClientDisconnect:
-            pass  # the client disconnected while it sent its body
+            pass  # the client has disconnected
         except Exception as error:
             if scope["type"] != "http":
                 raise

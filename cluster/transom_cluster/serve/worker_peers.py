@@ -53,6 +53,10 @@ class ServeWorkerPeers:
         raise WorkerLost(f"Worker {worker} is gone.")
 
     def _find_handles(self) -> list[Any]:
+        """Return the deployments' handles. The first `options` of a handle waits for Ray's GCS: no event loop may run it."""
         from ray import serve
 
-        return [serve.get_deployment_handle(name, self._app) for name in self._deployments]
+        handles = [serve.get_deployment_handle(name, self._app) for name in self._deployments]
+        for handle in handles:
+            handle.options(method_name="info")
+        return handles

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 
 import pytest
 
@@ -138,3 +140,15 @@ def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
 
     assert doubt(added([1.0])) > doubt(added([1.0] * 5)) > doubt(added([1.0] * 20))
     assert doubt(added(noisy(1.0, 2.0, 100, rng))) > doubt(added(noisy(1.0, 1.1, 100, rng)))
+
+
+def test_a_noisy_mean_is_the_mean_and_not_the_median() -> None:
+    """Half of noisy times are shorter than their median, but the longer ones cost more."""
+    rng, means = random.Random(1), []
+    for _ in range(100):
+        mean = NoisyMean()
+        for _ in range(100):
+            mean.add(0.5 * 2.0 ** rng.gauss(0, 1))
+        means.append(mean.mean())
+    assert statistics.mean(means) == pytest.approx(0.5 * math.exp(math.log(2) ** 2 / 2), rel=0.1)
+    assert statistics.stdev(means) < 0.25 * statistics.mean(means)  # of one measurement it is 0.78

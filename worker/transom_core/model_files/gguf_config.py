@@ -17,12 +17,13 @@ FAMILIES = {
 }
 # The same for mixture-of-experts models (files with an expert count).
 MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "llama4": "llama4_text"}
-# model_type -> fields of config.json that are equal in all models of the family. The files lack them: llama.cpp's code has them.
+# model_type -> fields of config.json that are equal in all models of the family; others have `hidden_act` alone. The files lack them:
+# llama.cpp's code has them.
 _FIXED: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
-    "qwen3_moe": {"norm_topk_prob": True},
-    "llama4_text": {"attention_chunk_size": 8192},
+    "qwen3_moe": {"hidden_act": "silu", "norm_topk_prob": True},
+    "llama4_text": {"hidden_act": "silu", "attention_chunk_size": 8192},
 }
 # name in config.json -> name in the file's metadata, after the architecture's name and a dot
 _REQUIRED = {
@@ -91,8 +92,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     return {
         **config,
         "model_type": family,
-        "hidden_act": "silu",
-        **_FIXED.get(family, {}),
+        **_FIXED.get(family, {"hidden_act": "silu"}),
         **{ours: value for ours, value in given.items() if value is not None},
         **_query_scalar(header, name, config),
         **_layer_rules(header, name, config),

@@ -77,7 +77,7 @@ class TemplateRenderer:
             return RenderedChat(text=answer["text"], turn_ends=tuple(answer["turn_ends"]))
         if "refused" in answer:
             raise RequestError(answer["refused"], param=answer["param"])
-        reason = answer.get("too_large") or answer["killed"]
+        reason = answer.get("too_large") or answer.get("killed") or answer["unprepared"]
         raise TemplateTooExpensive(
             f"The chat template was stopped: {reason}. Send shorter messages, or render the prompt yourself and send it to "
             "/v1/completions.",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress, count
 
 # Comparisons may tokenise FREE_CHARS characters (about 25,000 tokens, 60 ms), or MAX_COMPARED_TEXTS times the chat's, if more.
 FREE_CHARS = 100_000
@@ -85,8 +84,7 @@ class ChatTokens:
         places = self._places.get(marker)
         if places is None:
             positions = [match.start() for match in re.finditer(re.escape(marker), self._text)]
-            is_marker = map(self._markers.ids[marker].__eq__, self._token_ids)
-            tokens = list(compress(count(), is_marker))
+            tokens = _indexes(self._token_ids, self._markers.ids[marker])
             places = dict(zip(positions, tokens, strict=True)) if len(positions) == len(tokens) else {}
             self._places[marker] = places
         return places
@@ -95,3 +93,14 @@ class ChatTokens:
         """Return the number of tokens of the text up to `end`; None if these are not the chat's first tokens."""
         token_ids = self._encode(self._text[:end])
         return len(token_ids) if token_ids == self._token_ids[: len(token_ids)] else None
+
+
+def _indexes(values: Sequence[int], value: int) -> list[int]:
+    """Return the indexes of `value` in `values`. `index` searches in C, which matters for prompts of 100,000 tokens."""
+    found, at = [], -1
+    try:
+        while True:
+            at = values.index(value, at + 1)
+            found.append(at)
+    except ValueError:
+        return found

@@ -1,7 +1,7 @@
 """Validates requests when they arrive at a worker, and refuses those that it cannot serve, with the numbers in the message.
 
 A request is validated in two places. The router checks what a client asks for before the request leaves it
-(`transom_cluster.openai.engine_requests`), so that most wrong requests never come here. The worker checks in this module
+(`transom_cluster.http.prompt_request`), so that most wrong requests never come here. The worker checks in this module
 everything that it relies on. Each condition is checked by one of three functions:
 
     ids_in_use        the replica, before it notes which router a request belongs to: the id is new

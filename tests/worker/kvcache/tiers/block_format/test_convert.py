@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 
+from tests.matrices import matrix
 from tests.worker.execution.toy_decoder import architecture
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
@@ -96,7 +96,7 @@ FORMATS = ["float32", "float16", "bfloat16", "fp8", "int8", "int4"]
 
 @pytest.mark.parametrize(
     ("source", "target", "kv_format"),
-    [(*pair, FORMATS[at % 6]) for at, pair in enumerate(2 * list(product(RANKS, RANKS)))],
+    matrix(RANKS, RANKS, FORMATS),
 )
 def test_every_pair_of_sizes(source: int, target: int, kv_format: str) -> None:
     """Also three windows, replicated heads and a latent group; equal to blocks that the target's ranks wrote themselves."""
