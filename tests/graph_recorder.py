@@ -119,8 +119,10 @@ class RecorderDevice(CudaCapture):
             assert torch.equal(*self._reading), "written to while it was being read"
         self._reading = None
 
-    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+    def warm_up(self, run: Callable[[], None]) -> None:
         run()
+
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
         with recorded() as recording:
             run()
         self.graphs.append(RecordedGraph(recording))

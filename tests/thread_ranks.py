@@ -86,7 +86,7 @@ class ThreadComm(Communicator):
     def _all_reduce(self, x: torch.Tensor) -> None:
         x.copy_(self._come("sum", x))
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         self.gathered_elements += x.numel()
         gathered: list[torch.Tensor] = self._come("gather", x)
         return gathered if self._rank == 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -68,17 +69,22 @@ def test_all_ranks_get_the_sum_in_order_of_rank(size: int, tmp_path: Any) -> Non
 
 
 def wait_in_vain(comm: Communicator, rank: int, pipe: Connection) -> Any:
-    memory, _ = peer_memory(pipe.recv(), rank, 2)
-    memory.aborted.fill_(1)
+    memory, regions = peer_memory(pipe.recv(), rank, 2)
+    memory.aborted = regions[1][:4].view(torch.int32)  # where the test can set it
     one_shot_all_reduce_(torch.ones(8), memory)  # rank 1 never comes
     return "ended"
 
 
-def test_an_aborted_launch_ends(tmp_path: Any) -> None:
+def test_a_launch_that_waits_can_be_aborted(tmp_path: Any) -> None:
     path = tmp_path / "regions"
     path.write_bytes(bytes(2 * region_bytes(2)))
+    _, regions = peer_memory(str(path), 1, 2)
+    signal = regions[1][2 * CAPACITY_BYTES :][:4].view(torch.int32)  # rank 0's signal to rank 1
     with ranks("memory", 1, wait_in_vain) as processes:
         processes[0].send(str(path))
+        while not signal.item():  # the launch has not come to the point where it waits
+            os.sched_yield()
+        regions[1][:4].view(torch.int32).fill_(1)
         assert processes[0].receive() == "ended"
 
 

@@ -133,9 +133,9 @@ def one_shot_all_reduce(
     while num_missing > 0:
         # The difference of two counts stays right when counts pass 2 ** 31.
         lag = call - tl.atomic_add(received, 0, mask=is_rank, sem="acquire", scope="sys")
-        num_missing = tl.sum((is_rank & (lag > 0)).to(tl.int32), 0)
-        if tl.load(aborted, volatile=True) != 0:
-            num_missing = 0
+        # The flag is part of the sum, so that all threads leave the loop in the same round.
+        is_waiting = is_rank & (lag > 0) & (tl.load(aborted + 0 * ranks, volatile=True) == 0)
+        num_missing = tl.sum(is_waiting.to(tl.int32), 0)
     tl.debug_barrier()  # one thread has seen the signals; the others may load only now
 
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -35,10 +35,22 @@ class Bench:
     was_committed = False
     usage = None
 
-    def __init__(self, messages: list[Any], *, runs_ahead: bool, looks: int = 0, refused: int | None = None) -> None:
-        self.messages, self.runs_ahead, self._looks, self._refused = deque(messages), runs_ahead, looks, refused
+    def __init__(
+        self,
+        messages: list[Any],
+        *,
+        runs_ahead: bool,
+        looks: int = 0,
+        refused: int | None = None,
+        waits: int | None = None,
+    ) -> None:
+        self.messages, self.runs_ahead, self._looks = deque(messages), runs_ahead, looks
+        self._refused, self._waits = refused, waits
         self.tiers = self
         self.done: list[str] = []
+
+    def waits_in_launch(self, plan: StepPlan) -> bool:
+        return plan.step_id == self._waits
 
     def launch(self, plan: StepPlan) -> Step:
         if plan.step_id == self._refused:
@@ -93,6 +105,11 @@ def test_a_gpu_has_the_next_plan_before_the_last_one_has_ended(looks: int) -> No
     bench = Bench([step(1), step(2), step(3)], runs_ahead=True, looks=looks)
     assert run(bench) == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2", "finish 3"]
     assert bench.done.count("send StepResult") == 3
+
+
+def test_a_result_does_not_wait_for_a_launch_that_waits_for_the_device() -> None:
+    bench = Bench([step(1), step(2), step(3)], runs_ahead=True, waits=2, looks=3)
+    assert run(bench) == ["launch 1", "finish 1", "launch 2", "launch 3", "finish 2", "finish 3"]
 
 
 def test_blocks_are_read_after_the_launched_plan() -> None:

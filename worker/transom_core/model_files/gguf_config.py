@@ -17,8 +17,8 @@ FAMILIES = {
 }
 # The same for mixture-of-experts models (files with an expert count).
 MIXTURES = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "llama4": "llama4_text"}
-# model_type -> fields of config.json that are equal in all models of the family; others have `hidden_act` alone. The files lack them:
-# llama.cpp's code has them.
+# model_type -> fields of config.json that are equal in all models of the family; others have `hidden_act` alone. The files lack
+# them: llama.cpp's code has them.
 _FIXED: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},

@@ -37,7 +37,7 @@ from transom_worker.execution.step_sampling import SampledIds, sample_step
 from transom_worker.execution.tiers.rank_tiers import RankTiers
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
+from transom_worker.scheduling.step import NO_ID, STEP_VERSION, NewSequence, StepPlan, StepResult, StepTimings
 
 T = TypeVar("T")
 
@@ -86,6 +86,7 @@ class ModelRunner:
         self._last_sampled = SampledIds({}, None, [])  # of the last step with rows
         # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
         self._awaited: list[tuple[int, int, int]] = []
+        self._waiting_seqs: set[int] = set()  # sequences whose steps make the host wait, see `_waits`
         self._clocks = cycle((step_clock(self._device), step_clock(self._device)))
         self.was_committed = False
         self._forward_s = 0.0  # seconds in forward passes since the start
@@ -111,6 +112,11 @@ class ModelRunner:
     def runs_ahead(self) -> bool:
         """Whether a plan may be launched before the last one has ended."""
         return self._queue.runs_ahead
+
+    def waits_in_launch(self, plan: StepPlan) -> bool:
+        """Return whether `launch` of this plan will wait for the device, for tokens of the last step or numbers of this one."""
+        has_waiting = not self._waiting_seqs.isdisjoint(plan.seq_ids) or any(_waits(new) for new in plan.new_sequences)
+        return has_waiting or self._needs_tokens(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch one plan and wait for its result; for errors see `launch` and `finish`."""
@@ -253,6 +259,8 @@ class ModelRunner:
             self._remove_sequence(seq_id)
         for new in plan.new_sequences:
             self._store.add(new)
+            if _waits(new):
+                self._waiting_seqs.add(new.seq_id)
             self._sampler.add(
                 new.seq_id,
                 token_ids=new.token_ids,
@@ -289,5 +297,12 @@ class ModelRunner:
                 self._awaited.append((seq_id, position, sampled.rows[row]))
 
     def _remove_sequence(self, seq_id: int) -> None:
+        self._waiting_seqs.discard(seq_id)
         self._store.remove(seq_id)
         self._sampler.remove(seq_id)
+
+
+def _waits(new: NewSequence) -> bool:
+    """Return whether a sequence's steps read numbers from the device before they end: log-probabilities, or attention's mass."""
+    params = new.params
+    return params.logprobs is not None or params.prompt_logprobs is not None or new.kv_policy is not None

@@ -162,7 +162,7 @@ def take_rows(values_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return the rows with these ascending numbers, as a view if the numbers are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return values_RV[rows[0] : rows[-1] + 1]
-    return values_RV[torch.tensor(rows, device=values_RV.device)]
+    return values_RV[_on(values_RV.device, rows)]
 
 
 def put_rows(values_R: torch.Tensor, rows: Sequence[int], values_N: torch.Tensor) -> None:
@@ -170,4 +170,9 @@ def put_rows(values_R: torch.Tensor, rows: Sequence[int], values_N: torch.Tensor
     if rows[-1] - rows[0] == len(rows) - 1:
         values_R[rows[0] : rows[-1] + 1] = values_N
     else:
-        values_R[torch.tensor(rows, device=values_R.device)] = values_N
+        values_R[_on(values_R.device, rows)] = values_N
+
+
+def _on(device: torch.device, rows: Sequence[int]) -> torch.Tensor:
+    """Copy row numbers to a device without waiting for the work that was launched there before."""
+    return torch.tensor(rows).to(device, non_blocking=True)

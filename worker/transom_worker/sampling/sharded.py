@@ -98,7 +98,7 @@ class ShardedSampler(Sampler):
         part = take_rows(logits_RV, rows)
         if self._parallel.size == 1:
             return part
-        slices = self._parallel.comm.gather(part)
+        slices = self._parallel.comm.gather(part, fixed_widths=True)
         return None if slices is None else torch.cat(slices, -1)
 
     def logprob_table(self, logits_RV: torch.Tensor, chosen: list[int], num_top: int) -> LogprobTable:

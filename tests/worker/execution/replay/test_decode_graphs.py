@@ -95,18 +95,19 @@ class FailingDevice(RecorderDevice):
 
 
 @pytest.mark.parametrize(
-    ("device", "message"),
+    ("device", "message", "num_wrong"),
     [
         (
             BakingDevice(num_wrong=9),
             "steps of 1 sequences at level 0 run without CUDA graphs, which is slower: 1 sequences at level 0: logits of up to",
+            2,
         ),
-        (FailingDevice(), "capturing 1 sequences at level 0 failed (RuntimeError: operation not permitted"),
+        (FailingDevice(), "capturing 1 sequences at level 0 failed (RuntimeError: operation not permitted", 0),
     ],
     ids=["a graph that is wrong", "a device that fails"],
 )
 def test_what_fails_at_start_turns_graphs_off(
-    checkpoint: Path, device: RecorderDevice, message: str, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, device: RecorderDevice, message: str, num_wrong: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
         assert message in caplog.text
@@ -116,6 +117,7 @@ def test_what_fails_at_start_turns_graphs_off(
             plan = hand.plan(counts)
             hand.received(plan, runner.execute(plan))
         assert (runner.usage.num_graph_steps, runner.usage.num_eager_steps, runner.info.num_graphs) == (0, 2, 0)
+        assert runner.usage.num_wrong_graphs == num_wrong
 
 
 def test_a_graph_that_is_wrong_is_captured_again_and_costs_its_own_size(checkpoint: Path) -> None:

@@ -57,7 +57,7 @@ def test_ranks_replay_what_one_rank_computes(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "num_graphs"),
-    some_daily([("once", 2), ("twice", 1), ("fails", 0)], daily=[("twice", 1)]),
+    some_daily([("once", 2), ("twice", 1), ("fails", 0)], daily=[("twice", 1), ("fails", 0)]),
 )
 def test_what_fails_on_one_rank_is_given_up_by_all(checkpoint: Path, fault: str, num_graphs: int) -> None:
     """Rank 1's first graph of two is wrong once, or twice; or its second capture fails."""

@@ -167,10 +167,13 @@ class _Rank:
 
     def _execute(self, step: RunStep) -> None:
         """Launch one plan, and then finish the one before it, which a GPU computes meanwhile. A CPU's plan is finished at once.
+        If the launch itself will wait for the device, the plan before it is finished first, so that its result is not late.
 
         After a step that fails before its first collective, the rank can go on, and sends the reason after the results of earlier
         steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank.
         """
+        if self._launched is not None and self._runner.waits_in_launch(step.plan):
+            self._finish_launched()
         try:
             launched = self._runner.launch(step.plan)
         except Exception as error:

@@ -1,7 +1,7 @@
 """Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
 Every size of decode steps is captured at start-up (`decode_sizes`). A graph is used only if a replay over new inputs gives the same
-logits as a forward pass over these inputs. If a capture or a check fails, all decode steps run eagerly.
+logits as a forward pass over these inputs. If a check fails, steps of its size run eagerly; if a capture fails, all of them do.
 
 Legend: B sequences of a size, V vocabulary.
 """
@@ -67,6 +67,7 @@ class DecodeGraphs(DecodeReplay):
         # One tensor for all graphs: one for each size would add up to much memory.
         self._logits_BV = torch.zeros(sizes.num_seqs[-1], num_columns, dtype=torch.float32, device=builder.device)
         self._captured: dict[DecodeSize, _Captured] = {}
+        self._all_graphs: list[Replayable] = []  # wrong ones, too: all are freed together, see `CudaCapture`
         self._prepared: GraphInputs | None = None
         self.num_wrong = 0  # sizes that were dropped
 
@@ -85,7 +86,7 @@ class DecodeGraphs(DecodeReplay):
         self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
     ) -> Callable[[], torch.Tensor] | None:
         """See `DecodeReplay.prepare`. A step with KV policies always runs eagerly."""
-        if not arrays.only_decodes or policy is not None:
+        if not arrays.only_decodes or policy is not None or not self._captured:
             return None
         work_plans = plan_work_by_key(arrays, self._launch_keys)
         size = self.sizes.smallest_for(size_of(arrays, work_plans))
@@ -96,48 +97,45 @@ class DecodeGraphs(DecodeReplay):
         self._prepared = captured.inputs
         return partial(self._replayed, captured.graph, len(arrays.token_ids))
 
-    def capture(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> None:
-        """Capture one size over the first step, and check the graph over the second. Both steps run, and write into the cache.
-
-        Raises:
-            ReplayMismatch: a replay over the second step gives other logits than its forward pass.  Any other error: the device
-                cannot capture.
-        """
+    def warm_up(self, size: DecodeSize, first: StepArrays) -> GraphInputs:
+        """Run one size's step, which also compiles its kernels, and return its inputs for `record` and `check`."""
         inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
         self._load(inputs, first, plan_work_by_key(first, self._launch_keys))
+        self._device.warm_up(partial(self._run, inputs, None))
+        return inputs
 
-        def run() -> None:
-            self._logits_BV[: size.num_seqs].copy_(self._model.forward(inputs.forward_batch()))
+    def record(self, inputs: GraphInputs, sums: torch.Tensor | None = None) -> Replayable:
+        """Capture the step of `warm_up` without computing anything; with `sums`, those of `layer_sums`. Raises any error if the
+        device cannot capture."""
+        graph = self._device.capture(partial(self._run, inputs, sums))
+        self._all_graphs.append(graph)
+        return graph
 
-        graph = self._device.capture(run)
+    def check(self, size: DecodeSize, inputs: GraphInputs, graph: Replayable, second: StepArrays) -> None:
+        """Replay a graph over a second step, and run its forward pass; keep the graph if they agree. Both write into the cache.
+
+        Raises:
+            ReplayMismatch: the replay gives other logits than the forward pass.
+        """
         self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
         replayed_BV, logits_BV = self._replayed(graph, size.num_seqs), self._model.forward(inputs.forward_batch())
         check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
         self._captured[size] = _Captured(inputs, graph)
 
-    def first_wrong_layer(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> int | None:
-        """Capture a size that `capture` found wrong once more, with sums over each layer's outputs.
+    def layer_sums(self, size: DecodeSize) -> torch.Tensor:
+        """Return memory for the sums over each layer's outputs, and over their absolute values, [2, layers, B]."""
+        return torch.zeros(2, self._model.architecture.num_layers, size.num_seqs, device=self.builder.device)
 
-        Returns the first layer whose sums in a replay differ from those in a forward pass; None if no layer's do.
+    def first_wrong_layer(
+        self, inputs: GraphInputs, graph: Replayable, sums: torch.Tensor, second: StepArrays
+    ) -> int | None:
+        """Return the first layer whose sums in a replay over a second step differ from those in its forward pass; None if none
+        differ. `record` has captured the graph with `sums`.
         """
-        inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
-        shape = (2, self._model.architecture.num_layers, size.num_seqs)  # sums, and sums of absolute values
-        sums, replayed = (torch.zeros(shape, device=self.builder.device) for _ in range(2))
-
-        def run() -> None:
-            batch = inputs.forward_batch()
-            batch.after_layer = note
-            self._model.forward(batch)
-
-        def note(layer: int, x_BN: torch.Tensor) -> None:
-            sums[0, layer], sums[1, layer] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
-
-        self._load(inputs, first, plan_work_by_key(first, self._launch_keys))
-        graph = self._device.capture(run)
         self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
         graph.replay()
-        replayed.copy_(sums)
-        run()
+        replayed = sums.clone()
+        self._run(inputs, sums)
         differs = ~((replayed[0] - sums[0]).abs() <= self.tolerance * sums[1])  # NaN differs
         wrong = differs.any(-1).tolist()
         return wrong.index(True) if any(wrong) else None
@@ -146,6 +144,18 @@ class DecodeGraphs(DecodeReplay):
         """Run steps of a size eagerly, because its graph on this or another rank is wrong."""
         self._captured.pop(size, None)
         self.num_wrong += 1
+
+    def _run(self, inputs: GraphInputs, sums: torch.Tensor | None) -> None:
+        """Compute the logits of a step; with `sums`, the sums of `layer_sums` as well."""
+        batch = inputs.forward_batch()
+        if sums is not None:
+
+            def note(layer: int, x_BN: torch.Tensor) -> None:
+                sums[0, layer], sums[1, layer] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
+
+            batch.after_layer = note
+        logits_BV = self._model.forward(batch)
+        self._logits_BV[: len(logits_BV)].copy_(logits_BV)
 
     def _replayed(self, graph: Replayable, num_seqs: int) -> torch.Tensor:
         graph.replay()

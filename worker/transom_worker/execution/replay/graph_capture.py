@@ -48,13 +48,9 @@ class CudaCapture:
         every step ends with reading the sampled ids."""
         self._uploaded.synchronize()
 
-    def capture(self, run: Callable[[], None]) -> Replayable:
-        """Capture what `run` launches. `run` is called twice: first to compile its kernels, then to record them without computing.
-
-        Work of other threads of this process on the device does not disturb the capture.
-        """
-        # The first run uses the capture's stream too, so that cuBLAS allocates its workspace for that stream outside the graphs'
-        # pool.
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Call `run`, which compiles its kernels, and wait until the device has computed it."""
+        # It uses the capture's stream too, so that cuBLAS allocates its workspace for that stream outside the graphs' pool.
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         try:
@@ -62,6 +58,13 @@ class CudaCapture:
                 run()
         finally:  # even after an error, because kernels that were launched before it still run
             now.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+
+    def capture(self, run: Callable[[], None]) -> Replayable:
+        """Capture what `run` launches, without computing it. `warm_up` has called an equal `run` before.
+
+        Work of other threads of this process on the device does not disturb the capture.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # a capture that needs memory cannot free cached memory
         graph = torch.cuda.CUDAGraph()

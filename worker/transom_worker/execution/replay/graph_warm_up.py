@@ -5,8 +5,9 @@ a product differently on the capture's stream, which may change the choice of an
 differs too, steps of this size run eagerly, and the log names the first layer that differs; other sizes keep their graphs.
 
 With several ranks, a step's collectives complete only if all ranks replay it, or all run it eagerly. So ranks capture the same
-sizes in the same order and exchange the outcome of each try; all keep a graph, or none does. They choose the same size for a step
-because they plan the same work items, which depend on the plan and on launch keys that are equal on all ranks.
+sizes in the same order and exchange the outcome of each capture and of each check; all keep a graph, or none does. An error in a
+step that is computed, not captured, ends the rank: the others wait for it in the step's collectives. All ranks choose the same size
+for a step, because they plan the same work items, which depend on the plan and on launch keys that are equal on all ranks.
 
 The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
 right result.
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from zlib import crc32
 
@@ -34,8 +36,8 @@ from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 from transom_worker.execution.replay.decode_replay import ReplayMismatch
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.replay.graph_capture import CudaCapture
-from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
+from transom_worker.execution.replay.graph_capture import CudaCapture, Replayable
+from transom_worker.execution.replay.graph_inputs import GraphInputs, GroupLaunchKey
 from transom_worker.execution.tiers.slabs import block_rows
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
@@ -87,6 +89,14 @@ def capture_decode_graphs(
         steps.clear_blocks(builder.layout, slab)
 
 
+class _CaptureFailed(Exception):
+    """An error in the steps of the only rank, which then runs without graphs."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class _Capture:
     """Captures all sizes on one rank, in step with the other ranks."""
 
@@ -110,7 +120,10 @@ class _Capture:
             if any(self._parallel.exchange(is_late, self._device)):
                 logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
                 break
-            outcome, error = self._one(graphs, size)
+            try:
+                outcome, error = self._one(graphs, size)
+            except _CaptureFailed as failure:
+                outcome, error = _Outcome.FAILED, failure.cause
             if outcome is _Outcome.FAILED:
                 _warn(str(size), error)
                 return None
@@ -125,49 +138,74 @@ class _Capture:
             "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
             graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
         )  # fmt: skip
-        return graphs if graphs.num_graphs else None
+        return graphs if graphs.num_graphs or graphs.num_wrong else None
 
     def _one(self, graphs: DecodeGraphs, size: DecodeSize) -> tuple[_Outcome, Exception | None]:
         """Capture one size, with one try for each seed of `TRIES`.
 
         Returns the worst outcome of all ranks in the last try, and this rank's error in it.
         """
-        worst = _Outcome.RIGHT
-        error: Exception | None = None
         for seed in TRIES:
-            error = None
+            inputs, graph, error = self._record(graphs, size, seed)
+            if graph is None:
+                return _Outcome.FAILED, error
+            own = _Outcome.RIGHT
             try:
-                graphs.capture(size, *self._pair(graphs, size, seed))
-                own = _Outcome.RIGHT
+                with self._executed():
+                    graphs.check(size, inputs, graph, self._step(graphs, size, seed + 1))
             except ReplayMismatch as mismatch:
                 own, error = _Outcome.DIFFERS, mismatch
-            except RankLost:
-                raise
-            except Exception as failure:
-                own, error = _Outcome.FAILED, failure
             worst = self._exchange(own)
-            if worst is not _Outcome.DIFFERS:
+            if worst is _Outcome.RIGHT:
                 break
         return worst, error
 
-    def _where(self, graphs: DecodeGraphs, size: DecodeSize) -> str:
-        """Return from which layer on this rank's replay of a size differs."""
+    def _record(
+        self, graphs: DecodeGraphs, size: DecodeSize, seed: int, sums: torch.Tensor | None = None
+    ) -> tuple[GraphInputs, Replayable | None, Exception | None]:
+        """Capture one size over the step of a seed, on all ranks; return no graph, and this rank's error, if one of them fails."""
+        with self._executed():
+            inputs = graphs.warm_up(size, self._step(graphs, size, seed))
+        graph, error, own = None, None, _Outcome.RIGHT
         try:
-            layer = graphs.first_wrong_layer(size, *self._pair(graphs, size, TRIES[-1]))
-        except RankLost:
+            graph = graphs.record(inputs, sums)
+        except Exception as failure:  # nothing was computed, so the ranks can go on together
+            error, own = failure, _Outcome.FAILED
+        if self._exchange(own) is _Outcome.FAILED:
+            graph = None
+        return inputs, graph, error
+
+    @contextmanager
+    def _executed(self) -> Iterator[None]:
+        """Run a step. With several ranks, an error in it ends this rank: the others wait for it in the step's collectives."""
+        try:
+            yield
+        except (ReplayMismatch, RankLost):
             raise
         except Exception as error:
-            return f"its layers could not be compared ({type(error).__name__}: {error})"
+            if self._parallel.size > 1:
+                raise
+            raise _CaptureFailed(error) from error
+
+    def _where(self, graphs: DecodeGraphs, size: DecodeSize) -> str:
+        """Return from which layer on this rank's replay of a size differs."""
+        sums, seed = graphs.layer_sums(size), TRIES[-1]
+        try:
+            inputs, graph, error = self._record(graphs, size, seed, sums)
+            if graph is None:
+                return f"its layers could not be compared ({error or 'another rank could not capture them'})"
+            with self._executed():
+                layer = graphs.first_wrong_layer(inputs, graph, sums, self._step(graphs, size, seed + 1))
+        except _CaptureFailed as failure:
+            return f"its layers could not be compared ({failure.cause})"
         return (
             "all layers agree, so the output head differs"
             if layer is None
             else f"layer {layer} is the first that differs"
         )
 
-    def _pair(self, graphs: DecodeGraphs, size: DecodeSize, seed: int) -> tuple[StepArrays, StepArrays]:
-        """Return the step that a size is captured over, and the one that it is checked over."""
-        first, second = (self._steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1))
-        return first, second
+    def _step(self, graphs: DecodeGraphs, size: DecodeSize, seed: int) -> StepArrays:
+        return self._steps.step(graphs.builder, size, graphs.sizes, seed=seed)
 
     def _exchange(self, own: _Outcome) -> _Outcome:
         """Return the worst outcome of all ranks."""

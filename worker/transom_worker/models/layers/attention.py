@@ -126,20 +126,26 @@ class Attention:
             preparation = replace(preparation, hadamard=True)
         if tables is not None:
             cos_sin = (tables.cos, tables.signed_sin)
-        queries = QkvInputs(
+        scale = None if query_scale_T11 is None else query_scale_T11.flatten()
+        sink_q = None
+        if tables is not None and tables.for_sinks is not None:
+            for_sinks = (tables.for_sinks.cos, tables.for_sinks.signed_sin)
+            sink_q = prepare_qkv(
+                QkvInputs(q=q, slots=batch.slots, tables=for_sinks, preparation=preparation, query_scale=scale)
+            )
+        has_own = v is not None  # else the layer reads another layer's cache
+        inputs = QkvInputs(
             q=q,
+            k=k if has_own else None,
+            v=v,
             slots=batch.slots,
             tables=cos_sin,
             preparation=preparation,
-            query_scale=None if query_scale_T11 is None else query_scale_T11.flatten(),
-        )
-        sink_q = None
-        if tables is not None and tables.for_sinks is not None:
-            sink_q = prepare_qkv(replace(queries, tables=(tables.for_sinks.cos, tables.for_sinks.signed_sin)))
-        if v is None:
-            return prepare_qkv(queries), sink_q
-        inputs = replace(
-            queries, k=k, v=v, k_cache=cache.k, v_cache=cache.v, k_scale=cache.k_scale, v_scale=cache.v_scale
+            query_scale=scale,
+            k_cache=cache.k if has_own else None,
+            v_cache=cache.v if has_own else None,
+            k_scale=cache.k_scale if has_own else None,
+            v_scale=cache.v_scale if has_own else None,
         )
         return prepare_qkv(inputs), sink_q
 

@@ -2,7 +2,8 @@
 
 `work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
 hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
-without a report. So a thread checks the collectives in order, and calls `on_late` when the oldest one is older than the timeout.
+without a report. So a thread checks the collectives in order, and calls `on_late` when one has been the oldest for longer than the
+timeout.
 
 Sums over peer memory, and the collectives in a CUDA graph, have no such `work`: a mark at the end of each step stands for them.
 """
@@ -39,7 +40,10 @@ class CollectiveWatch:
         """`on_late` is called once, on the watch's own thread."""
         self._timeout_s, self._on_late = timeout_s, on_late
         self._lock = threading.Lock()
-        self._works: deque[tuple[Any, float]] = deque()  # (collective, time at which it was started), oldest first
+        self._works: deque[Any] = deque()  # oldest first
+        # Since when the oldest one is the oldest. Before, the device computed others: with two steps in flight, a step waits for
+        # the whole step before it.
+        self._since_s = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
 
@@ -47,7 +51,9 @@ class CollectiveWatch:
         """Watch one more collective or `DeviceMark`. Those that have ended are dropped, because they keep their tensors alive."""
         with self._lock:
             self._drop_ended()
-            self._works.append((work, time.monotonic()))
+            if not self._works:
+                self._since_s = time.monotonic()
+            self._works.append(work)
 
     def close(self) -> None:
         """End the thread; idempotent."""
@@ -57,11 +63,12 @@ class CollectiveWatch:
         while not self._closed.wait(self._timeout_s / LOOKS):
             with self._lock:
                 self._drop_ended()
-                is_late = bool(self._works) and time.monotonic() - self._works[0][1] > self._timeout_s
+                is_late = bool(self._works) and time.monotonic() - self._since_s > self._timeout_s
             if is_late:
                 self._on_late()
                 return
 
     def _drop_ended(self) -> None:
-        while self._works and self._works[0][0].is_completed():
+        while self._works and self._works[0].is_completed():
             self._works.popleft()
+            self._since_s = time.monotonic()

@@ -32,10 +32,11 @@ class Communicator(ABC):
         return x
 
     @abstractmethod
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         """On rank 0, return the tensors of all ranks in order of rank; return None on the others.
 
-        The tensors may differ only in the size of their last axis.
+        The tensors may differ only in the size of their last axis. With `fixed_widths`, these sizes are those of every other such
+        call, so that ranks exchange them once, and later calls do not make the host wait for a GPU.
         """
 
     @property
@@ -84,7 +85,7 @@ class SingleRank(Communicator):
         """Return `x`."""
         return x
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         """Return `[x]`."""
         return [x]
 

@@ -1,15 +1,17 @@
 """Memory that the GPUs of one host map into each other's address space, for sums of small tensors (`transom_kernels.all_reduce`).
 
-torch's symmetric memory allocates and maps it; nccl remains for everything else.
+Each rank allocates a region, and opens those of the others by their CUDA IPC handles. CUDA's runtime is called directly: torch's
+symmetric memory refuses ranks that each see a single GPU, which are all "device 0", and Ray and our launcher start ranks that way.
+CUDA opens handles of GPUs that the process does not see, as nccl does. nccl remains for everything else.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from typing import Any
 
 import torch
-import torch.distributed
 
 from transom_kernels.all_reduce import PeerMemory, fits, one_shot_all_reduce_, region_bytes
 
@@ -19,19 +21,19 @@ MAX_RANKS = 8  # what a host's GPUs usually are; with more, reading all tensors 
 MOST_BYTES_UP_TO_4_RANKS = 512 << 10
 MOST_BYTES = 256 << 10
 
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that there is
+
 logger = logging.getLogger("transom.worker")
-c10d: Any = torch.distributed  # its type stubs lack much of what it exports
 
 
 class PeerAllReduce:
     """One rank's sums over peer memory."""
 
-    def __init__(self, memory: PeerMemory, region: torch.Tensor) -> None:
-        """`region` is this rank's own, which stays mapped as long as something refers to it."""
-        self._memory, self._region = memory, region
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory, self._device = memory, memory.regions.device
         self._most_bytes = MOST_BYTES_UP_TO_4_RANKS if len(memory.regions) <= 4 else MOST_BYTES
-        self._is_cuda = region.is_cuda
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return whether a tensor is summed here; all ranks, which pass tensors of one shape and dtype, get the same answer."""
@@ -43,14 +45,67 @@ class PeerAllReduce:
 
     def abort(self) -> None:
         """End launches that wait for a rank. Another thread may call this: a copy engine sets the flag on a stream of its own."""
-        with torch.cuda.stream(torch.cuda.Stream(self._region.device) if self._is_cuda else None):  # type: ignore[no-untyped-call]
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(self._device) if is_cuda else None):  # type: ignore[no-untyped-call]
             self._memory.aborted.copy_(self._one, non_blocking=True)
 
 
-def map_peers(store: Any, *, rank: int, size: int, host: str, device: torch.device) -> PeerAllReduce | None:
-    """Allocate this rank's region and map the regions of all ranks, which find each other through `store`.
+class Handle(ctypes.Structure):
+    """CUDA's `cudaIpcMemHandle_t`."""
 
-    Returns None, on all ranks, if ranks have different hosts, or if a rank cannot map the others' memory; a log line says why.
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class CudaRuntime:
+    """The calls of CUDA's runtime that torch has no functions for. Every method raises RuntimeError with CUDA's reason."""
+
+    def __init__(self, library: Any) -> None:
+        """`library` is the runtime that torch has loaded, see `loaded_runtime`."""
+        self._library = library
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of new zeroed memory of the current device. It stays allocated until the process ends, since other
+        ranks may read it until then.
+        """
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))
+        self._call("cudaDeviceSynchronize")
+        return int(address.value or 0)
+
+    def export(self, address: int) -> bytes:
+        """Return the handle by which other processes of the host open memory."""
+        handle = Handle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Return the address in this process of memory that another process has exported."""
+        address = ctypes.c_void_p()
+        exported = Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), exported, ctypes.c_uint(LAZY_PEER_ACCESS))
+        return int(address.value or 0)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._library, name)(*arguments)
+        if error:
+            raise RuntimeError(f"{name}: {self._library.cudaGetErrorString(error).decode()}")
+
+
+def loaded_runtime() -> CudaRuntime:
+    """Return the CUDA runtime of this process. Raises RuntimeError: none is loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split()[-1] for line in maps if "libcudart.so" in line]
+    if not paths:
+        raise RuntimeError("torch has loaded no libcudart")
+    return CudaRuntime(ctypes.CDLL(paths[0]))
+
+
+def map_peers(store: Any, *, rank: int, size: int, host: str, device: torch.device) -> PeerAllReduce | None:
+    """Allocate this rank's region and open the regions of all ranks, which find each other through `store`.
+
+    Returns None, on all ranks, if ranks have different hosts, or if a rank cannot open another's memory; a log line says why.
 
     Raises:
         RuntimeError: a rank did not answer within the store's timeout.
@@ -59,28 +114,27 @@ def map_peers(store: Any, *, rank: int, size: int, host: str, device: torch.devi
     if size > MAX_RANKS or len(set(hosts)) > 1:
         logger.info("nccl sums tensors of every size: there are %d ranks on %d hosts.", size, len(set(hosts)))
         return None
-    made, reason = None, ""
+    own, handle, reason = 0, b"", ""
     try:
-        made = _map(store, rank, size, device)
-    except (RuntimeError, AttributeError, TypeError) as error:  # no access between the GPUs, or another torch
-        reason = f"rank {rank}: {str(error).partition(chr(10))[0]}"
-    reasons = [one for one in _exchange(store, "mapped", rank, size, reason) if one]
+        runtime = loaded_runtime()
+        own = runtime.allocate(region_bytes(size))
+        handle = runtime.export(own)
+    except (RuntimeError, OSError) as error:
+        reason = f"rank {rank}: {error}"
+    handles = _exchange(store, "region", rank, size, handle.hex())
+    addresses: list[int] = []
+    if all(handles):
+        try:
+            addresses = [own if other == rank else runtime.open(bytes.fromhex(handles[other])) for other in range(size)]
+        except RuntimeError as error:  # no access between the GPUs
+            reason = f"rank {rank}: {error}"
+    reasons = [one for one in _exchange(store, "opened", rank, size, reason) if one]
     if reasons:
         logger.warning(
-            "nccl sums small tensors too, which is slower: GPUs cannot map each other's memory (%s).", reasons[0]
+            "nccl sums small tensors too, which is slower: a GPU cannot map another's memory (%s).", reasons[0]
         )
         return None
-    return made
-
-
-def _map(store: Any, rank: int, size: int, device: torch.device) -> PeerAllReduce:
-    symmetric: Any = torch._C._distributed_c10d._SymmetricMemory
-    name = "transom_peers"
-    symmetric.set_group_info(name, rank, size, c10d.PrefixStore(name, store))
-    region = symmetric.empty_strided_p2p((region_bytes(size),), (1,), torch.uint8, device, name)
-    region.zero_()
-    torch.cuda.synchronize(device)  # before the other ranks learn that this one is ready
-    return PeerAllReduce(PeerMemory.of(rank, symmetric.rendezvous(region).buffer_ptrs, device), region)
+    return PeerAllReduce(PeerMemory.of(rank, addresses, device))
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: str) -> list[str]:

@@ -38,6 +38,7 @@ class ProcessGroup(Communicator):
         make = _gloo if device == "cpu" else _nccl
         self._group: Any = self._try(lambda: make(*self._place))
         self._peers: PeerAllReduce | None = None
+        self._fixed_widths: list[int] | None = None  # see `gather`
         self._is_late = False
         self._watch = None if device == "cpu" else CollectiveWatch(timeout_s, self._give_up)
 
@@ -63,11 +64,15 @@ class ProcessGroup(Communicator):
         else:
             self._run(lambda group: group.allreduce([x]))
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         """See `Communicator.gather`. For the transfer, tensors are padded to the widest last axis."""
-        widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
-        widths[self._rank] = x.shape[-1]
-        sizes: list[int] = self.all_reduce_(widths).tolist()
+        sizes = self._fixed_widths if fixed_widths else None
+        if sizes is None:
+            widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
+            widths[self._rank] = x.shape[-1]
+            sizes = self.all_reduce_(widths).tolist()
+        if fixed_widths:
+            self._fixed_widths = sizes
         padded = x.new_empty(*x.shape[:-1], max(sizes))
         padded[..., : x.shape[-1]] = x
         parts = [torch.empty_like(padded) for _ in sizes] if self._rank == 0 else []

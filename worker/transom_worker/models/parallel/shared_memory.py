@@ -67,7 +67,7 @@ class SharedMemory(Communicator):
                 self._wait_for_all()
                 _sum(self._views(piece), out=piece)
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         """See `Communicator.gather`."""
         widths = self._widths(x)
         parts = [x.new_empty(*x.shape[:-1], width) for width in widths]
