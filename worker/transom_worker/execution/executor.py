@@ -18,7 +18,8 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
-PIECE_BYTES = 16 << 20  # the most bytes of one rank that a call of `read_blocks` or `write_blocks` moves
+# The most bytes of one rank that a call of `read_blocks` or `write_blocks` moves, so that steps wait only a moment for it.
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ class ExecutorInfo:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each group, over all ranks. Where ranks have unequal heads, each counts as much as the largest."""
+        """Bytes of one block of each group, over all ranks. If ranks have unequal numbers of heads, each counts as the largest."""
         return tuple(one.block_bytes * self.plan.tensor_parallel_size for one in self.layout.groups)
 
     @property

@@ -8,7 +8,7 @@
 - rank: one of the processes that share a model by tensor parallelism; a worker with one rank runs it in the engine's process.
 - plan (`StepPlan`): what the scheduler wants computed in one step: which tokens of which sequences, and which cache blocks to
   change.
-- ahead: on a GPU, a plan is launched before the last one has ended (`device_queue`), so that the GPU never waits for the host.
+- runs ahead: on a GPU, the host launches a plan before the last one has ended (`device_queue`), so that the GPU never waits.
 - tiers: this rank's KV memory on the device, the host and the disk (`tiers`).
 """
 
@@ -83,7 +83,7 @@ class ModelRunner:
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
         self._queue = queue
-        self._last_sampled = SampledIds({}, None, [])  # of the last step with rows
+        self._last_sampled = SampledIds({}, None, [])  # the ids of the last step with rows
         # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
         self._awaited: list[tuple[int, int, int]] = []
         self._clocks = cycle((step_clock(self._device), step_clock(self._device)))
@@ -197,7 +197,8 @@ class ModelRunner:
                 self._parallel.comm.check()
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
-        now_s = time.perf_counter()  # steps overlap, and the time until the end of the last one is counted already
+        now_s = time.perf_counter()
+        # Steps overlap, and the time until the end of the last step is counted already.
         self._busy_s += now_s - max(clock.begin_s, self._finished_s)
         self._finished_s = now_s
         with self._committed():
@@ -206,8 +207,8 @@ class ModelRunner:
         return result
 
     def _needs_tokens(self, plan: StepPlan) -> bool:
-        """Return whether a step needs the last step's tokens on the host before it is launched: a row's penalties count them, or
-        its sequence has a KV policy.
+        """Return whether a step needs the last step's tokens on the host before it is launched. It does if the penalties of a row
+        count these tokens, or if a row's sequence has a KV policy.
         """
         if self._last_sampled.known is not None:
             return False
@@ -228,7 +229,7 @@ class ModelRunner:
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
-        """Note that an error was raised inside this context: this rank and the others may then have done different things."""
+        """Set `was_committed` if this context raises an error: this rank and the others may then have done different things."""
         try:
             yield
         except BaseException:

@@ -71,7 +71,7 @@ class StepClock:
         """Return the seconds of each part of a step that has reached its last mark, and whose ids the host has read.
 
         A device makes the copies before the forward pass, while the host prepares. So `prepare_s` is the host's time before the
-        forward pass without the copies.
+        forward pass without the copies. The minima keep each part within its whole, because the two clocks may disagree.
         """
         at = self._times_s
         before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], self._between(Mark.PREPARED, Mark.SAMPLED)

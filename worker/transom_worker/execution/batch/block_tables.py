@@ -57,7 +57,7 @@ class BlockTables:
             self._widen(end)
         self._blocks[row, length:end] = blocks
         self._length[row] = end
-        self._first[row] = max(first_block, num_sinks)
+        self._first[row] = max(first_block, num_sinks)  # a run never begins among the sink blocks
 
     def move(self, row: int, *, logical: int, block: int) -> None:
         """Replace the block id of logical block `logical` by `block`.
@@ -91,6 +91,7 @@ class BlockTables:
         """
         length, first = self._length[rows], self._first[rows]
         num_logical = (end + self.block_size - 1) // self.block_size
+        # The columns of blocks below `end`: those of the run, and those of the sink blocks.
         holding = np.maximum(0, num_logical - first)
         if self.num_sink_blocks:
             holding += np.minimum(num_logical, self.num_sink_blocks)

@@ -1,8 +1,9 @@
 """Turns a plan and the sequences into the numbers that a forward pass reads, in numpy over the whole batch.
 
 - row: one token that the step computes, or, in a group of compressed layers, one compressed entry that the step completes.
-- slot: where a row is written in a group's cache: block id x rows per block + place in the block.
-- dump block: the block of a group that no sequence owns. Rows below `write_from`, which the cache has already, are written there.
+- slot: where a row is written in a group's cache: block id x rows per block + index in the block.
+- dump block: the block of a group that no sequence owns. The cache has rows below `write_from` already, so they are written there.
+- policy row: a row of a sequence with a KV policy; its table is compact (`compact_tables`), and `policy_attention` computes it.
 
 Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
@@ -132,9 +133,10 @@ def _mixed_arrays(
     *,
     joined: bool,
 ) -> GroupArrays:
-    """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the other sequences become policy
-    rows too."""
+    """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the rows of the other sequences
+    become policy rows too."""
     tables, size, dump_block = store.tables[index], layout.groups[index].rows_per_block, layout.dump_block(index)
+    # Sequences without a policy; sequences whose rows become policy rows; sequences whose rows stay ordinary rows.
     ordinary = [b for b, sequence in enumerate(sequences) if sequence.compact is None]
     chosen = [b for b in range(len(sequences)) if joined or sequences[b].compact is not None]
     apart = [] if joined else ordinary
@@ -195,7 +197,9 @@ def _group_arrays(
     attend_from, write_from = plan.attend_from[index], plan.write_from[index]
     if group.tokens_per_row > 1:
         rows = _entry_rows(rows, group.tokens_per_row, write_from)
-        attend_from = write_from = [0] * len(table_rows)
+        attend_from = write_from = [0] * len(
+            table_rows
+        )  # the rows are new entries only, and queries may read every entry
     blocks = _blocks_of_rows(tables, group.rows_per_block, block_table, first_block, rows)
     return GroupArrays(
         block_size=group.rows_per_block,
@@ -245,6 +249,7 @@ def _blocks_of_rows(
     """Return the block id of each row, [T], or NO_BLOCK where the sequence has no block for it."""
     batch_rows = rows.row_of_token
     columns = tables.columns(rows.positions // block_size, first_block[batch_rows])
+    # The usual case: every row has a block, so no column must be masked.
     if not len(columns) or (columns.min() >= 0 and columns.max() < block_table.shape[1]):
         return block_table[batch_rows, columns].astype(np.int64)
     inside = (columns >= 0) & (columns < block_table.shape[1])
