@@ -1,6 +1,6 @@
 """Builds the numpy arrays of the rows of a step that have KV policies: their compact tables and their masks.
 
-A mask is two numbers for each row: a query reads the keys of the last `window` tokens and of the first `sinks` tokens.
+A mask is two numbers for each sequence: a query reads the keys of the last `window` tokens and of the first `sinks` tokens.
 
 Legend: B sequences of these arrays, N table columns, T query tokens of these sequences.
 """
@@ -28,7 +28,7 @@ class PolicyArrays:
     block_table: Int32s  # [B, N]
     key_blocks: Int32s  # [B, N] logical block of each column
     num_columns: Int32s  # [B] columns that are used
-    window: Int32s  # [B]; 0: the row has no policy
+    window: Int32s  # [B]; 0: queries read every key of the table
     sinks: Int32s  # [B]
     start: Int32s  # [B]
     count_host: list[int]  # [B]

@@ -21,6 +21,7 @@ from transom_worker.execution.loss_causes import cause_of_exit, count_out_of_mem
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
+# -P keeps the current directory off the module path, where a file could take the name of a module.
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
 KILL_TIMEOUT_S = 10.0
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -29,8 +30,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class RankProcesses(Launcher):
     """Launches one process for each rank, each with a thread that starts the process and waits for its end.
 
-    The thread lives as long as the process. It must, because on Linux a rank asks the kernel to kill it when the thread that
-    started it ends.
+    The thread must live as long as the process: on Linux a rank asks the kernel to kill it when the thread that started it ends.
     """
 
     def __init__(self) -> None:
@@ -140,6 +140,7 @@ def _environment(setup: RankSetup) -> dict[str, str]:
         raise ConfigError(
             f"--tensor-parallel-size is {setup.size}, and {VISIBLE_DEVICES} is {visible}; give each rank a device of its own."
         )
+    # With device "auto" there may be fewer devices than ranks; a rank without a device sees none and computes on the CPU.
     return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
 
 

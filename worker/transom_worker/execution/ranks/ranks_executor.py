@@ -66,9 +66,8 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
-        self._refused: Exception | None = (
-            None  # the error of a step that all ranks refused, which `receive` raises next
-        )
+        # The error of a step that all ranks refused, which `receive` raises next.
+        self._refused: Exception | None = None
         self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
         self._load_reports = LoadReports(config.ranks.size)
         self._epoch = 0
@@ -182,6 +181,7 @@ class RanksExecutor(Executor):
     def _start(self) -> ExecutorInfo:
         self._forget_steps()
         self._killed = False
+        # The lambda looks `_on_lost` up when a rank is lost, because `on_lost` may set it after the start.
         self._starting = group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
         try:
             if self._interrupted:
@@ -197,6 +197,7 @@ class RanksExecutor(Executor):
         return info
 
     def _receive(self) -> StepResult:
+        """Return the oldest result; that of a step without rows only when every rank has done the step."""
         while True:
             if self._results and not self._without_rows.get(self._results[0].step_id):
                 self._without_rows.pop(self._results[0].step_id, None)
@@ -294,7 +295,7 @@ class RanksExecutor(Executor):
             raise kind(message, loss_cause=failure.error.loss_cause or "exception")
 
     def _refusal(self) -> RankLost | None:
-        """Return the error of a rank that refused a step which other ranks began; None where no rank refused.
+        """Return the error of a rank that refused a step which other ranks began; None if no rank refused.
 
         The other ranks can only report that they waited for that rank, so its own message is the better reason.
         """

@@ -36,8 +36,8 @@ _DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `contents`
-    is this rank's part of the contents of the model's files; None for a model without files."""
+    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16". `contents`
+    is this rank's part of the contents of the model's files; it is None for a model without files."""
 
     model: Model
     architecture: Architecture

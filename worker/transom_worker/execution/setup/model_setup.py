@@ -82,6 +82,7 @@ class ModelSetup:
             ConfigError: no memory is left for a pool.
         """
         loaded, groups = self._loaded, self._cache.groups
+        # A few pages are enough for the worst case, which reads block 0 and writes only to dump blocks.
         small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
         return memory.pool_bytes(
             self._config.cache,

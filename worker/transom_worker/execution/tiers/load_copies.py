@@ -73,7 +73,7 @@ class LoadBoard:
             self._changed.notify_all()
 
     def broke(self, error: BaseException) -> None:
-        """Note an error that must not happen in any load; `take` raises it."""
+        """Note an error after which the contents of blocks are unknown; `take` raises it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -147,7 +147,8 @@ class ThreadLoads(Loads):
         try:
             while (load := self._queue.get()) is not None and not self._is_closed:
                 self._copy(*load)
-        except BaseException as error:  # the rank must learn of any error, and no step may wait for this load forever
+        # The rank must learn of any error, and no step may wait for this load forever.
+        except BaseException as error:
             self._board.broke(error)
 
     def _copy(self, ticket: int, copies: list[RowCopies]) -> None:

@@ -1,4 +1,4 @@
-"""`RankTiers`: one rank's tiers of KV memory, and all movements of blocks between them.
+"""Owns one rank's tiers of KV memory, and moves blocks between them (`RankTiers`).
 
     tier     the device's slab, the host's slab (the same groups and blocks, but another number of them), or the files on disk
     ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which runs beside this step and later ones
