@@ -1,8 +1,9 @@
-"""Notices collectives on GPUs that never end.
+"""Notices when a collective on a GPU does not end.
 
 `work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
 hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
-without a report. So a thread checks the collectives in order, and calls `on_late` when the oldest one is older than the timeout.
+without a report. So a thread checks the collectives in order, and calls `on_late` when the oldest of them has run longer than the
+timeout.
 
 Sums over peer memory, and the collectives in a CUDA graph, have no such `work`: a mark at the end of each step stands for them.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-LOOKS = 20  # checks within a timeout; a collective that does not end is noticed 1/20 of the timeout late at most
+LOOKS = 20  # checks within a timeout, so that the watch notices a late collective at most 1/20 of the timeout too late
 
 
 class DeviceMark:
@@ -28,7 +29,7 @@ class DeviceMark:
         self._event.record()
 
     def is_completed(self) -> bool:
-        """Return whether the device has come here."""
+        """Return whether the device has reached this point."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 

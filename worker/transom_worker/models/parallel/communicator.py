@@ -45,7 +45,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """Note that all collectives of a step have been launched. If the device does not come to their end, `check` will raise."""
+        """Note that all collectives of a step have been launched. If the device does not complete them, `check` will raise."""
 
     @abstractmethod
     def check(self) -> None:

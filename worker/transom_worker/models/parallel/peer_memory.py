@@ -1,6 +1,6 @@
-"""Memory that the GPUs of one host map into each other's address space, for sums of small tensors (`transom_kernels.all_reduce`).
+"""Maps memory of the GPUs of one host into each other's address space, to sum small tensors (`transom_kernels.all_reduce`).
 
-torch's symmetric memory allocates and maps it; nccl remains for everything else.
+torch's symmetric memory allocates and maps it. Everything else is summed by nccl.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch.distributed
 
 from transom_kernels.all_reduce import PeerMemory, fits, one_shot_all_reduce_, region_bytes
 
-MAX_RANKS = 8  # what a host's GPUs usually are; with more, reading all tensors costs more than nccl's ring
-# Tensors up to these sizes are summed in one shot. With R ranks, each reads R - 1 tensors over its links, which has to take less
-# time than nccl's latency. These are vLLM's limits; `python -m benchmarks.gpu.all_reduce` measures where nccl gets faster.
+MAX_RANKS = 8  # the GPUs that a host usually has; with more, reading all tensors costs more than nccl's ring
+# Tensors up to these sizes are summed in one shot: each of R ranks reads the R - 1 other tensors over its links. That is worth it
+# while it takes less time than nccl's latency. These are vLLM's limits; `python -m benchmarks.gpu.all_reduce` measures where nccl
+# gets faster.
 MOST_BYTES_UP_TO_4_RANKS = 512 << 10
 MOST_BYTES = 256 << 10
 

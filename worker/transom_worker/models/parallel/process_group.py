@@ -34,9 +34,9 @@ class ProcessGroup(Communicator):
         """
         self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
         ip, _, port = address.rpartition(":")
-        self._place = (ip, int(port), rank, size, timedelta(seconds=timeout_s))
+        self._connection = (ip, int(port), rank, size, timedelta(seconds=timeout_s))
         make = _gloo if device == "cpu" else _nccl
-        self._group: Any = self._try(lambda: make(*self._place))
+        self._group: Any = self._try(lambda: make(*self._connection))
         self._peers: PeerAllReduce | None = None
         self._is_late = False
         self._watch = None if device == "cpu" else CollectiveWatch(timeout_s, self._give_up)
@@ -48,7 +48,7 @@ class ProcessGroup(Communicator):
         """
         from transom_worker.models.parallel.peer_memory import map_peers  # late: needs Triton
 
-        ip, port, rank, size, timeout = self._place
+        ip, port, rank, size, timeout = self._connection
         device = torch.device("cuda", torch.cuda.current_device())
         self._peers = self._try(
             lambda: map_peers(_store(ip, port, timeout), rank=rank, size=size, host=host, device=device)
@@ -117,7 +117,7 @@ class ProcessGroup(Communicator):
         return self._group
 
     def _give_up(self) -> None:
-        """Abort what does not end. The thread that waits for the device continues then; `check` tells it why."""
+        """Abort the collectives that do not end. Then the thread that waits for the device continues, and `check` tells it why."""
         self._is_late = True
         if (group := self._group) is not None:
             self._abort(group)
