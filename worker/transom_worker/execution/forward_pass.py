@@ -38,12 +38,12 @@ class ForwardPass:
 
     @property
     def num_graphs(self) -> int:
-        """The number of captured CUDA graphs, one for each size of decode steps."""
+        """Return the number of captured CUDA graphs, one for each size of decode steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
     @property
     def num_wrong_graphs(self) -> int:
-        """The number of sizes of decode steps whose graph was discarded, because it computed other results than an eager pass."""
+        """Return the number of sizes of decode steps whose graph was discarded, because its results differed from an eager pass."""
         return 0 if self._replay is None else self._replay.num_wrong
 
     def prepare(
@@ -68,6 +68,7 @@ class ForwardPass:
                 report.attach(batch)
             return batch
 
+        # Steps with policy rows have recordings of their own, for each of these two facts.
         policy = None
         if report is not None:
             policy = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))

@@ -53,7 +53,7 @@ class PolicyReport:
 
     @property
     def wants_mass(self) -> bool:
-        """Whether some row must report its attention mass."""
+        """Return whether some row must report its attention mass."""
         return any(self._plan.wants_mass)
 
     def attach(self, batch: ForwardBatch) -> None:

@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A plan that was launched and is not finished: its result as far as it is known, and the tokens that it samples, if it has
-    rows."""
+    """A plan that was launched and is not finished. `result` is filled as its parts become known; `sampled` are the tokens that the
+    step samples, None if it has no rows."""
 
     plan: StepPlan
     result: StepResult
@@ -54,7 +54,7 @@ class LaunchedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether `ModelRunner.finish` would not wait for the device."""
+        """Return whether `ModelRunner.finish` would not wait for the device."""
         return self.sampled is None or self.sampled.is_ready()
 
 
@@ -94,7 +94,7 @@ class ModelRunner:
 
     @property
     def usage(self) -> RankUsage:
-        """The time and memory that this rank has used since it started."""
+        """Return the time and memory that this rank has used since it started."""
         weights_and_kv = self.info.memory.weight_bytes + self.info.memory.kv_bytes
         return RankUsage(
             forward_s=self._forward_s,
@@ -109,7 +109,7 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a plan may be launched before the last one has ended."""
+        """Return whether a plan may be launched before the last one has ended."""
         return self._queue.runs_ahead
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -59,12 +59,12 @@ class StepClock:
 
     @property
     def begin_s(self) -> float:
-        """The time at which the step began, in seconds of the host's clock."""
+        """Return the time at which the step began, in seconds of the host's clock."""
         return self._times_s[Mark.BEGIN]
 
     @property
     def copy_s(self) -> float:
-        """Seconds of the block copies of a step that has reached that mark."""
+        """Return the seconds of the block copies of a step that has reached that mark."""
         return self._between(Mark.APPLIED, Mark.COPIED)
 
     def timings(self) -> StepTimings:

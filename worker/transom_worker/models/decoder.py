@@ -1,4 +1,4 @@
-"""The decoder that most families share: embedding, layers, final norm and output head, assembled as the family's `Style` says.
+"""Builds and runs the decoder that most families share: embedding, layers, final norm and output head, as a family's `Style` says.
 
 `Gemma4` is a subclass; `DeepseekV4` has a decoder of its own. The *residual* is the sum to which layers add their outputs.
 

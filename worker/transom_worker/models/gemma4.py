@@ -1,4 +1,4 @@
-"""Gemma 4's text decoder.
+"""Builds and runs Gemma 4's text decoder.
 
 - The last layers have no KV cache of their own: each reads the cache of an earlier layer of its type (window or full).
 - Each layer has its own embedding of every token (per-layer embedding), which the model adds to the residual after the layer; then

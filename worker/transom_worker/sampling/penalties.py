@@ -30,9 +30,8 @@ class TokenCounts:
         for token_id, count in Counter(output).items():
             self._counts[self._slot[token_id]] = count
         self._presence, self._frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
-        self._changed: list[int] | None = (
-            None  # slots changed since the last `take_changed`; None before its first call
-        )
+        # Slots changed since the last `take_changed`; None before its first call.
+        self._changed: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self._slot)

@@ -124,7 +124,8 @@ class ShardedSampler(Sampler):
             arrays = sampling_arrays(states)
             rows = self._uploads_to(logits_NV.device).tensors({name: arrays[name] for name in ("keys", "temperature")})
             score_N, token_ids_N = best_of_slice(logits_NV, **rows, first_id=self._first_id)
-        # Scores travel as the integers with the same bits, since adding the zeros of other ranks keeps integers exactly.
+        # The all-reduce gathers the pairs, because other ranks add zeros to a rank's row. Scores travel as the integers with the
+        # same bits, which the addition of zeros does not change.
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N

@@ -95,6 +95,7 @@ class BatchBuilder:
             named[f"first_block {index}"] = group.first_block.astype(np.int32)
             named[f"attend_from {index}"] = np.array(group.attend_from_host, dtype=np.int32)
             named[f"slots {index}"] = group.slots
+            # The rows of compressed groups are entries; beside policy rows, a group's `rows` are only the other rows.
             if group.rows is not arrays.rows:
                 named |= _offsets_and_starts(group.rows, f" {index}")
             if group.policies is not None:
@@ -170,6 +171,7 @@ class BatchBuilder:
         """
         positions = arrays.rows.positions[tokens]
         count = len(tokens)
+        # Every row is a policy row here, so the arrays of ordinary rows are empty.
         whole = StepArrays(
             token_ids=arrays.token_ids[tokens],
             rows=_rows_of(positions),

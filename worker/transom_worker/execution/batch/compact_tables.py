@@ -1,4 +1,4 @@
-"""The compact block table of a sequence with a KV policy, for one group. A policy may remove blocks anywhere in the table.
+"""Keeps the compact block table of a sequence with a KV policy, for one group. A policy may remove blocks anywhere in the table.
 
 A *compact* table has one column for each block that is left, with the block's logical number (position // block size), in ascending
 order. The first columns are the policy's sink blocks, which hold the sequence's first tokens; the columns after them are the *run*.
@@ -17,7 +17,7 @@ from bisect import bisect_left
 
 
 class CompactTable:
-    """A compact table, which plans update as they update ordinary tables (`StepPlan`)."""
+    """A compact table. Plans update it as they update ordinary tables (`StepPlan`), and may also remove single blocks."""
 
     def __init__(self, *, num_sink_blocks: int, remembers_gone: bool) -> None:
         self.num_sink_blocks = num_sink_blocks

@@ -37,7 +37,7 @@ class PolicyArrays:
 
     @property
     def query_offset(self) -> Int32s:
-        """The index of each sequence's first query token among the T, and T itself, [B + 1]."""
+        """Return the index of each sequence's first query token among the T, and T itself, [B + 1]."""
         offset = np.zeros(len(self.count_host) + 1, dtype=np.int32)
         np.cumsum(self.count_host, out=offset[1:])
         return offset

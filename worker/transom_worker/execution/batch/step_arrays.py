@@ -39,7 +39,7 @@ class RowRanges:
 
     @property
     def one_each(self) -> bool:
-        """Whether every sequence has exactly one row."""
+        """Return whether every sequence has exactly one row."""
         return self.count_host.count(1) == len(self.count_host)
 
 
@@ -61,18 +61,18 @@ class GroupArrays:
 
     @property
     def first_block_host(self) -> list[int]:
-        """`first_block` as a list, [B]."""
+        """Return `first_block` as a list, [B]."""
         numbers: list[int] = self.first_block.tolist()
         return numbers
 
     @property
     def start_host(self) -> list[int]:
-        """The position of each sequence's first row, [B]."""
+        """Return the position of each sequence's first row, [B]."""
         return self.rows.start_host
 
     @property
     def count_host(self) -> list[int]:
-        """The number of each sequence's rows, [B]."""
+        """Return the number of each sequence's rows, [B]."""
         return self.rows.count_host
 
 
@@ -88,7 +88,7 @@ class StepArrays:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every sequence computes exactly one token and its logits."""
+        """Return whether every sequence computes exactly one token and its logits."""
         return len(self.logit_rows) == len(self.token_ids) and self.rows.one_each
 
 
@@ -136,7 +136,7 @@ def _mixed_arrays(
     """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the rows of the other sequences
     become policy rows too."""
     tables, size, dump_block = store.tables[index], layout.groups[index].rows_per_block, layout.dump_block(index)
-    # Sequences without a policy; sequences whose rows become policy rows; sequences whose rows stay ordinary rows.
+    # Sequences without a KV policy (`ordinary`), with policy rows (`chosen`), and with rows that stay ordinary rows (`apart`).
     ordinary = [b for b, sequence in enumerate(sequences) if sequence.compact is None]
     chosen = [b for b in range(len(sequences)) if joined or sequences[b].compact is not None]
     apart = [] if joined else ordinary
@@ -197,9 +197,8 @@ def _group_arrays(
     attend_from, write_from = plan.attend_from[index], plan.write_from[index]
     if group.tokens_per_row > 1:
         rows = _entry_rows(rows, group.tokens_per_row, write_from)
-        attend_from = write_from = [0] * len(
-            table_rows
-        )  # the rows are new entries only, and queries may read every entry
+        # The rows are new entries only, so all of them are written, and queries may read every entry.
+        attend_from = write_from = [0] * len(table_rows)
     blocks = _blocks_of_rows(tables, group.rows_per_block, block_table, first_block, rows)
     return GroupArrays(
         block_size=group.rows_per_block,

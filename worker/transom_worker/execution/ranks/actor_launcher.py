@@ -45,7 +45,7 @@ class RankActors(Launcher):
 
     @property
     def ip(self) -> str | None:
-        """The address of this node, because ranks may run on other nodes."""
+        """Return the address of this node, because ranks may run on other nodes."""
         return str(get_node_ip_address())
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:

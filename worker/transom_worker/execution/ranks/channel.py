@@ -1,4 +1,4 @@
-"""The connection between an executor and its ranks: one ZeroMQ socket at the executor, and one at each rank.
+"""Connects an executor with its ranks: by one ZeroMQ socket at the executor, and one at each rank.
 
 The connection is encrypted (CURVE) with keys that are made for each start. The executor's public key is only in the ranks' setups,
 so a process without a setup can neither read messages nor connect. On one host the socket is a local socket without a file: so no

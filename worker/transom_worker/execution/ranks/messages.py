@@ -1,5 +1,5 @@
-"""The messages between an executor and its ranks, in the order in which they are sent. A *rendezvous* is the place where ranks
-connect to each other (`models.parallel.rendezvous`); a *load* copies KV blocks beside the steps, under a *ticket*.
+"""Defines the messages between an executor and its ranks, in the order in which they are sent. A *rendezvous* is the place where
+ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV blocks beside the steps, under a *ticket*.
 
     rank                     executor
     Hello               ->                    the rank's process runs, on this host

@@ -1,7 +1,7 @@
 """Launches ranks as processes on this host, for offline use and tests.
 
-A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, whatever
-ends it. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
+A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, even if it
+crashes. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankProcesses(Launcher):
 
     @property
     def ip(self) -> str | None:
-        """None, because all ranks are on this host."""
+        """Return None, because all ranks are on this host."""
         return None
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
@@ -63,7 +63,7 @@ class RankProcesses(Launcher):
 
     @property
     def process_ids(self) -> list[int]:
-        """The process ids of the ranks, in order of rank."""
+        """Return the process ids of the ranks, in order of rank."""
         return [rank_process.process_id for rank_process in self._rank_processes]
 
 

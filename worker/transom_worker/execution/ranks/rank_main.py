@@ -1,6 +1,5 @@
-"""The program of a rank: it connects to the other ranks, loads its part of the model, and executes plans until it is killed.
-
-The messages that a rank exchanges with the executor are listed, in order, in `messages`.
+"""Runs a rank, in a process of its own: it connects to the other ranks, loads its part of the model, and executes plans until it is
+killed. `messages` lists, in order, the messages that a rank exchanges with the executor.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The executor of several ranks, each in a process of its own: it sends every plan to all ranks, and reads the results from
-rank 0.
+"""Executes plans on several ranks, each in a process of its own: sends every plan to all ranks, and reads the results from rank 0.
 
 All ranks run the same plans in the same order. With two steps in flight, the next plan is already at each rank when a step ends.
 
@@ -117,7 +116,7 @@ class RanksExecutor(Executor):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank's process has ended by itself; any thread may read it."""
+        """Return whether a rank's process has ended by itself; any thread may read it."""
         group = self._group
         return group is not None and group.lost and not self._killed
 

@@ -43,7 +43,7 @@ class CacheSetup:
 
     @property
     def max_useful_bytes(self) -> int:
-        """The bytes of a pool that holds all sequences that may run at once, each with `max_model_len` tokens."""
+        """Return the bytes of a pool that holds all sequences that may run at once, each with `max_model_len` tokens."""
         return memory.max_useful_bytes(self.groups, self._config.scheduler, self.max_model_len)
 
     def plan(self, pool_bytes: int) -> CachePlan:

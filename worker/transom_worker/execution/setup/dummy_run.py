@@ -158,7 +158,7 @@ def _dummy_step(
         start=starts,
         count=list(counts),
         attend_from=[[0] * len(counts) for _ in groups],
-        write_from=[list(ends) for _ in groups],
+        write_from=[list(ends) for _ in groups],  # all tokens are below, so they are written to the dump block
         logits_from=[end - 1 for end in ends],
         sample=[1] * len(counts),
     )

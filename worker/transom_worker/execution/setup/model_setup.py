@@ -95,7 +95,7 @@ class ModelSetup:
 
     @property
     def contents(self) -> tuple[ContentPart, ...]:
-        """This rank's part of the contents of the model's files; empty without files."""
+        """Return this rank's part of the contents of the model's files; empty without files."""
         return () if self._loaded.contents is None else (self._loaded.contents,)
 
     def allocate(self, pool_bytes: int, contents: bytes = b"") -> ModelRunner:

@@ -65,7 +65,7 @@ class DiskTier:
 
     @property
     def usage(self) -> DiskUsage:
-        """What happened to blocks and files since the start of the process."""
+        """Return what happened to blocks and files since the start of the process."""
         counts = self._folder.counts
         return DiskUsage(
             is_usable=self._paused_until_s is None,

@@ -1,6 +1,6 @@
 """Loads: block copies from the host tier to the device that run beside the steps, each under a *ticket*.
 
-    start(ticket, copies) -> the copies run -> take() returns the ticket once
+    loads.start(ticket, copies) -> the copies run -> loads.poll() -> board.take() returns the ticket, once
 
 On CPUs a thread copies. On a GPU the copies run on a CUDA stream of their own, and an event tells when they have ended. If a copy
 fails, `take` raises its error, since the contents of the load's target blocks are then unknown.
@@ -51,7 +51,7 @@ class LoadBoard:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of loads that were started and that `take` has not returned yet."""
+        """Return the number of loads that were started and that `take` has not returned yet."""
         return self._num_in_flight
 
     def started(self) -> None:

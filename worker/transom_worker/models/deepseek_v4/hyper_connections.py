@@ -45,9 +45,8 @@ class HyperConnection(_Coefficients):
         size = shape.num_residual_streams
         # Weights to read each stream, weights to write each stream, and the matrix that mixes the streams.
         super().__init__(load, name, architecture, shape, (size, size, size * size))
-        self._rounds = (
-            shape.sinkhorn_rounds
-        )  # normalisations of the matrix, after which its rows and columns sum to nearly 1
+        # Normalisations of the matrix by columns and rows (Sinkhorn's iteration), after which both sum to nearly 1.
+        self._rounds = shape.sinkhorn_rounds
 
     def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the sublayer's input [T, N], the output's weights `post` [T, S] and the streams' mixing matrix [T, S from, S to]

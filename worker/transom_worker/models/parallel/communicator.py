@@ -41,7 +41,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def can_capture(self) -> bool:
-        """Whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
+        """Return whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
 
     @abstractmethod
     def end_step(self) -> None:

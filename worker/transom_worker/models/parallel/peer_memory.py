@@ -1,6 +1,6 @@
 """Maps memory of the GPUs of one host into each other's address space, to sum small tensors (`transom_kernels.all_reduce`).
 
-torch's symmetric memory allocates and maps it. Everything else is summed by nccl.
+torch's symmetric memory allocates and maps it. All other collectives run in nccl.
 """
 
 from __future__ import annotations

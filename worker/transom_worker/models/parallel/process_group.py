@@ -128,6 +128,7 @@ class ProcessGroup(Communicator):
         group.abort()
 
     def _try(self, action: Callable[[], Any]) -> Any:
+        """Return the result of `action`; raise RankLost instead of the RuntimeErrors of torch.distributed."""
         try:
             return action()
         except RuntimeError as error:
