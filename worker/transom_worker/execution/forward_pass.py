@@ -68,7 +68,7 @@ class ForwardPass:
                 report.attach(batch)
             return batch
 
-        # Steps with policy rows have recordings of their own, for each of these two facts.
+        # A decode step with policy rows has recordings of its own, for each combination of these two facts.
         policy = None
         if report is not None:
             policy = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))

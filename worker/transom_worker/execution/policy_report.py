@@ -117,6 +117,7 @@ class PolicyReport:
         full_MW = sampler.gather_rows(full_MV, range(len(self._measured)))
         if policy_MW is None or full_MW is None:  # not rank 0
             return
+        # The KL is in float64 and in nats; `nan_to_num` turns 0 * (-inf - -inf), of tokens that neither can sample, into 0.
         log_p, log_q = policy_MW.double().log_softmax(-1), full_MW.double().log_softmax(-1)
         kl_M = (log_q.exp() * (log_q - log_p)).nan_to_num(0.0).sum(-1).clamp(min=0.0)
         agrees_M = log_p.argmax(-1) == log_q.argmax(-1)

@@ -91,7 +91,7 @@ class _RankProcess(threading.Thread):
 
     def kill(self) -> None:
         self._killed = True
-        if self.is_alive():
+        if self.is_alive():  # the thread may be about to start the process
             self._launched.wait()
         if self._process is not None:
             self._process.kill()

@@ -251,7 +251,7 @@ class RanksExecutor(Executor):
         while len(self._blocks) < self._group.size:
             try:
                 self._kill_if_lost(self._handle_message)
-            except RankLost:
+            except RankLost:  # a subclass of StepFailed
                 raise
             except (StepFailed, OutOfMemory) as error:
                 self._refused = error  # the refusal of a plan, which `receive` raises

@@ -73,6 +73,7 @@ def load_model(
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
+    # Digests the files on threads while the weights load. The ranks of a host divide the files among themselves.
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
         weights: Weights = load_weights(files, in_memory=device.type == "cpu")
