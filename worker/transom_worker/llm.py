@@ -252,6 +252,7 @@ class LLM:
         The engine takes none while it restarts its ranks; it sends a message when they run again.
         """
         scheduler = self.engine.config.scheduler
+        # The engine takes as many requests as may run, and queues as many as may wait.
         num_free = scheduler.max_num_seqs + scheduler.max_waiting - len(running)
         batch = [] if self.engine.is_restarting else list(waiting)[:num_free]
         if not batch:

@@ -1,4 +1,4 @@
-"""Compiles the kernels that a model needs, for this processor or for a GPU, so that the model's first start need not do it."""
+"""Compiles the kernels that a model needs, for this processor or for a GPU, so that the model's first start finds them compiled."""
 
 from __future__ import annotations
 

@@ -275,6 +275,7 @@ class WorkerReplica:
             _call_on(self._loop, self._dispatch, message)
 
     def _dispatch(self, message: WorkerMessage) -> None:
+        """Put each router's part of a message into its outbox: its requests' events, and the ids of those just admitted."""
         taken: dict[str, list[str]] = {}
         for request_id in message.taken:
             taken.setdefault(self._routers.get(request_id, ""), []).append(request_id)

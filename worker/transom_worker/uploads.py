@@ -62,7 +62,7 @@ class Read(Protocol):
         ...
 
 
-class _Place:
+class _PinnedBuffer:
     """A pinned buffer that grows, and the event that tells when the device has read it."""
 
     host: torch.Tensor | None = None
@@ -77,22 +77,23 @@ class PinnedUploads:
         used in turn: when a buffer's turn comes again, the device has usually read it, and the host need not wait.
         """
         self.device = device
-        self._places = cycle([_Place() for _ in range(2 * per_step)])
+        self._buffers = cycle([_PinnedBuffer() for _ in range(2 * per_step)])
 
     def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """See `Uploads.tensors`."""
         fields = {name: (array.shape, array.dtype) for name, array in arrays.items()}
         parts, num_bytes = _layout(fields)
-        place = next(self._places)
-        if place.read is not None:
-            place.read.synchronize()
-        if place.host is None or len(place.host) < num_bytes:
-            place.host = self.pinned(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
-        host = place.host.numpy()
+        buffer = next(self._buffers)
+        if buffer.read is not None:
+            buffer.read.synchronize()
+        if buffer.host is None or len(buffer.host) < num_bytes:
+            # A power of two, so that a buffer grows only a few times.
+            buffer.host = self.pinned(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
+        host = buffer.host.numpy()
         typed = {dtype: host.view(dtype) for dtype in {part.dtype for part in parts}}
         for name, _, dtype, begin, end in parts:
             typed[dtype][begin:end] = arrays[name].reshape(-1)
-        device_bytes, place.read = self.copy(place.host[:num_bytes])
+        device_bytes, buffer.read = self.copy(buffer.host[:num_bytes])
         return _views(parts, device_bytes)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:

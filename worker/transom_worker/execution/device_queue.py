@@ -1,7 +1,7 @@
 """Brings sampled token ids from the device to the host, and from one step to the next without the host.
 
 A GPU runs what the host has launched while the host goes on. If the host waited for a step's tokens before it launched the next
-step, the device would idle while the host schedules, prepares and launches. So two plans are in flight:
+step, the device would be idle while the host schedules, prepares and launches. So two plans are in flight:
 
     host      launch n+1       wait for n's ids, handle them, schedule n+2      launch n+2       wait for n+1's ids ...
     device    computes n                                            computes n+1                                    ...
@@ -70,7 +70,7 @@ class HostQueue:
 
 
 class CudaFetch:
-    """Ids that are copied to pinned memory; an event tells when they are there."""
+    """Ids that are being copied to pinned memory; the event `arrived` follows the copy."""
 
     def __init__(self, host_S: torch.Tensor, arrived: torch.cuda.Event) -> None:
         self._host_S, self._arrived = host_S, arrived
@@ -93,14 +93,15 @@ class CudaQueue:
 
     def __init__(self, *, max_rows: int) -> None:
         """`max_rows` is the largest number of rows of a step."""
-        self._places = cycle(
+        # Two pinned buffers with their events, used in turn, because two fetches may be open.
+        self._buffers = cycle(
             (torch.empty(max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
 
     def fetch(self, ids_S: torch.Tensor) -> Fetch:
         """See `DeviceQueue.fetch`."""
-        host, arrived = next(self._places)
+        host, arrived = next(self._buffers)
         host_S = host[: len(ids_S)]
         host_S.copy_(ids_S, non_blocking=True)
         arrived.record()

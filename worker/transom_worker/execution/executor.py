@@ -1,4 +1,4 @@
-"""The interface between the engine and the ranks: an `Executor` takes step plans and returns their results in order.
+"""Defines the interface between the engine and the ranks: an `Executor` takes step plans and returns their results in order.
 
 - rank: one of the processes that share a model by tensor parallelism.
 - plan (`StepPlan`): what the scheduler wants computed in one step.
@@ -18,7 +18,8 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
-PIECE_BYTES = 16 << 20  # the most bytes of one rank that a call of `read_blocks` or `write_blocks` moves
+# The most bytes of one rank that a call of `read_blocks` or `write_blocks` moves, so that steps wait only a moment for it.
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,22 +111,28 @@ class ExecutorInfo:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each group, over all ranks. Where ranks have unequal heads, each counts as much as the largest."""
+        """Return the bytes of one block of each group, over all ranks. Ranks with fewer heads count as much as the largest."""
         return tuple(one.block_bytes * self.plan.tensor_parallel_size for one in self.layout.groups)
 
     @property
     def layout(self) -> ArenaLayout:
-        """The arena's layout: where every block lies."""
+        """Return the arena's layout: where every block lies."""
         return self.plan.layout
 
     @property
     def host_layout(self) -> ArenaLayout | None:
-        """The layout of the host tier's arena; None if there is no host tier."""
+        """Return the layout of the host tier's arena; None if there is no host tier."""
         return self.plan.host_layout
 
 
 class Executor(ABC):
     """Runs plans on every rank of a worker.
+
+        info = executor.start()
+        executor.submit(plan)           up to the scheduler's number of steps in flight
+        result = executor.receive()     one for each plan, in order
+        executor.restart()              after RankLost
+        executor.shutdown()
 
     `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step fails,
     `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If the step ran out of memory,
@@ -153,8 +160,8 @@ class Executor(ABC):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank's process has ended by itself, which makes `check` raise; any thread may read it. Never true for a rank in
-        this process."""
+        """Return whether a rank's process has ended by itself, which makes `check` raise; always False for a rank in this process.
+        Any thread may read it."""
         return False
 
     def check(self) -> None:  # noqa: B027

@@ -1,5 +1,8 @@
-"""Runs a step's forward pass: replays recorded decode steps (`replay`), and runs the model *eagerly* for all others, which means
-that the host launches the kernels one by one.
+"""Runs a step's forward pass. A decode step of a recorded size is replayed (`replay`); every other step runs *eagerly*: the host
+launches its kernels one by one.
+
+    run = forward.prepare(plan, store)      copies the inputs to the device
+    logits = run()                          runs or replays the model
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ class ForwardPass:
 
     @property
     def num_graphs(self) -> int:
-        """The number of captured CUDA graphs, one for each size of decode steps."""
+        """Return the number of captured CUDA graphs, one for each size of decode steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
     @property
     def num_wrong_graphs(self) -> int:
-        """The number of sizes that have no graph because theirs computed something else."""
+        """Return the number of sizes of decode steps whose graph was discarded, because its results differed from an eager pass."""
         return 0 if self._replay is None else self._replay.num_wrong
 
     def prepare(
@@ -65,6 +68,7 @@ class ForwardPass:
                 report.attach(batch)
             return batch
 
+        # A decode step with policy rows has recordings of its own, for each combination of these two facts.
         policy = None
         if report is not None:
             policy = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))
@@ -81,6 +85,7 @@ class ForwardPass:
             run = partial(_replayed, plan, replay)
         if report is None:
             return run
+        # An eager batch had the report attached when it was built; a replay adds up mass in a tensor of its own.
         if replay is not None and self._replay is not None and report.wants_mass:
             report.take_mass(self._replay.block_mass)
         return partial(self._measured, report, run)
@@ -91,7 +96,7 @@ class ForwardPass:
         return run()
 
     def _run(self, plan: StepPlan, batch: ForwardBatch) -> StepLogits:
-        """Run the model eagerly."""
+        """Run the model eagerly. Logits that are not for sampling are for prompt log-probabilities, and are computed later."""
         if len(batch.logit_rows) == plan.sample.count(1):
             return StepLogits(plan, self._model.forward(batch))
         return StepLogits(plan, self._model.hidden(batch), self._model.logits)

@@ -21,8 +21,15 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Launches plans on the calling thread. For a GPU it does so when a plan is submitted. A CPU computes a plan at its launch, so
-    there a plan is launched when its result is received, or earlier if blocks are read or written after it."""
+    """Launches plans on the calling thread.
+
+        submit      plan -> `_plans`
+        launch      `_plans` -> `ModelRunner.launch` -> `_launched`
+        receive     `_launched` -> `ModelRunner.finish` -> result
+
+    On a GPU, `submit` launches the plan at once. A CPU computes a plan when it is launched, so there `receive` launches it, unless
+    a call that reads or writes blocks has launched it before.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         """Create an executor for the model that the config names, or for `loaded` instead."""

@@ -1,4 +1,5 @@
-"""Why a step failed or a process ended (`errors.LossCause`), by which failover decides whether a request may be to blame.
+"""Finds out why a step failed or a process ended (`errors.LossCause`). Failover needs the cause to decide whether a request may be
+to blame.
 
 Torch and numpy report missing memory by several classes and texts:
 
@@ -28,7 +29,7 @@ _TEXTS = (
     "out of memory",
     "cublas_status_alloc_failed",
 )
-# Signals that come from outside; a process that fails by itself ends by others.
+# Signals that other processes or the kernel's OOM killer send; a process that crashes ends by other signals, such as SIGSEGV.
 _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DEVICE_WORDS = ("CUDA error", "cuBLAS error", "CUBLAS_STATUS", "NCCL error", "device-side assert")
 _CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -47,14 +48,15 @@ def cause_of_error(error: BaseException) -> LossCause:
 
 
 def cause_of_exit(code: int, *, num_out_of_memory: int) -> LossCause:
-    """Return why a child process ended that its parent did not end. `code` is negative for a signal, as in `subprocess`.
+    """Return why a child process ended, given that its parent did not end it. `code` is negative for a signal, as in `subprocess`.
 
-    `num_out_of_memory` is an earlier `count_out_of_memory()`: the kernel's OOM killer sends SIGKILL too, and raises that count.
+    `num_out_of_memory` is the result of `count_out_of_memory()` before the child began. The kernel's OOM killer sends SIGKILL and
+    raises that count, so the two together tell it from another process that sends SIGKILL.
     """
     if code >= 0 or -code not in _OUTSIDE:
         return "crash"
-    has_less_memory = -code == signal.SIGKILL and count_out_of_memory() > num_out_of_memory
-    return "out_of_memory" if has_less_memory else "killed"
+    was_oom_killed = -code == signal.SIGKILL and count_out_of_memory() > num_out_of_memory
+    return "out_of_memory" if was_oom_killed else "killed"
 
 
 def count_out_of_memory() -> int:
@@ -93,6 +95,6 @@ def release_tensors(error: BaseException) -> str:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Return memory that torch's allocator has cached to the device, so that it can be allocated in other sizes."""
+    """Give the device back the memory that torch's allocator has cached, so that it can be allocated in other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

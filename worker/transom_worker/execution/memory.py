@@ -28,8 +28,8 @@ def pool_bytes(
 ) -> int:
     """Return the bytes of a rank's KV pool: the configured number, else what the device has free, up to `max_useful_bytes`.
 
-    On CUDA, `run_worst_case` runs a step that needs the most memory; the pool leaves room for its peak, and for `graph_bytes` of
-    CUDA graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
+    On CUDA, `run_worst_case` runs the step that needs the most memory; the pool leaves room for that step's peak, and for
+    `graph_bytes` of CUDA graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
 
     Raises:
         ConfigError: no memory is left for a pool.
@@ -56,7 +56,11 @@ def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, 
 
 def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dtype: torch.dtype) -> int:
     """Estimate the bytes that the largest step needs besides weights and KV pool: one layer's widest tensors, and the logits, in
-    float32 and twice, because sampling works on a copy."""
+    float32 and twice, because sampling works on a copy.
+
+    A layer's tensors are, per token, four of the hidden size; queries and attention's output (2 x heads); keys and values (2 x KV
+    heads); and what the feed-forward layer holds.
+    """
     layer = architecture.layers[0]
     attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
     per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
@@ -88,8 +92,8 @@ def process_memory_bytes(device: torch.device) -> int:
 def _cuda_free_bytes(
     utilization: float, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
 ) -> int:
-    """Return the share `utilization` of the device's bytes, minus what other processes hold, this process's peak in a step, and
-    CUDA graphs."""
+    """Return the share `utilization` of the device's bytes, minus the bytes of other processes, the peak of this process in a step,
+    and the bytes of CUDA graphs."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_worst_case()

@@ -1,5 +1,5 @@
-"""What a step reports about its rows with KV policies: attention mass by block, and how much the policy changes the next token's
-distribution.
+"""Reports two things about a step's rows with KV policies: the attention mass of each block (the share of the queries' attention
+probabilities that its keys got), and how much the policy changes the next token's distribution.
 
     report = PolicyReport(plan, arrays, store, builder)
     report.attach(batch)          an eager pass will add up mass, or
@@ -8,8 +8,8 @@ distribution.
     report.fill(logits, result)   after it
 
 A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents,
-including those that the policy dropped; the second pass is the step's own. Both write the row's keys and values, so the measuring
-pass comes first, and what the step's own pass writes stays.
+including those that the policy dropped; the second pass is the step's own. Both passes write the row's keys and values. The
+measuring pass comes first, so that the cache keeps what the step's own pass writes.
 
 Four indices count rows: `b` all rows of the plan, `p` those with KV policies, `s` those that sample a token, and `m` the measured
 ones.
@@ -53,7 +53,7 @@ class PolicyReport:
 
     @property
     def wants_mass(self) -> bool:
-        """Whether some row must report its attention mass."""
+        """Return whether some row must report its attention mass."""
         return any(self._plan.wants_mass)
 
     def attach(self, batch: ForwardBatch) -> None:
@@ -68,7 +68,7 @@ class PolicyReport:
                 group.meter = MassMeter(block_mass=self._block_mass_PN)
 
     def take_mass(self, block_mass: torch.Tensor | None) -> None:
-        """Report this mass [at least P, at least N], which a replayed step adds up."""
+        """Report the mass that a replayed step adds up in `block_mass`. Its shape is [P, N], padded at the ends of both axes."""
         self._block_mass_PN = block_mass
 
     def measure(self, model: Model) -> None:
@@ -87,8 +87,8 @@ class PolicyReport:
     ) -> None:
         """Write mass and quality into the result, after the step's own pass.
 
-        Layers add up the probabilities of each head, so both are divided by the number of heads of all layers: 1.0 is then all of a
-        query's attention.
+        Layers add up the probabilities of all their heads. So the mass, and the mass that the policy dropped, are divided by the
+        number of heads of all layers; then 1.0 means all of a query's attention.
         """
         num_heads = sum(layer.num_heads for layer in architecture.layers)
         if self._block_mass_PN is not None:
@@ -110,13 +110,14 @@ class PolicyReport:
         result: StepResult,
         sampler: ShardedSampler,
     ) -> None:
-        """Compare the next token's distribution with the policy (p) and without it (q): KL(q || p), and whether the top tokens
-        agree. Add the mass that the policy dropped."""
+        """Compare the next token's distribution with the policy (p) and without it (q): write KL(q || p) and whether the top tokens
+        agree into the result, and the mass that the policy dropped."""
         sampled = [b for b, sample in enumerate(self._plan.sample) if sample]  # s -> b
         policy_MW = sampler.gather_rows(logits.sampled_SV, [sampled.index(b) for b in self._measured])
         full_MW = sampler.gather_rows(full_MV, range(len(self._measured)))
         if policy_MW is None or full_MW is None:  # not rank 0
             return
+        # The KL is in float64 and in nats; `nan_to_num` turns 0 * (-inf - -inf), of tokens that neither can sample, into 0.
         log_p, log_q = policy_MW.double().log_softmax(-1), full_MW.double().log_softmax(-1)
         kl_M = (log_q.exp() * (log_q - log_p)).nan_to_num(0.0).sum(-1).clamp(min=0.0)
         agrees_M = log_p.argmax(-1) == log_q.argmax(-1)

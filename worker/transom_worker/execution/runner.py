@@ -8,7 +8,7 @@
 - rank: one of the processes that share a model by tensor parallelism; a worker with one rank runs it in the engine's process.
 - plan (`StepPlan`): what the scheduler wants computed in one step: which tokens of which sequences, and which cache blocks to
   change.
-- ahead: on a GPU, a plan is launched before the last one has ended (`device_queue`), so that the GPU never waits for the host.
+- runs ahead: on a GPU, the host launches a plan before the last one has ended (`device_queue`), so that the GPU never waits.
 - tiers: this rank's KV memory on the device, the host and the disk (`tiers`).
 """
 
@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A plan that was launched and is not finished: its result as far as it is known, and the tokens that it samples, if it has
-    rows."""
+    """A plan that was launched and is not finished. `result` is filled as its parts become known; `sampled` are the tokens that the
+    step samples, None if it has no rows."""
 
     plan: StepPlan
     result: StepResult
@@ -54,7 +54,7 @@ class LaunchedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether `ModelRunner.finish` would not wait for the device."""
+        """Return whether `ModelRunner.finish` would not wait for the device."""
         return self.sampled is None or self.sampled.is_ready()
 
 
@@ -83,7 +83,7 @@ class ModelRunner:
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
         self._queue = queue
-        self._last_sampled = SampledIds({}, None, [])  # of the last step with rows
+        self._last_sampled = SampledIds({}, None, [])  # the ids of the last step with rows
         # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
         self._awaited: list[tuple[int, int, int]] = []
         self._waiting_seqs: set[int] = set()  # sequences whose steps make the host wait, see `_waits`
@@ -95,7 +95,7 @@ class ModelRunner:
 
     @property
     def usage(self) -> RankUsage:
-        """The time and memory that this rank has used since it started."""
+        """Return the time and memory that this rank has used since it started."""
         weights_and_kv = self.info.memory.weight_bytes + self.info.memory.kv_bytes
         return RankUsage(
             forward_s=self._forward_s,
@@ -110,7 +110,7 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a plan may be launched before the last one has ended."""
+        """Return whether a plan may be launched before the last one has ended."""
         return self._queue.runs_ahead
 
     def waits_in_launch(self, plan: StepPlan) -> bool:
@@ -203,7 +203,8 @@ class ModelRunner:
                 self._parallel.comm.check()
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
-        now_s = time.perf_counter()  # steps overlap, and the time until the end of the last one is counted already
+        now_s = time.perf_counter()
+        # Steps overlap, and the time until the end of the last step is counted already.
         self._busy_s += now_s - max(clock.begin_s, self._finished_s)
         self._finished_s = now_s
         with self._committed():
@@ -212,8 +213,8 @@ class ModelRunner:
         return result
 
     def _needs_tokens(self, plan: StepPlan) -> bool:
-        """Return whether a step needs the last step's tokens on the host before it is launched: a row's penalties count them, or
-        its sequence has a KV policy.
+        """Return whether a step needs the last step's tokens on the host before it is launched. It does if the penalties of a row
+        count these tokens, or if a row's sequence has a KV policy.
         """
         if self._last_sampled.known is not None:
             return False
@@ -234,7 +235,7 @@ class ModelRunner:
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
-        """Note that an error was raised inside this context: this rank and the others may then have done different things."""
+        """Set `was_committed` if this context raises an error: this rank and the others may then have done different things."""
         try:
             yield
         except BaseException:

@@ -59,19 +59,19 @@ class StepClock:
 
     @property
     def begin_s(self) -> float:
-        """The time at which the step began, in seconds of the host's clock."""
+        """Return the time at which the step began, in seconds of the host's clock."""
         return self._times_s[Mark.BEGIN]
 
     @property
     def copy_s(self) -> float:
-        """Seconds of the block copies of a step that has reached that mark."""
+        """Return the seconds of the block copies of a step that has reached that mark."""
         return self._between(Mark.APPLIED, Mark.COPIED)
 
     def timings(self) -> StepTimings:
         """Return the seconds of each part of a step that has reached its last mark, and whose ids the host has read.
 
         A device makes the copies before the forward pass, while the host prepares. So `prepare_s` is the host's time before the
-        forward pass without the copies.
+        forward pass without the copies. The minima keep each part within its whole, because the two clocks may disagree.
         """
         at = self._times_s
         before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], self._between(Mark.PREPARED, Mark.SAMPLED)

@@ -59,7 +59,7 @@ class StepLogits:
 
 @dataclass(slots=True)
 class SampledIds:
-    """The tokens that a step samples. `rows` maps each batch row that samples to its place s among them.
+    """The tokens that a step samples. `rows` maps each batch row that samples to its index s among the sampled rows.
 
     `ids_S` are the tokens on the device, int64 [S]; None if the host got them at once. `known` are the tokens on the host; None
     until `wait` has been called.
@@ -99,10 +99,10 @@ def sample_step(
     rows = [b for b, sample in enumerate(plan.sample) if sample]
     all_rows = len(rows) == len(plan.seq_ids)
     seq_ids = plan.seq_ids if all_rows else [plan.seq_ids[b] for b in rows]
-    places = {b: s for s, b in enumerate(rows)}
+    sampled_rows = {b: s for s, b in enumerate(rows)}
     ids_S = sampler.launch(logits.sampled_SV, seq_ids, plan.grammar_mask) if rows and not logits.has_others else None
     if ids_S is not None:
-        return SampledIds(places, ids_S, None, queue.fetch(ids_S))
+        return SampledIds(sampled_rows, ids_S, None, queue.fetch(ids_S))
     sampled = sampler.sample(logits.sampled_SV, seq_ids, plan.grammar_mask)
     result.logprobs = sampled.logprobs
     if logits.has_others:
@@ -111,7 +111,7 @@ def sample_step(
             logprobs = _prompt_logprobs(plan, b, logits, ends[b], sampler, store)
             if logprobs is not None:
                 result.prompt_logprobs[b] = logprobs
-    return SampledIds(places, None, sampled.token_ids)
+    return SampledIds(sampled_rows, None, sampled.token_ids)
 
 
 def _prompt_logprobs(
@@ -129,6 +129,7 @@ def _prompt_logprobs(
     table = LogprobTable(1 + sequence.prompt_logprobs)
     for begin, logits_LV in logits.slices(row, row + last - first):
         position = first + begin - row
+        # The logits at a position predict the token at the next one.
         chosen = sequence.tokens(position + 1, position + 1 + len(logits_LV)).tolist()
         table.extend(sampler.logprob_table(logits_LV, chosen, sequence.prompt_logprobs))
     return table

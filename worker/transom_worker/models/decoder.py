@@ -1,4 +1,4 @@
-"""The decoder that most families share: embedding, layers, final norm and output head, assembled as the family's `Style` says.
+"""Builds and runs the decoder that most families share: embedding, layers, final norm and output head, as a family's `Style` says.
 
 `Gemma4` is a subclass; `DeepseekV4` has a decoder of its own. The *residual* is the sum to which layers add their outputs.
 
@@ -104,6 +104,7 @@ class DecoderLayer:
         def norm(name: str) -> Norm | None:
             return make_norm(name, architecture, style, load) if name else None
 
+        # Norms of sublayers' outputs, which the next read of the residual applies: only RMS norms can be fused so.
         def sum_norm(name: str) -> RmsNorm | None:
             return make_rms_norm(name, architecture, style, load) if name else None
 
@@ -141,8 +142,8 @@ class DecoderLayer:
     def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
         """Run a parallel residual: attention and feed-forward network both read the same normalised residual.
 
-        One all-reduce sums both outputs over the ranks. Before it, rank 0 adds the residual to its own outputs, so that the
-        residual counts once.
+        One all-reduce sums both outputs over the ranks. Rank 0 adds the residual to its own outputs before the all-reduce, so that
+        the residual counts once.
         """
         seen_TN, before_TN = attention[0], residual.read()
         attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention

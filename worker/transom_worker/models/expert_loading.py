@@ -4,7 +4,8 @@
     experts_by_stack   two tensors of all experts, input axis first (gpt-oss, Llama 4)
     experts_by_rows    two tensors of all experts, output axis first (Gemma 4)
 
-*Packed* experts stay in MXFP4 as stored, on devices that compute with MXFP4.
+Each rank loads a range of the inner columns of every expert (`own` in this file). *Packed* experts stay in MXFP4 as stored, on
+devices that compute with MXFP4.
 
 Legend: E experts, N hidden width, I inner width.
 """
@@ -57,6 +58,7 @@ def experts_by_stack(
     `interleaved` says that gate and up columns alternate. Experts in MXFP4 stay packed on devices that compute with MXFP4.
     """
     experts, inner, own = mixture.num_experts, mixture.inner_size, load.share(mixture.inner_size)
+    # The columns of this rank's gates and ups: one range if they alternate, which can stay packed; else usually two.
     halves = [slice(2 * own.start, 2 * own.stop)] if interleaved else _gates_and_ups(own, inner)
     packed = _packed_pair(load, mixture, hidden_size, halves[0], own) if interleaved and _takes_packed(load) else None
 
@@ -66,6 +68,7 @@ def experts_by_stack(
         return _gates_first(rows) if interleaved else rows
 
     def gate_up_bias(expert: int) -> torch.Tensor:
+        # Packed weights keep the alternating order, so their bias keeps it too.
         rows = torch.cat([one("gate_up_proj_bias", (experts, 2 * inner), expert, half) for half in halves])
         return _gates_first(rows) if interleaved and packed is None else rows
 

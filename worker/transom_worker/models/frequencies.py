@@ -1,6 +1,8 @@
-"""Computes the rotation frequency of each RoPE pair, for each kind of RoPE scaling.
+"""Computes the rotation frequency of each RoPE pair (transformers' `inv_freq`), for each kind of RoPE scaling.
 
-A position multiplies its frequency's rounding error. So frequencies are computed in float32, in transformers' order of operations.
+A token's angle is position x frequency, so a position multiplies the rounding error of its frequency. Frequencies are therefore
+computed in float32 and in transformers' order of operations, so that they equal those of transformers. The factor by which YaRN
+scales cosine and sine (mscale) is `Rope.attention_factor`, which `RotaryEmbedding` applies.
 
 Legend: R rotated width, D head width.
 """
@@ -52,9 +54,9 @@ def _proportional(rope: Rope, device: torch.device) -> torch.Tensor:
 def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
     """Apply Llama 3's scaling: slow pairs rotate `factor` times slower, fast pairs as before, those between are interpolated."""
     length, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
-    wavelength = 2 * math.pi / frequency
+    wavelength = 2 * math.pi / frequency  # tokens per rotation
     slowed = torch.where(wavelength > length / low, frequency / rope.factor, frequency)
-    smooth = (length / wavelength - low) / (high - low)
+    smooth = (length / wavelength - low) / (high - low)  # from 0 (slow pairs) to 1 (fast pairs)
     mixed = (1 - smooth) * slowed / rope.factor + smooth * slowed
     between = (wavelength >= length / high) & (wavelength <= length / low)
     return torch.where(between, mixed, slowed)
@@ -75,6 +77,7 @@ def _yarn(rope: Rope, device: torch.device) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.size - 1)
     pairs = torch.arange(rope.size // 2, dtype=torch.float32, device=device)
+    # From 1 (a fast pair keeps its frequency) to 0 (a slow pair); 0.001, as in transformers, if the ramp has no width.
     kept = 1 - ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
-    wavelength = rope.theta ** (_exponents(rope.size, device) / rope.size)
-    return 1.0 / (rope.factor * wavelength) * (1 - kept) + 1.0 / wavelength * kept
+    tokens_per_radian = rope.theta ** (_exponents(rope.size, device) / rope.size)
+    return 1.0 / (rope.factor * tokens_per_radian) * (1 - kept) + 1.0 / tokens_per_radian * kept

@@ -1,7 +1,8 @@
-"""Gemma 4's text decoder.
+"""Builds and runs Gemma 4's text decoder.
 
 - The last layers have no KV cache of their own: each reads the cache of an earlier layer of its type (window or full).
-- Each layer has its own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
+- Each layer has its own embedding of every token (per-layer embedding), which the model adds to the residual after the layer; then
+  it scales the residual.
 - Layers with a window and full layers differ in head width and number of KV heads. Each query, key and value head is normalised.
 - Some models have experts besides the dense MLP (`DenseAndExperts`).
 

@@ -98,8 +98,10 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
 def _head_norms(
     layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Load the QK norm's weights of this rank's query heads [H, D] and key heads [H, D]: none if another layer has the keys."""
+    """Load the QK norm's weights of this rank's query heads [H, D] and key heads [H, D]. There are no key heads, [0, D], if the
+    layer reads another layer's cache."""
     dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
+    # A layer that reads another layer's cache has no `k_norm`; then `num_keys` is 0, and `key` has any values.
     names = ("q_norm", "k_norm") if layer.reads_cache_of is None else ("q_norm", "q_norm")
     query, key = (load.tensor(f"{name}.weight", dtype, shape=(layer.head_size,)) for name in names)
     num_keys = heads.num_kv if layer.reads_cache_of is None else 0

@@ -1,5 +1,8 @@
 """Reads this rank's part of a checkpoint's tensors and makes layers of them, on the model's device and in its dtype.
 
+    layer = load.under("model.layers.0.")                   names are relative to this prefix
+    layer.norm("input_layernorm", eps)                      reads model.layers.0.input_layernorm.weight
+
 Legend: N output rows, K input width, H heads, D head width.
 """
 

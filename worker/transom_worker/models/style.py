@@ -42,6 +42,7 @@ def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> 
     """Load the dense gated MLP of layer `index`."""
     mixture, reads = architecture.mixture, architecture.layers[index].reads_cache_of is not None
     inner = architecture.intermediate_size if mixture is None else mixture.dense_size
+    # In some Gemma 4 models, the MLP of a layer without its own KV cache is twice as wide.
     sizes = (architecture.hidden_size, inner * (2 if reads and architecture.readers_are_wide else 1))
     return load.mlp(architecture.gate_activation, sizes, bias=architecture.mlp_bias)
 

@@ -1,7 +1,8 @@
 """Changes logits before temperature is applied: by logit bias, banned tokens and a grammar's bit mask; also gathers penalties.
 
 - banned token: a token that would end the sequence before `min_tokens`. Its logit becomes -inf.
-- grammar mask: bits packed into bytes, ceil(V / 8) for each row, lowest bit first; bit 0 means that the token is not allowed.
+- grammar mask: bits packed into bytes, ceil(V / 8) for each row, lowest bit first; a bit of 0 forbids the token. A row is *held*
+  if its mask forbids any token.
 
 Legend: S rows that are sampled, R some of these rows, V vocabulary.
 """
@@ -82,8 +83,8 @@ class HeldRows:
         check_mask(self._mask or b"", logits_SV)
         # The device unpacks the bits, so that only an eighth of the bytes is copied to it.
         on = uploads.tensors({"rows": np.array(self.rows), "bits": self._bits[self.rows]})
-        places = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
-        allowed_RV = ((on["bits"][:, :, None] >> places) & 1).flatten(1)[:, : logits_SV.shape[1]].bool()
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
+        allowed_RV = ((on["bits"][:, :, None] >> shifts) & 1).flatten(1)[:, : logits_SV.shape[1]].bool()
         if len(self.rows) == len(logits_SV):
             logits_SV.masked_fill_(~allowed_RV, -torch.inf)
         else:

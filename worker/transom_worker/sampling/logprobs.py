@@ -14,7 +14,8 @@ import torch
 from transom_core.contract import Logprob, LogprobTable, TokenLogprobs
 from transom_kernels.logprobs import logprobs
 
-MAX_ROWS_PER_PASS = 64  # limits the memory that a long prompt's log-probabilities take
+# Limits the memory that a long prompt's log-probabilities take: 64 rows of 150,000 float32 logits are 38 MB.
+MAX_ROWS_PER_PASS = 64
 
 
 def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:

@@ -1,4 +1,4 @@
-"""Computes the 64-bit key of a row's sampling noise: a hash of seed, choice and output position, one after the other.
+"""Computes the 64-bit key of a row's sampling noise: SplitMix64's finaliser mixes in seed, choice and output position in turn.
 
 `transom_kernels.sample.reference.gumbel` turns a key and a token id into noise, which is the same on every device and in any batch.
 """

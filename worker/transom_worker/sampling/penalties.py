@@ -30,7 +30,8 @@ class TokenCounts:
         for token_id, count in Counter(output).items():
             self._counts[self._slot[token_id]] = count
         self._presence, self._frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
-        self._changed: list[int] | None = None  # slots changed since the last `take_changed`; None: never called
+        # Slots changed since the last `take_changed`; None before its first call.
+        self._changed: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self._slot)
@@ -55,7 +56,10 @@ class TokenCounts:
         return self._ids, self._counts, len(self._slot)
 
     def take_changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the slots of the tokens counted since the last call, the tokens, and what is subtracted from their logits."""
+        """Return the slots of the tokens counted since the last call, the tokens, and what is subtracted from their logits.
+
+        The first call returns all tokens.
+        """
         changed = range(len(self)) if self._changed is None else dict.fromkeys(self._changed)
         self._changed = []
         slots = np.fromiter(changed, np.int64, len(changed))

@@ -1,7 +1,8 @@
 """Samples all rows with the CPU kernel, which reads each sequence's parameters from a record.
 
-A record is written once, when a sequence is first sampled. Most decode steps have the same sequences as the step before, so the
-list of their records is kept for the next step (`_Batch`).
+A record is an entry of the kernel's `SampleTable`. It is written once, when a sequence is first sampled; later steps update its
+output position and token counts. Most decode steps have the same sequences as the step before, so the list of their records is kept
+for the next step (`_Batch`).
 
 Legend: S rows that are sampled, V vocabulary.
 """

@@ -25,7 +25,8 @@ from transom_worker.uploads import Uploads, uploads_to
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler
 
-# Parameters, changed rows, bias, bans, grammars, penalties; with several ranks also the parameters of local rows.
+# The most uploads of one step: parameters, changed rows, bias, bans, grammars and penalties; with several ranks also the parameters
+# of local rows.
 UPLOADS_PER_STEP = 7
 
 
@@ -83,7 +84,7 @@ class Sampler:
         self._states[seq_id].append(token_id)
 
     def needs_tokens(self, seq_id: int) -> bool:
-        """Return whether the sampling of a sequence's next token depends on its earlier tokens: whether it has penalties."""
+        """Return whether sampling a sequence's next token needs its earlier tokens, which is so if the sequence has penalties."""
         return self._states[seq_id].has_penalties
 
     def remove(self, seq_id: int) -> None:

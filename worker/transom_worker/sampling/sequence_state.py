@@ -1,4 +1,4 @@
-"""`SequenceState`: what sampling remembers of one sequence.
+"""Keeps what sampling must remember of one sequence (`SequenceState`).
 
 The state is a function of the sequence's parameters and token ids. So a sequence that continues after preemption, or on another
 worker, samples the same tokens.

@@ -124,10 +124,12 @@ class ShardedSampler(Sampler):
             arrays = sampling_arrays(states)
             rows = self._uploads_to(logits_NV.device).tensors({name: arrays[name] for name in ("keys", "temperature")})
             score_N, token_ids_N = best_of_slice(logits_NV, **rows, first_id=self._first_id)
+        # The all-reduce gathers the pairs, because other ranks add zeros to a rank's row. Scores travel as the integers with the
+        # same bits, which the addition of zeros does not change.
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
-        self._parallel.comm.all_reduce_(pairs_K2N)  # gathers the pairs, because other ranks add zeros to a rank's row
+        self._parallel.comm.all_reduce_(pairs_K2N)
         winner_1N = pairs_K2N[:, 0].view(torch.float64).max(0, keepdim=True).indices
         return pairs_K2N[:, 1].gather(0, winner_1N)[0]
 
@@ -145,7 +147,7 @@ class ShardedSampler(Sampler):
 
 
 def _split(states: Sequence[SequenceState], grammar_mask: bytes | None) -> tuple[HeldRows, list[int], list[int]]:
-    """Return the rows of the mask, the local rows and the gathered rows."""
+    """Return the rows that a grammar holds, the local rows and the gathered rows."""
     held = HeldRows(grammar_mask, len(states))
     gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
     return held, sorted(set(range(len(states))).difference(gathered)), gathered

@@ -1,4 +1,4 @@
-"""`TokenTable`: keeps (token id, number) pairs of many sequences in the memory of the device that samples.
+"""Keeps (token id, number) pairs of many sequences in the memory of the device that samples (`TokenTable`).
 
 Penalties, bias and bans change the logits of certain token ids of a sequence, often thousands of ids, at every step. But from one
 step to the next a sequence has only one new or changed pair. So the pairs stay on the device, and a step uploads only the changed
@@ -8,6 +8,8 @@ ones and four numbers for each row. Example, a batch whose rows 0 and 2 have pen
     ids        17  4  230   -  -  -  -  -    5  4   -  -  -  -  -  -
     step       rows 0, 2; lengths 2, 3; where the segments begin            uploaded
     gathered   row 0 0 2 2 2; id 5 4 17 4 230; their numbers                 on the device
+
+A pair's *place* is its index in its sequence's segment, or, with the segment's start added, in the table.
 
 Legend: N rows with pairs, C pairs of these rows, U pairs that are new or changed.
 """

@@ -1,4 +1,10 @@
-"""Turns a step's numpy arrays into the tensors of a forward pass: one copy on a GPU, and none on a CPU, which reads the arrays."""
+"""Turns a step's numpy arrays into the tensors of a forward pass. A GPU gets them in one copy; a CPU reads the arrays themselves.
+
+- slab: the tensor of bytes that is a rank's KV pool.
+- group: the layers that share block tables.
+- policy row: a row of a sequence with a KV policy, which keeps only a part of its keys. Its tables are compact (`compact_tables`),
+  and the operator `policy_attention` computes it.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +40,8 @@ class MeasuredRows:
     """One group's inputs of a pass in which rows attend to all keys, to measure what their KV policies drop."""
 
     slots: NDArray[np.int64]
-    everything: PolicyArrays  # what they attend to
-    masked: PolicyArrays  # what their policies would let them attend to
+    everything: PolicyArrays  # the tables and masks of this pass, with which the rows attend to all keys
+    masked: PolicyArrays  # the tables and masks of their policies
 
 
 class BatchBuilder:
@@ -46,11 +52,12 @@ class BatchBuilder:
     ) -> None:
         """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
         self.layout, self.device = layout, device
-        # A step that measures rows uploads two batches, after it has waited for the step before it.
+        # Buffers for one upload per step are enough: a step that measures rows uploads two batches, but only after it has waited
+        # for the step before it.
         self._uploads = uploads_to(device)
         self._trained_len = trained_len
-        # Compiled CPU kernels give a row the same bits with the policy operator, so a decode step with any policy row is one
-        # program.
+        # With compiled CPU kernels, `policy_attention` gives an ordinary row the same bits as `paged_attention`. So all rows of a
+        # decode step with any policy row can go through `policy_attention`, and one recorded program computes the step.
         self._joins_decodes = uses_cpu_kernels(slab)
         self.caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self.group_of_layer = group_of_layer(layout)
@@ -88,6 +95,7 @@ class BatchBuilder:
             named[f"first_block {index}"] = group.first_block.astype(np.int32)
             named[f"attend_from {index}"] = np.array(group.attend_from_host, dtype=np.int32)
             named[f"slots {index}"] = group.slots
+            # The rows of compressed groups are entries; beside policy rows, a group's `rows` are only the other rows.
             if group.rows is not arrays.rows:
                 named |= _offsets_and_starts(group.rows, f" {index}")
             if group.policies is not None:
@@ -99,9 +107,9 @@ class BatchBuilder:
         return named
 
     def batch_of(self, on: Tensors, arrays: StepArrays | None = None) -> ForwardBatch:
-        """Return the batch of the tensors `on`, whose names are those that `batch` uploads, with the caches of this slab.
+        """Return the batch of the tensors `on`, with the caches of this slab. `_named` lists the names of the tensors.
 
-        Without `arrays` the lists that operators read on the host are empty: that is for a pass that is recorded, because in a
+        A pass that is recorded for replays has no `arrays`. The lists that operators read on the host are then empty, because in a
         replay they would belong to another step.
         """
         hosts = [None] * len(self.layout.groups) if arrays is None else arrays.groups
@@ -117,7 +125,7 @@ class BatchBuilder:
         )
 
     def sink_positions(self, arrays: StepArrays) -> NDArray[np.int64]:
-        """Return the positions that queries take towards sink tokens: at most the last one that the model was trained with."""
+        """Return the positions with which queries are rotated when they read sink tokens: at most the last trained position."""
         positions = arrays.rows.positions
         return positions if self._trained_len is None else np.minimum(positions, self._trained_len - 1)
 
@@ -157,12 +165,13 @@ class BatchBuilder:
     def measured_batch(
         self, arrays: StepArrays, tokens: list[int], groups: list[MeasuredRows], dropped: torch.Tensor
     ) -> ForwardBatch:
-        """Return a batch of the query tokens `tokens` of a step, in which they attend to all keys.
+        """Return a batch of only the query tokens `tokens` of a step, in which they attend to all keys.
 
-        Layers add to `dropped` [tokens] how much attention goes to what the tokens' policies mask.
+        For each token, layers add to `dropped` [tokens] the attention that goes to keys which the token's policy masks.
         """
         positions = arrays.rows.positions[tokens]
         count = len(tokens)
+        # Every row is a policy row here, so the arrays of ordinary rows are empty.
         whole = StepArrays(
             token_ids=arrays.token_ids[tokens],
             rows=_rows_of(positions),

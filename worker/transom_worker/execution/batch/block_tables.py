@@ -1,4 +1,4 @@
-"""The block tables of one group on a rank: a matrix with a row per sequence. Each plan updates it by deltas.
+"""Keeps the block tables of one group on a rank, as a matrix with a row per sequence, which each plan updates by deltas.
 
 A logical block is a range of `block_size` positions of a sequence: block 0 holds positions [0, block_size). The table maps
 logical blocks to block ids. A group with a window loses blocks as the window moves on, but keeps the sink blocks, which hold
@@ -57,7 +57,7 @@ class BlockTables:
             self._widen(end)
         self._blocks[row, length:end] = blocks
         self._length[row] = end
-        self._first[row] = max(first_block, num_sinks)
+        self._first[row] = max(first_block, num_sinks)  # a run never begins among the sink blocks
 
     def move(self, row: int, *, logical: int, block: int) -> None:
         """Replace the block id of logical block `logical` by `block`.
@@ -91,6 +91,7 @@ class BlockTables:
         """
         length, first = self._length[rows], self._first[rows]
         num_logical = (end + self.block_size - 1) // self.block_size
+        # The columns of blocks below `end`: those of the run, and those of the sink blocks.
         holding = np.maximum(0, num_logical - first)
         if self.num_sink_blocks:
             holding += np.minimum(num_logical, self.num_sink_blocks)
@@ -117,6 +118,7 @@ class BlockTables:
         return np.where(logical < self.num_sink_blocks, logical, np.where(logical < first, -1, run))
 
     def _widen(self, num_columns: int) -> None:
+        # At least twice as many, so that growing rows copy the table only a few times.
         more = max(num_columns, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
         padding = np.full((self._blocks.shape[0], more), NO_BLOCK, dtype=np.int32)
         self._blocks = np.concatenate([self._blocks, padding], axis=1)

@@ -1,7 +1,8 @@
-"""The block table, in one group, of a sequence with a KV policy, which may remove blocks anywhere in the table.
+"""Keeps the compact block table of a sequence with a KV policy, for one group. A policy may remove blocks anywhere in the table.
 
-A *compact* table has one column for each block that is left, with the block's logical number, in ascending order. The first columns
-are the policy's sink blocks. Example with one sink column, after blocks 1 to 4 slid out and block 6 was removed:
+A *compact* table has one column for each block that is left, with the block's logical number (position // block size), in ascending
+order. The first columns are the policy's sink blocks, which hold the sequence's first tokens; the columns after them are the *run*.
+Example with one sink column, after blocks 1 to 4 left at the front of the run and block 6 was removed:
 
     logical block     0   5   7   8
     block id         17   3  20   9
@@ -16,7 +17,7 @@ from bisect import bisect_left
 
 
 class CompactTable:
-    """A compact table, which plans update as they update ordinary tables (`StepPlan`)."""
+    """A compact table. Plans update it as they update ordinary tables (`StepPlan`), and may also remove single blocks."""
 
     def __init__(self, *, num_sink_blocks: int, remembers_gone: bool) -> None:
         self.num_sink_blocks = num_sink_blocks
@@ -40,7 +41,7 @@ class CompactTable:
         for block in blocks:
             if self._next >= self.num_sink_blocks and len(self.logical) == run:
                 self._next = max(self._next, first_block)
-            run += self._next < self.num_sink_blocks
+            run += self._next < self.num_sink_blocks  # this block is a sink block, so the run begins one column later
             self.logical.append(self._next)
             self.blocks.append(block)
             self._next += 1
@@ -65,7 +66,7 @@ class CompactTable:
             self.blocks[self._column(logical)] = block
 
     def with_gone(self) -> CompactTable:
-        """Return a table of the blocks that are there and those that have gone."""
+        """Return a table that has the blocks of this table and also those that have left it."""
         whole = CompactTable(num_sink_blocks=self.num_sink_blocks, remembers_gone=False)
         merged = {**self.gone, **dict(zip(self.logical, self.blocks, strict=True))}
         whole.logical = sorted(merged)

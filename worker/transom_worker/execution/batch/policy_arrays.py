@@ -1,5 +1,7 @@
 """Builds the numpy arrays of the rows of a step that have KV policies: their compact tables and their masks.
 
+A mask is two numbers for each sequence: a query reads the keys of the last `window` tokens and of the first `sinks` tokens.
+
 Legend: B sequences of these arrays, N table columns, T query tokens of these sequences.
 """
 
@@ -26,16 +28,16 @@ class PolicyArrays:
     block_table: Int32s  # [B, N]
     key_blocks: Int32s  # [B, N] logical block of each column
     num_columns: Int32s  # [B] columns that are used
-    window: Int32s  # [B]; 0: the row has no policy
+    window: Int32s  # [B]; 0: queries read every key of the table
     sinks: Int32s  # [B]
     start: Int32s  # [B]
     count_host: list[int]  # [B]
     batch_rows: list[int]  # [B]: the plan's row of each sequence
-    token_rows: Ints  # [T]: the place of each token among the step's query tokens
+    token_rows: Ints  # [T]: the index of each token among the step's query tokens
 
     @property
     def query_offset(self) -> Int32s:
-        """[B + 1]"""
+        """Return the index of each sequence's first query token among the T, and T itself, [B + 1]."""
         offset = np.zeros(len(self.count_host) + 1, dtype=np.int32)
         np.cumsum(self.count_host, out=offset[1:])
         return offset
@@ -77,7 +79,9 @@ def policy_arrays(
 
 
 def slots_of(table: CompactTable, block_size: int, positions: Ints, write_from: int, dump_block: int) -> Ints:
-    """Return the slot of each position [T]; positions below `write_from` go to the dump block.
+    """Return the slot (block id x block size + place in the block) at which each position's keys are written, [T].
+
+    Positions below `write_from` are in the cache already; they go to the dump block, which no sequence owns.
 
     Raises:
         ValueError: the table has no block for a position that is to be written.

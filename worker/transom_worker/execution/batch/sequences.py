@@ -64,7 +64,7 @@ class SequenceStore:
     def __init__(self, groups: Sequence[GroupSpec], *, max_num_seqs: int) -> None:
         self.tables = tuple(BlockTables(spec, num_rows=max_num_seqs) for spec in groups)
         self._sequences: dict[int, SequenceTokens] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # the last one is taken first, so row 0 comes first
         self._num_rows = max_num_seqs
 
     def __getitem__(self, seq_id: int) -> SequenceTokens:
@@ -129,6 +129,7 @@ class SequenceStore:
                 self.tables[group].move(sequence.row, logical=logical, block=block)
 
     def _add_rows(self) -> None:
+        """Double the number of rows."""
         for tables in self.tables:
             tables.add_rows(self._num_rows)
         self._free_rows = list(range(2 * self._num_rows - 1, self._num_rows - 1, -1))

@@ -1,8 +1,9 @@
 """Turns a plan and the sequences into the numbers that a forward pass reads, in numpy over the whole batch.
 
 - row: one token that the step computes, or, in a group of compressed layers, one compressed entry that the step completes.
-- slot: where a row is written in a group's cache: block id x rows per block + place in the block.
-- dump block: the block of a group that no sequence owns. Rows below `write_from`, which the cache has already, are written there.
+- slot: where a row is written in a group's cache: block id x rows per block + index in the block.
+- dump block: the block of a group that no sequence owns. The cache has rows below `write_from` already, so they are written there.
+- policy row: a row of a sequence with a KV policy; its table is compact (`compact_tables`), and `policy_attention` computes it.
 
 Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
@@ -38,7 +39,7 @@ class RowRanges:
 
     @property
     def one_each(self) -> bool:
-        """Whether every sequence has exactly one row."""
+        """Return whether every sequence has exactly one row."""
         return self.count_host.count(1) == len(self.count_host)
 
 
@@ -60,18 +61,18 @@ class GroupArrays:
 
     @property
     def first_block_host(self) -> list[int]:
-        """`first_block` as a list, [B]."""
+        """Return `first_block` as a list, [B]."""
         numbers: list[int] = self.first_block.tolist()
         return numbers
 
     @property
     def start_host(self) -> list[int]:
-        """The position of each sequence's first row, [B]."""
+        """Return the position of each sequence's first row, [B]."""
         return self.rows.start_host
 
     @property
     def count_host(self) -> list[int]:
-        """The number of each sequence's rows, [B]."""
+        """Return the number of each sequence's rows, [B]."""
         return self.rows.count_host
 
 
@@ -87,7 +88,7 @@ class StepArrays:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every sequence computes exactly one token and its logits."""
+        """Return whether every sequence computes exactly one token and its logits."""
         return len(self.logit_rows) == len(self.token_ids) and self.rows.one_each
 
 
@@ -132,9 +133,10 @@ def _mixed_arrays(
     *,
     joined: bool,
 ) -> GroupArrays:
-    """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the other sequences become policy
-    rows too."""
+    """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the rows of the other sequences
+    become policy rows too."""
     tables, size, dump_block = store.tables[index], layout.groups[index].rows_per_block, layout.dump_block(index)
+    # Sequences without a KV policy (`ordinary`), with policy rows (`chosen`), and with rows that stay ordinary rows (`apart`).
     ordinary = [b for b, sequence in enumerate(sequences) if sequence.compact is None]
     chosen = [b for b in range(len(sequences)) if joined or sequences[b].compact is not None]
     apart = [] if joined else ordinary
@@ -195,6 +197,7 @@ def _group_arrays(
     attend_from, write_from = plan.attend_from[index], plan.write_from[index]
     if group.tokens_per_row > 1:
         rows = _entry_rows(rows, group.tokens_per_row, write_from)
+        # The rows are new entries only, so all of them are written, and queries may read every entry.
         attend_from = write_from = [0] * len(table_rows)
     blocks = _blocks_of_rows(tables, group.rows_per_block, block_table, first_block, rows)
     return GroupArrays(
@@ -245,6 +248,7 @@ def _blocks_of_rows(
     """Return the block id of each row, [T], or NO_BLOCK where the sequence has no block for it."""
     batch_rows = rows.row_of_token
     columns = tables.columns(rows.positions // block_size, first_block[batch_rows])
+    # The usual case: every row has a block, so no column must be masked.
     if not len(columns) or (columns.min() >= 0 and columns.max() < block_table.shape[1]):
         return block_table[batch_rows, columns].astype(np.int64)
     inside = (columns >= 0) & (columns < block_table.shape[1])

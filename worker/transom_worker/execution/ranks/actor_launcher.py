@@ -1,5 +1,4 @@
-"""Launches ranks as Ray actors in the placement group that this process runs in: rank i in bundle i + 1, this process in bundle
-0.
+"""Launches ranks as Ray actors in the placement group of this process. This process runs in bundle 0, and rank i in bundle i + 1.
 
 Ray ends the actors when this process ends, for any reason.
 """
@@ -46,7 +45,7 @@ class RankActors(Launcher):
 
     @property
     def ip(self) -> str | None:
-        """The address of this node, because ranks may run on other nodes."""
+        """Return the address of this node, because ranks may run on other nodes."""
         return str(get_node_ip_address())
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
@@ -83,8 +82,8 @@ class RankActors(Launcher):
 
 
 def _placement_group(num_ranks: int) -> PlacementGroup:
-    """Return the placement group that this process runs in. Raises ConfigError if there is none, or it has too few or too many
-    bundles."""
+    """Return the placement group that this process runs in. Raises ConfigError if there is none, or if it does not have exactly one
+    bundle for each rank and one for this process."""
     group = get_current_placement_group()
     if group is None or group.bundle_count != num_ranks + 1:
         found = (
@@ -110,7 +109,7 @@ def _create(group: PlacementGroup, bundle: int) -> Any:
 
 
 def _rank_exit(run_ref: Any) -> RankExit | None:
-    """Wait for an actor's `run`, and return how the actor ended; None where `run` returned normally."""
+    """Wait for an actor's `run`, and return how the actor ended; None if `run` returned, because the rank has reported why."""
     try:
         ray.get(run_ref)
     except RayError as error:

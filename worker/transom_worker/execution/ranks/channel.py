@@ -1,8 +1,8 @@
-"""The connection between an executor and its ranks: one ZeroMQ socket at the executor, and one at each rank.
+"""Connects an executor with its ranks: by one ZeroMQ socket at the executor, and one at each rank.
 
 The connection is encrypted (CURVE) with keys that are made for each start. The executor's public key is only in the ranks' setups,
-so a process without a setup can neither read messages nor connect. On one host the socket is a local socket without a file, so that
-no file remains, however the processes end. Across hosts it is a TCP socket on the node's address.
+so a process without a setup can neither read messages nor connect. On one host the socket is a local socket without a file: so no
+file is left, however the processes end. Across hosts it is a TCP socket on the node's address.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ExecutorChannel:
         """Open the socket. `ip` is this node's address if ranks may be on other hosts, and None if all ranks are on this host."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # Closing the socket does not wait for unsent messages, and its queues have no limit, so sending never blocks.
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         # Without this option, a message to a rank that is not connected disappears without an error.

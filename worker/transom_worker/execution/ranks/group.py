@@ -1,10 +1,9 @@
-"""The ranks of one start, as their executor sees them: the processes, the connection to them, and the first reason why one was
-lost.
+"""Keeps the ranks of one start for their executor: the processes, the connection to them, and why the first of them was lost.
 
 The loss of a rank shows in up to three ways, in any order: its process exits without a report; its own last message gives the
-reason (`RankFailed` with an error other than RankLost); its peers report RankLost, because a collective with it failed. The group
-waits `FAILURE_REPORT_WINDOW_S` for all of them, and raises the most informative one: the rank's own reason, else how its process
-exited, else the report of a peer.
+reason (`RankFailed` with an error other than RankLost); the other ranks report RankLost, because a collective with it failed. The
+group waits up to `FAILURE_REPORT_WINDOW_S` for these signs, and raises the most informative one: the rank's own reason, else how
+its process exited, else the report of another rank.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class RankGroup:
 
     @property
     def lost(self) -> bool:
-        """Whether a rank's process has ended; any thread may read it."""
+        """Return whether a rank's process has ended; any thread may read it."""
         return self._ended is not None
 
     def send(self, rank: int, message: object) -> None:

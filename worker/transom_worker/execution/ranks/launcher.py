@@ -1,4 +1,9 @@
-"""The interface of a launcher, which starts the processes of a worker's ranks, reports when one ends, and kills all of them."""
+"""Defines the interface of a launcher, which starts the processes of a worker's ranks, reports the end of each, and kills them all.
+
+launcher.launch(setups, on_exit)     once; `on_exit` is called for each process that ends by itself
+launcher.kill()
+launcher.close()
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ class Launcher(ABC):
     @property
     @abstractmethod
     def ip(self) -> str | None:
-        """The address at which ranks reach this process over the network; None if all ranks are on this host."""
+        """Return the address at which ranks reach this process over the network; None if all ranks are on this host."""
 
     @abstractmethod
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:

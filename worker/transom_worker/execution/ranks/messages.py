@@ -1,4 +1,5 @@
-"""The messages between an executor and its ranks, in the order in which they are sent.
+"""Defines the messages between an executor and its ranks, in the order in which they are sent. A *rendezvous* is the place where
+ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV blocks beside the steps, under a *ticket*.
 
     rank                     executor
     Hello               ->                    the rank's process runs, on this host
@@ -135,9 +136,9 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class LoadsEnded:
-    """Tickets of loads that have ended on this rank, and that have failed; sent after a step.
+    """Tickets of the loads that have ended on this rank, and of those that have failed. A rank sends it after a step with any.
 
-    After a step without rows it is always sent, so that the executor knows that the rank has done the step.
+    After a step without rows the rank always sends it, so that the executor knows that the rank has done the step.
     """
 
     step_id: int
@@ -193,5 +194,5 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the message that these bytes of `encode` stand for."""
+    """Return the message from which `encode` made these bytes."""
     return pickle.loads(data)

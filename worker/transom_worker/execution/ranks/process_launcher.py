@@ -1,7 +1,7 @@
 """Launches ranks as processes on this host, for offline use and tests.
 
-A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, whatever
-ends it. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
+A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, even if it
+crashes. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transom_worker.execution.loss_causes import cause_of_exit, count_out_of_mem
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
+# -P keeps the current directory off the module path, where a file could take the name of a module.
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
 KILL_TIMEOUT_S = 10.0
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -29,8 +30,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class RankProcesses(Launcher):
     """Launches one process for each rank, each with a thread that starts the process and waits for its end.
 
-    The thread lives as long as the process. It must, because on Linux a rank asks the kernel to kill it when the thread that
-    started it ends.
+    The thread must live as long as the process: on Linux a rank asks the kernel to kill it when the thread that started it ends.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RankProcesses(Launcher):
 
     @property
     def ip(self) -> str | None:
-        """None, because all ranks are on this host."""
+        """Return None, because all ranks are on this host."""
         return None
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
@@ -63,7 +63,7 @@ class RankProcesses(Launcher):
 
     @property
     def process_ids(self) -> list[int]:
-        """The process ids of the ranks, in order of rank."""
+        """Return the process ids of the ranks, in order of rank."""
         return [rank_process.process_id for rank_process in self._rank_processes]
 
 
@@ -91,7 +91,7 @@ class _RankProcess(threading.Thread):
 
     def kill(self) -> None:
         self._killed = True
-        if self.is_alive():
+        if self.is_alive():  # the thread may be about to start the process
             self._launched.wait()
         if self._process is not None:
             self._process.kill()
@@ -140,6 +140,7 @@ def _environment(setup: RankSetup) -> dict[str, str]:
         raise ConfigError(
             f"--tensor-parallel-size is {setup.size}, and {VISIBLE_DEVICES} is {visible}; give each rank a device of its own."
         )
+    # With device "auto" there may be fewer devices than ranks; a rank without a device sees none and computes on the CPU.
     return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
 
 

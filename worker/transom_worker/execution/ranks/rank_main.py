@@ -1,6 +1,5 @@
-"""The program of a rank: it connects to the other ranks, loads its part of the model, and executes plans until it is killed.
-
-The messages that a rank exchanges with the executor are listed, in order, in `messages`.
+"""Runs a rank, in a process of its own: it connects to the other ranks, loads its part of the model, and executes plans until it is
+killed. `messages` lists, in order, the messages that a rank exchanges with the executor.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ logger = logging.getLogger("transom.worker")
 
 PR_SET_PDEATHSIG = 1
 USAGE_PERIOD_S = 1.0
-POLL_S = 5e-5  # between two looks at the device and the executor's messages; a step takes some milliseconds
+POLL_S = 5e-5  # between two checks of the device and the executor's messages; a step takes some milliseconds
 # Ranks that wait in a collective give up after this share of the step timeout, so that they report which rank hangs before the
 # executor's own timeout ends.
 COLLECTIVE_TIMEOUT_SHARE = 0.9
@@ -215,8 +214,8 @@ class _Rank:
     def _send_usage(self) -> None:
         """Send what this rank has used, at most once a second.
 
-        It is sent after a step, so that an idle rank sends nothing, and before the step's result, so that the executor reads
-        both together.
+        The rank sends it after a step, so that an idle rank sends nothing, and before the step's result, so that the executor
+        reads both together.
         """
         now_s = time.monotonic()
         if now_s - self._usage_sent_s >= USAGE_PERIOD_S:

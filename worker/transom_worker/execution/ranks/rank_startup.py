@@ -1,6 +1,4 @@
-"""The executor's side of starting ranks: the ranks connect, load at the same time, agree on the size of the KV pool, and
-allocate it.
-"""
+"""Starts the ranks of an executor: they connect, load at the same time, agree on the size of the KV pool, and allocate it."""
 
 from __future__ import annotations
 
@@ -39,10 +37,10 @@ def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = 
     Raises:
         RankLost: a rank ended, or no rank sent a message for too long.  TransomError: a rank's own reason why it cannot start.
     """
-    dialogue = _StartProtocol(group, timeout_s)
-    dialogue.load()
-    pool_bytes = pool_bytes or dialogue.measure()
-    return dialogue.allocate(pool_bytes), pool_bytes
+    protocol = _StartProtocol(group, timeout_s)
+    protocol.load()
+    pool_bytes = pool_bytes or protocol.measure()
+    return protocol.allocate(pool_bytes), pool_bytes
 
 
 class _StartProtocol:

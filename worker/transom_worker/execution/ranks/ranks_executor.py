@@ -1,5 +1,4 @@
-"""The executor of several ranks, each in a process of its own: it sends every plan to all ranks, and reads the results from
-rank 0.
+"""Executes plans on several ranks, each in a process of its own: sends every plan to all ranks, and reads the results from rank 0.
 
 All ranks run the same plans in the same order. With two steps in flight, the next plan is already at each rank when a step ends.
 
@@ -66,9 +65,8 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
-        self._refused: Exception | None = (
-            None  # the error of a step that all ranks refused, which `receive` raises next
-        )
+        # The error of a step that all ranks refused, which `receive` raises next.
+        self._refused: Exception | None = None
         self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
         self._load_reports = LoadReports(config.ranks.size)
         self._epoch = 0
@@ -118,7 +116,7 @@ class RanksExecutor(Executor):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank's process has ended by itself; any thread may read it."""
+        """Return whether a rank's process has ended by itself; any thread may read it."""
         group = self._group
         return group is not None and group.lost and not self._killed
 
@@ -182,6 +180,7 @@ class RanksExecutor(Executor):
     def _start(self) -> ExecutorInfo:
         self._forget_steps()
         self._killed = False
+        # The lambda looks `_on_lost` up when a rank is lost, because `on_lost` may set it after the start.
         self._starting = group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
         try:
             if self._interrupted:
@@ -197,6 +196,7 @@ class RanksExecutor(Executor):
         return info
 
     def _receive(self) -> StepResult:
+        """Return the oldest result; that of a step without rows only when every rank has done the step."""
         while True:
             if self._results and not self._without_rows.get(self._results[0].step_id):
                 self._without_rows.pop(self._results[0].step_id, None)
@@ -251,7 +251,7 @@ class RanksExecutor(Executor):
         while len(self._blocks) < self._group.size:
             try:
                 self._kill_if_lost(self._handle_message)
-            except RankLost:
+            except RankLost:  # a subclass of StepFailed
                 raise
             except (StepFailed, OutOfMemory) as error:
                 self._refused = error  # the refusal of a plan, which `receive` raises
@@ -294,7 +294,7 @@ class RanksExecutor(Executor):
             raise kind(message, loss_cause=failure.error.loss_cause or "exception")
 
     def _refusal(self) -> RankLost | None:
-        """Return the error of a rank that refused a step which other ranks began; None where no rank refused.
+        """Return the error of a rank that refused a step which other ranks began; None if no rank refused.
 
         The other ranks can only report that they waited for that rank, so its own message is the better reason.
         """

@@ -2,13 +2,13 @@
 
 Workers of equal identities compute the same numbers from the same tokens. The identity is a digest of the contents of the model's
 files (`model_files.content`) and of all else that decides numbers: number formats, quantisation, windows, and which kernels
-compute. The number of ranks, memory, batches and layout have no part in it: workers that differ in these share results. The
+compute. The number of ranks, memory, batches and layout do not change it: workers that differ only in these share results. The
 identity is part of
 
 - the root of every chain of hash blocks (`kv_cache.hashing`), so that no index, tier, mirror or transfer can take one model's
   blocks for another's;
 - `CacheShape`, from which routers know it, so that an answer continues only on a worker with the identity that began it;
-- the fingerprint of the disk tier's files, which has the layout of a rank's blocks as well.
+- the fingerprint of the disk tier's files, a digest that also covers the layout of a rank's blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheSetup:
 
     @property
     def max_useful_bytes(self) -> int:
-        """The bytes of a pool that holds all sequences that may run at once, each with `max_model_len` tokens."""
+        """Return the bytes of a pool that holds all sequences that may run at once, each with `max_model_len` tokens."""
         return memory.max_useful_bytes(self.groups, self._config.scheduler, self.max_model_len)
 
     def plan(self, pool_bytes: int) -> CachePlan:

@@ -78,7 +78,7 @@ def prompt_steps(
     if compiles_by_rows:
         steps += [(0, count) for count in COMPILED_TOKENS if count <= min(max_tokens, max_model_len)]
     if compiles:
-        context = min(LONG_CONTEXT_TOKENS, max_model_len - 3)
+        context = min(LONG_CONTEXT_TOKENS, max_model_len - 3)  # the largest of these steps adds 3 tokens
         steps += [(context, count) for count in (3, 1) if context > 0 and count <= max_tokens]
     return steps
 
@@ -158,7 +158,7 @@ def _dummy_step(
         start=starts,
         count=list(counts),
         attend_from=[[0] * len(counts) for _ in groups],
-        write_from=[list(ends) for _ in groups],
+        write_from=[list(ends) for _ in groups],  # all tokens are below, so they are written to the dump block
         logits_from=[end - 1 for end in ends],
         sample=[1] * len(counts),
     )
@@ -181,7 +181,7 @@ def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_mod
 
 
 def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
-    """Return how many tokens precede the `count` new tokens of the longest sequence in that step.
+    """Return how many tokens precede the `count` new tokens of the longest sequence in the step that needs the most memory.
 
     Compressed layers need memory that grows with the whole sequence (the indexer's scores, and the lists of entries that queries
     read), so with them the longest sequence fills the context. Other layers do not, so without them the prompt starts at 0.

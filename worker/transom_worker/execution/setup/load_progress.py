@@ -1,7 +1,7 @@
 """Reports the progress of downloading and loading a model, and of compiling its kernels.
 
 About once a second, the caller's `OnProgress` callback gets the share of the tensors that were read, and their bytes. A rank must
-report, because the executor treats one that is silent for two minutes as hung.
+report, because the executor treats a rank that is silent for two minutes as hung.
 """
 
 from __future__ import annotations

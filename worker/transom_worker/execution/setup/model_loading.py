@@ -36,8 +36,8 @@ _DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `contents`
-    is this rank's part of the contents of the model's files; None for a model without files."""
+    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16". `contents`
+    is this rank's part of the contents of the model's files; it is None for a model without files."""
 
     model: Model
     architecture: Architecture
@@ -73,6 +73,7 @@ def load_model(
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
+    # Digests the files on threads while the weights load. The ranks of a host divide the files among themselves.
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
         weights: Weights = load_weights(files, in_memory=device.type == "cpu")

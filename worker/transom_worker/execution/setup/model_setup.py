@@ -82,6 +82,7 @@ class ModelSetup:
             ConfigError: no memory is left for a pool.
         """
         loaded, groups = self._loaded, self._cache.groups
+        # A few pages are enough for the worst case, which reads block 0 and writes only to dump blocks.
         small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
         return memory.pool_bytes(
             self._config.cache,
@@ -94,7 +95,7 @@ class ModelSetup:
 
     @property
     def contents(self) -> tuple[ContentPart, ...]:
-        """This rank's part of the contents of the model's files; empty without files."""
+        """Return this rank's part of the contents of the model's files; empty without files."""
         return () if self._loaded.contents is None else (self._loaded.contents,)
 
     def allocate(self, pool_bytes: int, contents: bytes = b"") -> ModelRunner:

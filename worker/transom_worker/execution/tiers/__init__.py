@@ -1,4 +1,4 @@
-"""The bytes of a rank's KV memory in its tiers: the device's slab, the host's slab, and files on disk.
+"""Holds the bytes of a rank's KV memory in its tiers: the device's slab, the host's slab, and files on disk.
 
 `kvcache.tiers` decides in integers which block moves where; a plan brings these moves to every rank as copies. What moves when:
 

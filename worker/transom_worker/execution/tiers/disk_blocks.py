@@ -1,4 +1,5 @@
-"""`DiskTier`: a rank's blocks in files. A thread writes the blocks that leave the memory; loads from the disk run beside the steps.
+"""Keeps a rank's KV blocks in files (`DiskTier`). One thread writes the blocks that leave the memory, and another one reads the
+blocks of loads; both run beside the steps.
 
     store     copy a block's bytes now; a thread writes the file later. If the thread does not keep up, blocks are dropped, because
               the disk must not slow steps down
@@ -64,7 +65,7 @@ class DiskTier:
 
     @property
     def usage(self) -> DiskUsage:
-        """What happened to blocks and files since the start of the process."""
+        """Return what happened to blocks and files since the start of the process."""
         counts = self._folder.counts
         return DiskUsage(
             is_usable=self._paused_until_s is None,
@@ -160,9 +161,8 @@ class DiskTier:
                     self._board.ended(ticket, time.perf_counter() - begin_s)
                 else:
                     self._board.failed(ticket)
-        except (
-            BaseException
-        ) as error:  # the rank must learn of any error, and no request may wait for this load forever
+        # The rank must learn of any error, and no request may wait for this load forever.
+        except BaseException as error:
             self._board.broke(error)
 
     def _read_all(self, blocks: Sequence[FetchedBlock]) -> bool:

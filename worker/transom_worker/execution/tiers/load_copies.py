@@ -1,6 +1,6 @@
 """Loads: block copies from the host tier to the device that run beside the steps, each under a *ticket*.
 
-    start(ticket, copies) -> the copies run -> take() returns the ticket once
+    loads.start(ticket, copies) -> the copies run -> loads.poll() -> board.take() returns the ticket, once
 
 On CPUs a thread copies. On a GPU the copies run on a CUDA stream of their own, and an event tells when they have ended. If a copy
 fails, `take` raises its error, since the contents of the load's target blocks are then unknown.
@@ -51,7 +51,7 @@ class LoadBoard:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of loads that were started and that `take` has not returned yet."""
+        """Return the number of loads that were started and that `take` has not returned yet."""
         return self._num_in_flight
 
     def started(self) -> None:
@@ -73,7 +73,7 @@ class LoadBoard:
             self._changed.notify_all()
 
     def broke(self, error: BaseException) -> None:
-        """Note an error that must not happen in any load; `take` raises it."""
+        """Note an error after which the contents of blocks are unknown; `take` raises it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -147,7 +147,8 @@ class ThreadLoads(Loads):
         try:
             while (load := self._queue.get()) is not None and not self._is_closed:
                 self._copy(*load)
-        except BaseException as error:  # the rank must learn of any error, and no step may wait for this load forever
+        # The rank must learn of any error, and no step may wait for this load forever.
+        except BaseException as error:
             self._board.broke(error)
 
     def _copy(self, ticket: int, copies: list[RowCopies]) -> None:

@@ -1,8 +1,8 @@
-"""`LoadReports`: collects which loads have ended on which ranks, until a result that reaches the engine can report them.
+"""Collects which loads have ended on which ranks (`LoadReports`), until a result that reaches the engine can report them.
 
 A *load* copies KV blocks beside the steps, under a *ticket*. Each rank loads its own part, so a load has ended when all ranks have
-reported its end, and it has failed if it failed on any rank. Results may be dropped before the engine sees them; a later result
-reports their tickets.
+reported its end, and it has failed if it failed on any rank. If a result is dropped before the engine sees it, a later result
+reports its tickets.
 """
 
 from __future__ import annotations

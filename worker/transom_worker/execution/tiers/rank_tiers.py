@@ -1,4 +1,4 @@
-"""`RankTiers`: one rank's tiers of KV memory, and all movements of blocks between them.
+"""Owns one rank's tiers of KV memory, and moves blocks between them (`RankTiers`).
 
     tier     the device's slab, the host's slab (the same groups and blocks, but another number of them), or the files on disk
     ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which runs beside this step and later ones
@@ -43,6 +43,8 @@ class TierMemory(NamedTuple):
 
 
 class _Copy(NamedTuple):
+    """A copy of block `source` to block `target`. In the disk tier, the number is an index of the plan's `disk_digests`."""
+
     group: int
     source_tier: int
     source: int
@@ -65,7 +67,7 @@ class RankTiers:
 
     @property
     def device(self) -> TierMemory:
-        """The memory of the device tier, which forward passes read and write."""
+        """Return the memory of the device tier, which forward passes read and write."""
         return self._memories[TIER_DEVICE]
 
     def compile_copies(self) -> None:
@@ -151,7 +153,7 @@ class RankTiers:
 
     @property
     def disk_usage(self) -> DiskUsage | None:
-        """What happened to the disk tier's blocks and files; None without a disk tier."""
+        """Return what happened to the disk tier's blocks and files; None without a disk tier."""
         return None if self._disk is None else self._disk.usage
 
     def _copy_now(self, copies: list[_Copy], digests: Sequence[bytes]) -> None:

@@ -1,5 +1,5 @@
-"""Allocates the slabs of a rank's KV pool and of its host tier, each one piece of memory, and makes the views of the pool that are
-the layers' caches.
+"""Allocates the slab of a rank's KV pool and that of its host tier, each one tensor of bytes, and makes the views of the pool that
+are the layers' caches.
 
 The host's slab has the same groups, blocks and pages as the device's, but a different number of pages.
 

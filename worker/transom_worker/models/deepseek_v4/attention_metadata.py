@@ -1,4 +1,4 @@
-"""The attention metadata of one DeepSeek V4 forward pass: the cache slots that queries read and that entries are made from.
+"""Computes the attention metadata of a DeepSeek V4 forward pass: the cache slots that queries read and that entries are made from.
 
 A *latent row* is one vector per token that is key and value of all heads. A *compressed entry* is a latent row that stands for R
 tokens. A token *closes* an entry if it is the last of the entry's R tokens. With R = 4 a prompt chunk of the tokens 5 to 12 closes
@@ -58,10 +58,10 @@ class AttentionMetadata:
             paged = self.batch.groups[group]
             device = self.batch.positions.device
             numbers = torch.arange(self.num_entries(ratio), device=device)
-            ends = self._tokens.start + self._tokens.query_offset.diff()
+            ends = self._tokens.start + self._tokens.query_offset.diff()  # tokens of each sequence after this step
             ends = ends // ratio
-            is_read = torch.where(numbers < ends[:, None], numbers, -1)
-            self._slots_cache[key] = _slots(paged, torch.arange(len(ends), device=device)[:, None], is_read)
+            rows = torch.where(numbers < ends[:, None], numbers, -1)
+            self._slots_cache[key] = _slots(paged, torch.arange(len(ends), device=device)[:, None], rows)
         return self._slots_cache[key]
 
     def visible_entries(self, group: int, ratio: int) -> torch.Tensor:
@@ -122,6 +122,6 @@ def _slots(paged: PagedBatch, sequence: torch.Tensor, rows: torch.Tensor) -> tor
     block = paged.block_table[sequence, column.clamp(0, width - 1)].long()
     is_missing = is_read & ((column < 0) | (column >= width) | (block < 0))
     if rows.device.type == "cpu" and is_missing.any():  # on other devices the check would wait for the device
-        place = tuple(is_missing.nonzero()[0].tolist())
-        raise IndexError(f"Row {int(rows[place])} of batch row {int(sequence[place[0], 0])} is read but has no block.")
+        first = tuple(is_missing.nonzero()[0].tolist())
+        raise IndexError(f"Row {int(rows[first])} of batch row {int(sequence[first[0], 0])} is read but has no block.")
     return torch.where(is_read, block * paged.block_size + rows % paged.block_size, -1)

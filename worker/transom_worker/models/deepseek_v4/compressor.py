@@ -38,8 +38,8 @@ class EntrySizes:
 class Compressor:
     """Writes every token's (kv, gate) row to the state, and pools rows into the entries that a step closes.
 
-    The cache keeps a state row at its token's position. So an entry's value does not depend on where chunks, steps or prefix hits
-    begin.
+    The cache keeps the state row of each token at the token's position. So an entry's value does not depend on where steps, chunks
+    of a prefill or prefix cache hits begin.
     """
 
     def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes) -> None:

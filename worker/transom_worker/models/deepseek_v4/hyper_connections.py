@@ -43,7 +43,9 @@ class HyperConnection(_Coefficients):
 
     def __init__(self, load: Loader, name: str, architecture: Architecture, shape: DeepseekV4Shape) -> None:
         size = shape.num_residual_streams
+        # Weights to read each stream, weights to write each stream, and the matrix that mixes the streams.
         super().__init__(load, name, architecture, shape, (size, size, size * size))
+        # Normalisations of the matrix by columns and rows (Sinkhorn's iteration), after which both sum to nearly 1.
         self._rounds = shape.sinkhorn_rounds
 
     def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

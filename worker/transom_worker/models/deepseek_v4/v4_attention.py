@@ -25,8 +25,8 @@ from transom_worker.models.loading import Loader
 class LatentAttention:
     """Low-rank queries, one softmax over a window of latent rows and entries, and an output projection by groups of heads.
 
-    A latent row is key and value at once, and keys must be rotated. So the values that attention sums are rotated as well; the
-    output is therefore rotated back by the query's position.
+    A latent row is key and value at once, and keys must be rotated, so the values that attention sums are rotated too. The output
+    is therefore rotated back by the query's position, which leaves each value rotated by its distance from the query.
     """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:

@@ -1,4 +1,4 @@
-"""The DeepSeek V4 decoder.
+"""Builds and runs DeepSeek V4's decoder.
 
 - Attention reads a window of latent rows, and in most layers also compressed entries (`v4_attention.py`, `compressor.py`).
 - The residual consists of several streams; hyper-connections connect them with each sublayer (`hyper_connections.py`).

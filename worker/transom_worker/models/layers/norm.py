@@ -1,7 +1,7 @@
 """Normalisation layers.
 
-QK norms normalise queries and keys before attention: those below all heads together. `kv_write.Preparation` has those of single
-heads.
+QK norms normalise queries and keys before attention. The QK norms of this module take one root mean square over all heads of a
+token; `kv_write.Preparation` describes those that normalise each head by itself.
 
 Legend: T tokens, N hidden width, H heads, D head width.
 """
@@ -86,6 +86,7 @@ class ShardedAllHeadsQkNorm:
         If several ranks hold the same key heads, exactly one of them must have `counts_keys`, so that their squares count once.
         """
         self._weights, self._eps, self._comm = (query_weight, key_weight), eps, comm
+        # Factors that turn this rank's sums of squares into its parts of the means over all heads.
         counts = (1.0 / widths[0], (1.0 / widths[1]) if counts_keys else 0.0)
         self._shares_2 = torch.tensor(counts, dtype=torch.float32, device=query_weight.device)
         self.weight_bytes = query_weight.nbytes + key_weight.nbytes

@@ -1,7 +1,7 @@
 """Attention for a step in which some requests have KV policies.
 
-A *policy row* is a query token of such a request. Policy rows read compact block tables with masks of their own, and the other rows
-read the step's ordinary block tables.
+A *policy row* is a query token of such a request. Policy rows read compact block tables, which have only the blocks that the policy
+keeps, and each request has its own mask (window and sinks). The other rows read the step's ordinary block tables.
 
 Legend: T query tokens of the step, P policy rows, O other rows, B sequences with policy rows, N table columns, H query heads, Dv
 value width.
@@ -52,7 +52,8 @@ class MixedBatch(PagedBatch):
 def attend_mixed(inputs: PagedInputs, batch: MixedBatch, sink_q_THD: torch.Tensor | None) -> torch.Tensor:
     """Return attention outputs [T, H, Dv] of all rows; `sink_q`, if given, are the queries that read sink tokens instead of `q`.
 
-    `inputs` are those of a step without policies; its rule is not used.
+    `inputs` are those of a step without policies. Their mask rule is not used: all layers of models that take policies have full
+    attention.
     """
     q_THD = inputs.q
     if batch.policy_rows is None:

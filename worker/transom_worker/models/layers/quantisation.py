@@ -1,6 +1,6 @@
 """Decides which layers have weights in 8 or 4 bits, and in which format.
 
-- int8, int4: loading rounds weights, with a scale and a minimum for every group of 32 columns of a row.
+- int8, int4: weights are rounded when they are loaded, with a scale and a minimum for every group of 32 columns of a row.
 - gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as stored; others are dequantised.
 
 Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).

@@ -52,7 +52,7 @@ class Residual:
         if self._addend_TN is None:
             return self._sum_TN if norm is None else norm(self._sum_TN)
         inner, outer = self._addend_norm, norm if isinstance(norm, RmsNorm) else None
-        with_eps = outer or inner
+        with_eps = outer or inner  # both have the same epsilon (`add`); without a norm the kernel only adds
         out_TN, self._sum_TN = rms_norm(
             self._addend_TN,
             None if outer is None else outer.weight_N,

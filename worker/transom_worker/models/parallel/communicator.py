@@ -42,11 +42,11 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def can_capture(self) -> bool:
-        """Whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
+        """Return whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """Note that all collectives of a step have been launched. If the device does not come to their end, `check` will raise."""
+        """Note that all collectives of a step have been launched. If the device does not complete them, `check` will raise."""
 
     @abstractmethod
     def check(self) -> None:

@@ -13,7 +13,8 @@ import time
 from transom_core.errors import RankLost
 
 SPINS = 200  # a few microseconds: a rank that computes the same layer is rarely later
-# Then each check yields the core, until this long after the start. On a busy machine a yield costs a scheduler turn, so not longer.
+# Then each check yields the core, until this long after the start, but not longer: on a busy machine a yield may last for a whole
+# time slice of another process.
 YIELD_S = 2e-4
 NAP_S = 2e-5  # then the time between checks, until NAPS_S after the start
 NAPS_S = 20e-3

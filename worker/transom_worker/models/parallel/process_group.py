@@ -34,9 +34,9 @@ class ProcessGroup(Communicator):
         """
         self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
         ip, _, port = address.rpartition(":")
-        self._place = (ip, int(port), rank, size, timedelta(seconds=timeout_s))
+        self._connection = (ip, int(port), rank, size, timedelta(seconds=timeout_s))
         make = _gloo if device == "cpu" else _nccl
-        self._group: Any = self._try(lambda: make(*self._place))
+        self._group: Any = self._try(lambda: make(*self._connection))
         self._peers: PeerAllReduce | None = None
         self._fixed_widths: list[int] | None = None  # see `gather`
         self._is_late = False
@@ -49,7 +49,7 @@ class ProcessGroup(Communicator):
         """
         from transom_worker.models.parallel.peer_memory import map_peers  # late: needs Triton
 
-        ip, port, rank, size, timeout = self._place
+        ip, port, rank, size, timeout = self._connection
         device = torch.device("cuda", torch.cuda.current_device())
         self._peers = self._try(
             lambda: map_peers(_store(ip, port, timeout), rank=rank, size=size, host=host, device=device)
@@ -122,7 +122,7 @@ class ProcessGroup(Communicator):
         return self._group
 
     def _give_up(self) -> None:
-        """Abort what does not end. The thread that waits for the device continues then; `check` tells it why."""
+        """Abort the collectives that do not end. Then the thread that waits for the device continues, and `check` tells it why."""
         self._is_late = True
         if (group := self._group) is not None:
             self._abort(group)
@@ -133,6 +133,7 @@ class ProcessGroup(Communicator):
         group.abort()
 
     def _try(self, action: Callable[[], Any]) -> Any:
+        """Return the result of `action`; raise RankLost instead of the RuntimeErrors of torch.distributed."""
         try:
             return action()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The memory that the ranks of one host share.
+"""Maps the memory that the ranks of one host share: a few integers and two buffers for each rank (`shared_memory` says why two).
 
     rank 0's integers | rank 1's integers | ... | buffer 0 of rank 0, rank 1, ... | buffer 1 of rank 0, rank 1, ...
 

@@ -130,7 +130,7 @@ class SharedMemory(Communicator):
     def _wait_for_all(self) -> None:
         integers, operation = self._integers, self._operation
         for rank, peer in self._peers.items():
-            if integers[rank * LINE] < operation:
+            if integers[rank * LINE] < operation:  # READY is 0
                 peer.wait(operation, self._timeout_s)
 
     def _widths(self, x: torch.Tensor) -> list[int]:

@@ -35,7 +35,7 @@ class Weights(ABC):
     @property
     @abstractmethod
     def unread(self) -> tuple[str, ...]:
-        """Return the names of the tensors in the files that were not read yet."""
+        """Return the names of the files' tensors that have not been read yet."""
 
     @abstractmethod
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:

@@ -81,6 +81,7 @@ class FusedGateUp(WeightsView):
             return self._weights(name, shape=shape, part=part)
         prefix, is_bias, is_fused = found[1], found[3] is not None, found[2] == "gate_up"
         kind, stack_shape = "bias" if is_bias else "weight", _stack_shape(shape, halves=2 if is_fused else 1)
+        # `along` are the fused columns: the last axis of the fused tensor, but the first one after the experts in a stack.
         experts, *across, along = (*part, *[ALL] * ((2 if is_bias else 3) - len(part)))
         halves = self._halves(along, shape) if is_fused else [("down", along)]
         rows = [
@@ -101,7 +102,7 @@ class FusedGateUp(WeightsView):
         if shape is None:
             raise ValueError("A part of the fused gates and ups was requested without the shape of the whole tensor.")
         start, stop, _ = along.indices(shape[-1])
-        if self._interleaved:
+        if self._interleaved:  # all pairs that the columns touch; `_fuse` cuts a first or last half pair off
             pairs = slice(start // 2, -(-stop // 2))
             return [("gate", pairs), ("up", pairs)]
         half = shape[-1] // 2

@@ -74,7 +74,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 PARAMETERS = ("self_attn.sinks",)  # names that Hugging Face has without ".weight"
-NOT_WEIGHTS = ("rope_freqs.weight",)  # ignored, because it is computed from the config
+NOT_WEIGHTS = ("rope_freqs.weight",)  # ignored, because the model computes its frequencies from the config
 # Families whose weights llama.cpp's converter changes; reading a tensor undoes the change.
 # - rows of q and k are reordered, so that the two elements of a rotary pair are neighbours;
 INTERLEAVED_ROPE = ("llama", "mixtral", "smollm3")

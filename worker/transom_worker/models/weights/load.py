@@ -14,8 +14,8 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
     """Open a model's checkpoint; a tensor is read when it is requested.
 
-    With `in_memory` no tensor is a memory map of its file (`SafetensorsWeights`). For a multimodal model, the result gives the text
-    decoder's weights the names that a text-only model has.
+    With `in_memory`, tensors are copies instead of memory maps of their files (`SafetensorsWeights`). For a multimodal model, the
+    result gives the text decoder's weights the names that a text-only model has.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.

@@ -1,8 +1,9 @@
-"""Reads a safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks, and gives the model dequantised tensors.
+"""Reads a safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks, and returns dequantised tensors.
 
 - MXFP4 experts are stored as `X_blocks` and `X_scales`, each expert [out, in]. They appear as `X`, [experts, in, out], which is
   how transformers stores them unquantised.
-- fp8 matrices are stored as `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, with `X.scale`.
+- fp8 matrices are stored as `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, with `X.scale`. If `X.weight` is
+  int8, the matrix is MXFP4: each byte holds two numbers.
 """
 
 from __future__ import annotations
