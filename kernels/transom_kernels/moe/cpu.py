@@ -47,7 +47,7 @@ class GatherArguments(NamedTuple):
 
 
 class MatrixArguments(NamedTuple):
-    """The argument words of a product of rows and the matrix of each row's expert."""
+    """The argument words of the product of each row and the matrix of the row's expert."""
 
     rows: torch.Tensor  # [P, columns] by place
     row_bytes: int
@@ -158,6 +158,7 @@ def _some_tokens(
             pairs=places,
         )
 
+    # scratch: the configuration of AMX's tiles, and 64 float32 sums of each row
     slots, scratch_bytes = min(pairs, num_experts), 64 + (pairs + SPARE_ROWS) * 256
     launch(
         cpu_kernel(MODULE, "make_gate_up", kind=_kind(packed.gate_up), dtype=dtype, activation=rule.activation),

@@ -21,7 +21,7 @@ SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tile of a grouped matmul: rows, columns and inner elements of an iteration; warps and pipeline stages."""
+    """The tile of a grouped matmul: rows, columns, and inner elements of an iteration; warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -159,7 +159,7 @@ def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
-    """Return the tile for this many pairs of token and expert."""
+    """Return the tile for an expert's average number of rows, `num_pairs / num_experts`."""
     if element_bytes > 2:
         return FLOAT32_TILE
     rows = num_pairs / num_experts

@@ -57,6 +57,7 @@ def sample_records(
     are not changed.
     """
     num_rows, num_ids = logits.shape
+    # pieces hold whole noise blocks, the first of which may begin before column 0
     num_pieces = -(-(num_ids + first_id % NOISE_BLOCK) // (NOISE_BLOCK * PIECE_BLOCKS))
     out = empty((num_rows,), torch.int64)
     launch(

@@ -1,9 +1,10 @@
 """Decoding on CPUs: attention of one query row and one KV head at a time, which reads the blocks of the KV cache in place.
 
-- A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` finds them.
+- A row sees the keys [0, sinks_end) of the *sink tokens* (the first tokens of a sequence, which a sliding window does not hide) and
+  the *run* [run_begin, position + 1), which ends with its own key; `tables.TableReader` finds both ranges.
 - unit: the keys of one of these two ranges that lie between two multiples of UNIT_KEYS.
 - partial result: a unit's attention, for each query head of the KV head (`row_results.py`).
-- slot: one of several work items that share a row. Slot s of S computes the units s, s + S, ...
+- slot: one of S work items that share a row and KV head. Slot s computes the units s, s + S, ...
 
 Partial results are merged in the order of their keys: by the item that computed them or, if slots share a row, by a second launch.
 Both do the same operations, so the result does not depend on the number of slots.

@@ -193,11 +193,13 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
         """Attend with SUB_ROWS rows of the query tile to one tile of packed keys."""
         first, last = row // group, min((row + SUB_ROWS - 1) // group, tokens - 1)
         lows, highs = memory + layout.low_keys, memory + layout.high_keys
+        # keys up to the last row's own one, as whole groups of 32, which products with AMX take; none if all rows end before
         num_keys = min(KEY_TILE, (load_i64(highs + 8 * last) - begin + 32) // 32 * 32)
         if num_keys <= 0 or (load_i64(lows + 8 * first) >= begin + KEY_TILE and sinks_end <= begin):
             return
         multiply_keys(memory, row, num_keys)
         end = begin + num_keys
+        # whether a row does not see all of these keys
         is_masked = end - 1 > load_i64(highs + 8 * first) or (load_i64(lows + 8 * last) > begin and sinks_end < end)
         scale, cap = (
             float_of_bits(argument(arguments, RESULT.scale)),

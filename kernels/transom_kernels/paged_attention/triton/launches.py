@@ -1,7 +1,8 @@
 """Plans the Triton launches of a batch once a step; all layers with the same launch key share the plan.
 
-A *launch key* is everything besides the batch that the plan depends on. The first layer with a key plans its launches. No plan can
-be made while a CUDA graph replays, so the graph's owner writes the plan beforehand and passes it to `set_launches`.
+A *launch key* is everything besides the batch on which the plan depends. The first layer with a key plans the launches for all
+layers with this key. No plan can be made while a CUDA graph replays, so the graph's owner makes the plan before and passes it to
+`set_launches`.
 
 A batch has at most one launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt.
 """

@@ -1,9 +1,9 @@
 """Launches the Triton kernels of `policy_attention` and `add_block_mass`, and chooses their tile sizes.
 
-One launch computes all sequences with one new token, and another one all other sequences in tiles of several tokens. Tables under a
-policy are short, so keys are not split among programs. Memory-bound decoding takes tiles of 16 rows, the least for a product on
-tensor cores; prompts take 64. These kernels compute only the rows of a step that have a policy, so there is one configuration for
-each kind, chosen to fit registers and shared memory.
+One launch computes all sequences with one new token, another one all other sequences, in tiles of several tokens. Tables under a
+policy are short, so keys are not split among programs. Decoding is memory-bound and takes tiles of 16 rows, the least for a product
+on tensor cores; prompts take 64. These kernels compute only the sequences of a step that have a policy. Speed matters less here, so
+decoding and prompts have one configuration each, chosen to fit registers and shared memory.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns, W tiles.
 """
@@ -105,8 +105,8 @@ def _tiles(batch: PolicyBatch, config: TileConfig, decodes: bool, device: torch.
 
 MIN_DOT_ROWS = 16
 PROMPT_ROWS = 64
-# The most registers that a thread can have. Without this limit ptxas spills one or two of them so that one more program fits on
-# a multiprocessor.
+# The most registers that a thread can have. Without this limit ptxas, CUDA's assembler, spills one or two of them so that one more
+# program fits on a multiprocessor.
 MAX_REGISTERS = 255
 
 
