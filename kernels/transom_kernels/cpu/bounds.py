@@ -14,7 +14,7 @@ from llvmlite import binding, ir
 
 CHECKED = os.environ.get("TRANSOM_CHECKED_KERNELS") == "1"
 
-_MAX_RANGES = 4096
+_MAX_RANGES = 4096  # in a recorded program one run names the tensors of many launches
 _FAULTS, _FAULT_ADDRESS, _FAULT_BYTES, _SPARE, _NUM_RANGES, _RANGES = range(6)
 _SPARE_BYTES = 1 << 16
 

@@ -84,6 +84,7 @@ class _Text(CodeLibrary):
         return id(self)
 
 
+# With numpy's error model a division by zero gives inf or NaN; Python's would raise an exception.
 _translate = partial(
     njit,
     nogil=True,

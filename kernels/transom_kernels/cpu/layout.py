@@ -1,6 +1,8 @@
 """The memory layout of the words that the pool's threads share: offsets that Python reads and that are compiled into kernels.
 
-All words are int64. A *run* is one execution of a list of instructions by all threads; an *instruction* is a kernel, its number of
+All words are int64. Offsets are in words, except LINE, DONE and names that end in BYTES, which are in bytes.
+
+A *run* is one execution of a list of instructions by all threads; an *instruction* is a kernel, its number of
 work items and its arguments. A *tag* is the number of a run. An instruction's *claim word* is `tag << ITEM_BITS | next item`, and
 its *done word* is `tag << ITEM_BITS | finished items`. Tags begin at 1, and claim words are 0 between runs. A thread that comes
 late, when its run is over, therefore finds another tag and changes nothing.

@@ -29,7 +29,7 @@ from transom_kernels.cpu.threads import num_threads
 # About 50 microseconds: the next launch of a step comes sooner, and waking a parked thread takes about 40.
 SPINS_BEFORE_PARKING = 2000
 _MAX_ITEMS = layout.ITEM_MASK
-_FIRST_SCRATCH_BYTES = 1 << 20
+_FIRST_SCRATCH_BYTES = 1 << 20  # takes up space only where a kernel writes (`lazy_memory`)
 
 _Words = NDArray[np.int64]
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # calls release the GIL

@@ -33,7 +33,7 @@ from transom_kernels.cpu.pool import new_runnable, pool
 from transom_kernels.cpu.recording import NotRecordable, current_recorder, record
 
 _ALIGNMENT = 64  # a cache line
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24  # takes up space only where kernels write (`lazy_memory`)
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class ReplayMemory:
         self.chunks: list[mmap.mmap] = []
 
     def add_chunk(self, num_bytes: int) -> None:
-        """Add a chunk of at least this size."""
+        """Add a chunk of at least `num_bytes`, a multiple of _CHUNK_BYTES."""
         self.chunks.append(lazy_memory(max(_CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)))
 
 

@@ -1,5 +1,9 @@
 """Launches the CPU kernels of linear layers: declares arguments, cuts work into items, chooses instructions and block sizes.
 
+- panel: 16 outputs of a packed weight (`layout.py`). group: two panels, which are multiplied together.
+- step: the part of K that one multiplication takes. chunk: some steps; a long K is multiplied chunk by chunk.
+- block: rows of x. A work item multiplies one block by several groups.
+
 Legend: M rows, K input width, N output width.
 """
 
@@ -31,7 +35,7 @@ _KERNELS = "transom_kernels.linear"
 
 
 class LinearArguments(NamedTuple):
-    """The argument words of the kernel `linear`. `cpu_kernel.py` defines block, group, chunk and step."""
+    """The argument words of the kernel `linear`."""
 
     x: RowArguments  # [M, K]
     num_rows: int  # M

@@ -1,5 +1,9 @@
 """Launches the CPU kernels of an MoE layer's experts (`cpu_kernel.py`), and declares their arguments.
 
+- pair: a token and one expert that it chose. place: the number of a pair's row among all rows, sorted by expert.
+- slot: a candidate for an expert that has rows: each expert, or each place if there are at most E pairs.
+- panel: 64 rows of an expert's matrix, as they are stored together (`packed.py`).
+
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 

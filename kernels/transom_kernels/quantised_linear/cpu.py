@@ -2,6 +2,9 @@
 
 A kernel computes products, then bias, scale, cap, residual or activation in float32, then one rounding.
 
+- panel: 16 outputs of a weight. level: the unsigned integer that stands for an element of the weight (`weights.py`).
+- record: 32 columns of a row of x, rounded to 16-bit integers (`row_products.py`).
+
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 

@@ -1,5 +1,8 @@
 """Launches the CPU kernel `sample`, which picks one token id for each row of logits, and declares its arguments.
 
+A *piece* of a row is a work item. Threads write a *summary* of each piece, from which the row's token is chosen (`cpu_kernel.py`).
+A *noise block* is 64 ids that share a random number (`reference.py`). A *record* has a sequence's parameters (`table.py`).
+
 Legend: S rows, V ids of the vocabulary (or of a tensor-parallel rank's slice of it), P pieces of a row.
 """
 

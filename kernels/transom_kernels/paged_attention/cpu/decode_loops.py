@@ -1,5 +1,6 @@
 """The inner loops of decoding: scores, and weighted sums of values. They are emitted as LLVM code to keep sums in registers.
 
+- words: what a lane of a vector holds: a float32, or a pair of bfloat16 or of 16-bit integers (`layout.Words`).
 - row: one key or one value of one head, whose elements are adjacent in the cache.
 - group: 16 adjacent rows. Arrays of addresses say where groups are, so that each group may be anywhere.
 """

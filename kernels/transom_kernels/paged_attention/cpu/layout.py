@@ -81,12 +81,12 @@ class AttentionKind(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether the cache is quantised."""
+        """Return whether the cache is quantised, so that its rows have scales."""
         return self.stored != self.dtype
 
     @property
     def uses_tiles(self) -> bool:
-        """Whether prompts are multiplied by tile registers (AMX)."""
+        """Return whether the products of a prompt use tile registers (AMX)."""
         return self._has_pairs and cpu_target().amx
 
     @property

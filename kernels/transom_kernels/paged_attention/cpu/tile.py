@@ -1,8 +1,8 @@
 """Computes a tile on CPUs: attention of query tokens of a prompt for one KV head, with an online softmax over tiles of keys.
 
 Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0, so a row's result
-does not depend on other rows. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
-of words). Keys that no row sees are packed as zeros, because their slots may hold NaN.
+does not depend on other rows. A key tile is packed once for all rows of the query tile: keys as columns, values as rows of words
+(`layout.Words`: a float32, or a pair of bfloat16). Keys that no row sees are packed as zeros, because their slots may hold NaN.
 
 A *row* is one query head of one token; the rows of a tile are ordered by token, then by head. SUB_ROWS rows are computed together:
 the scores of a key tile, their weights, the weighted values. Products use AMX tile registers if the processor has them.
@@ -64,11 +64,11 @@ from transom_kernels.paged_attention.cpu.tables import (
 
 
 class TileLoops(NamedTuple):
-    """The functions that compute a tile, called in this order. The middle two may be repeated for other queries and keys.
+    """The functions that compute a tile. The caller calls them in this order, the middle two again for other queries and keys.
 
     - begin_tile(memory): clear the results of the tile's rows.
-    - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens from query row `row` on,
-      out of argument `tensor`.
+    - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens, from query row `row` on,
+      out of the argument whose word is number `tensor`.
     - attend_keys(arguments, memory, sequence, kv_head, tokens, low, sinks_end, end): attend to the keys [0, sinks_end) and
       [low, end). Token t sees key k if k <= high[t] and (k >= low[t] or k < sinks_end); low and high are int64 arrays at the
       layout's `low_keys` and `high_keys`, which the caller has filled in ascending order.

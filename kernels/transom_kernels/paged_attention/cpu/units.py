@@ -1,4 +1,5 @@
-"""Computes a unit of a decoding row: attention of one query token and KV head to a range of keys, stored as a partial result.
+"""Computes a unit of a decoding row: attention of one query token and KV head to a range of keys, stored as a partial result
+(`row_results.py`).
 
 Queries and weights are words of floats, or 16-bit integers if the cache is int8 or int4. In a quantised cache the scale of a key
 multiplies its score, and the scale of a value multiplies its weight after the weights were summed.
