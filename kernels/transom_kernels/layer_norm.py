@@ -79,6 +79,7 @@ def make_layer_norm(dtype: str) -> Any:
             centred = load(x + k * size) - mean
             total = fma(centred, centred, total)
         if rest:
+            # lanes after the row must add nothing: they would be -mean
             centred = keep_part(load_part(x + full * size, rest) - mean, rest, 0.0)
             total = fma(centred, centred, total)
         scale = splat(1.0 / sqrt(lane_sum(total) / width + eps))

@@ -70,6 +70,7 @@ class _Allocator:
     def allocate(self, num_bytes: int) -> Any:
         """Return a ctypes array over free memory, which becomes free again when the array is collected."""
         size = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
+        # first fit; a new chunk if no free piece is large enough
         index = next((index for index, piece in enumerate(self._free) if piece[2] >= size), None)
         if index is None:
             self._memory.add_chunk(size)
@@ -83,6 +84,7 @@ class _Allocator:
         return array
 
     def _release(self, chunk: int, begin: int, size: int) -> None:
+        """Add a piece to the free ones, and merge pieces that touch."""
         merged: list[tuple[int, int, int]] = []
         for piece in sorted([*self._free, (chunk, begin, size)]):
             if merged and merged[-1][0] == piece[0] and merged[-1][1] + merged[-1][2] == piece[1]:

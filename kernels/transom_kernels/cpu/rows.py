@@ -148,7 +148,7 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
 
 
 def make_gated(activation: str) -> Any:
-    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`."""
+    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`: gate * sigmoid(slope)."""
     is_gelu = activation == "gelu_tanh"
 
     @inlined

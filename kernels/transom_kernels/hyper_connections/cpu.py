@@ -353,7 +353,7 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
     def pre_and_mix(arguments, thread, item):
         size, width = argument(arguments, PRE.streams.num_streams), argument(arguments, PRE.streams.width)
         post, mix = argument(arguments, PRE.post), argument(arguments, PRE.mix)
-        mixes = 1 if mix != 0 else 0
+        mixes = 1 if mix != 0 else 0  # a token's items for post and mix; that item is part -1
         parts = (width + chunk - 1) // chunk + mixes
         token, part = item // parts, item % parts - mixes
         projected = argument(arguments, PRE.projected) + token * argument(arguments, PRE.num_coefficients) * 4

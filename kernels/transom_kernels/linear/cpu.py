@@ -192,7 +192,10 @@ def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
 
 @cache
 def _chunk(block: int, steps: int, step_bytes: int) -> int:
-    """Return the steps of a chunk of K: all if the rows of a block fit into the second-level cache, else equal parts that fit."""
+    """Return the steps of a chunk of K: all if a block's rows fit into the second-level cache, else those of about equal parts.
+
+    A part is a multiple of the 4 steps that a vector product unrolls.
+    """
     if block <= _FEW_ROWS:
         return steps
     parts = -(-block * steps * step_bytes // _BLOCK_BYTES)

@@ -77,6 +77,7 @@ def moe_triton(
     results_P = x.new_empty(num_pairs, width, dtype=torch.float32)
     weights_P = weights.float().contiguous()
     rows = (pairs, block_expert)
+    # `x` stands in for an absent bias, which the kernels do not read
     bias = x if tensors.gate_up_bias is None else tensors.gate_up_bias
     launches.into(
         (launches.into_columns, num_blocks, 1),

@@ -56,6 +56,7 @@ def route_triton(
         return experts, weights
     partials = partial_logits_triton(x if x.stride(1) == 1 else x.contiguous(), weight)
     has = (bias is not None, correction is not None, expert_scale is not None, chosen is not None)
+    # other tensors stand in for absent ones, which the kernel does not read
     vectors = [partials if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale)]
     given = experts if chosen is None else chosen.contiguous()
     _choice(partials.shape[1], weight.shape[0], routing, *has)(

@@ -410,7 +410,7 @@ def _mass_of_list(listed, count, bound, best, with_bound):
 
 @helper
 def _next_float(x):
-    """Return the next larger float32."""
+    """Return the next larger float32. -0 counts as 0: the sort key after that of -0 is that of 0, which is not larger."""
     return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 

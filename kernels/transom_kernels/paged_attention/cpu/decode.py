@@ -78,10 +78,10 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
         num_sink_units, num_units = count_units(sinks_end, run_begin, position)
         num_slots = argument(arguments, AT.work.num_slots)
         shared = num_slots > 1 and num_units > 1
-        if slot > 0 and (slot >= num_units or not shared):
+        if slot > 0 and (slot >= num_units or not shared):  # no unit is left for this slot
             return
         partials, total, partial = partials_of(arguments, row, kv_head), memory + layout.total, memory + layout.partial
-        if num_units == 0:
+        if num_units == 0:  # the row sees no key
             clear(total)
         loaded: Any = -1  # number of the argument whose queries are in memory
         for unit in range(slot, num_units, num_slots if shared else 1):
@@ -92,6 +92,7 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
                 loaded = wanted
             set_shift(memory, 0 if is_sink else shift)
             begin, end = unit_range(sinks_end, run_begin, position, num_sink_units, unit)
+            # shared rows: into the unit's own place, for `combine_rows`; otherwise merged into `total`, which begins as unit 0
             to = partials + unit * partial_bytes if shared else (partial if unit > 0 else total)
             attend_unit(arguments, memory, sequence, kv_head, begin, end, to)
             if not shared and unit > 0:

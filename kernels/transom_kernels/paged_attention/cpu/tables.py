@@ -205,7 +205,7 @@ def make_find_groups(kind: AttentionKind, table: TableReader, key_copies: int, v
                 v_copy += 16 * value_bytes
             keys, values = keys + 8, values + 8
             offset += 16
-            while offset >= size:
+            while offset >= size:  # several times if blocks are smaller than a group
                 number, offset = number + 1, offset - size
 
     return find_groups

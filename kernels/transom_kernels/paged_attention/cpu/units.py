@@ -82,7 +82,7 @@ def make_round_row(dtype: str, stride: int) -> Any:
     @helper
     def round_row(row, count, out):
         full, rest = count // 16 * 16, count % 16
-        top, undefined = splat(zero), splat(zero)
+        top, undefined = splat(zero), splat(zero)  # `undefined` becomes NaN where a number is not finite
         for k in range(0, full, 16):
             x = load(row + k * size)
             top, undefined = vector_max(top, vector_abs(x)), undefined + x * splat(zero)

@@ -59,6 +59,7 @@ def add_block_mass_triton(mass: torch.Tensor, inputs: PolicyInputs) -> None:
     refuse_old_device(inputs.k_cache)
     q, k_cache, batch, k_scale = inputs.q, inputs.k_cache, inputs.batch, inputs.k_scale
     config = _config(inputs, decodes=True)
+    # `mass` stands in for absent scales, which the kernel does not read
     add_mass[tuple(mass.shape)](
         mass, q, q if inputs.sink_q is None else inputs.sink_q, k_cache, inputs.statistics, batch.block_table,
         batch.key_blocks, batch.num_columns, batch.window, batch.sinks, batch.start, batch.query_offset,
