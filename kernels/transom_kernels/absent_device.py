@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transom_kernels import launch
 
 _aten = torch.ops.aten
+# operator -> function of its arguments that returns the result's shape
 _PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
     _aten.mm.default: lambda a, b: (a.shape[0], b.shape[1]),
     _aten.bmm.default: lambda a, b: (*a.shape[:2], b.shape[2]),
@@ -55,6 +56,7 @@ class AbsentUtils:
     """Pretends to load kernels, for a device with the given bytes of shared memory."""
 
     def __init__(self, shared_bytes: int) -> None:
+        # compiled code depends on none of these; Triton refuses kernels that need more shared memory
         self._properties = {
             "max_shared_mem": shared_bytes,
             "multiprocessor_count": 1,
@@ -67,12 +69,12 @@ class AbsentUtils:
         return self._properties
 
     def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Return a module, a function, registers, spilled bytes and threads. Nothing uses the first four."""
+        """Return a module, a function, registers, spilled bytes and the most threads of a program. Triton checks only the last."""
         return 0, 0, 0, 0, 1024
 
 
 class AbsentDriver:
-    """Triton's driver of one GPU that is not there."""
+    """The driver that Triton uses for a GPU that is not there."""
 
     launcher_cls: type[Any] = AbsentLauncher
 
@@ -96,13 +98,14 @@ class AbsentDriver:
 
 
 class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes torch's products and new memory zeros, so that large models take no time and no index is out of range."""
+    """Makes torch's matrix products and allocations zeros, so that large models take no time and no index is out of range."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         shape_of = _PRODUCTS.get(func)
         if shape_of is not None:
+            # the first argument of these two is a bias
             like = args[-1] if func in (_aten.addmm.default, _aten.baddbmm.default) else args[0]
             return like.new_zeros(shape_of(*args, **(kwargs or {})))
         made = func(*args, **(kwargs or {}))
@@ -111,14 +114,14 @@ class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def no_work() -> Iterator[None]:
-    """Make torch's products, and the memory that it allocates, zeros within this context, on this thread."""
+    """Within this context, make torch's matrix products and allocations on this thread return zeros without computing."""
     with _NoWork():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextmanager
 def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | None = None) -> Iterator[None]:
-    """Make all operators of the process launch their GPU kernels, compiled for a compute capability, within this context.
+    """Within this context, make all operators of the process launch their GPU kernels, which Triton compiles for `capability`.
 
     Triton calls `on_compiled` for each kernel, with `cache_hit` and other keywords.
 
@@ -146,7 +149,7 @@ def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | N
 
 
 def compiled_directory() -> Path:
-    """Return where Triton caches compiled kernels: TRITON_CACHE_DIR, or a directory below the user's home."""
+    """Return the directory of Triton's cache: TRITON_CACHE_DIR, or a directory below the user's home."""
     from triton import knobs
 
     return Path(knobs.cache.dir)

@@ -1,4 +1,4 @@
-"""Decides whether torch, Triton or a CPU kernel computes an operator, and has functions that size Triton launches.
+"""Decides whether torch, Triton or a CPU kernel computes an operator, and helps to choose the sizes of Triton launches.
 
 The environment variable TRANSOM_KERNELS chooses:
 
@@ -41,7 +41,7 @@ SHARED_BYTES = {
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Return whether Triton kernels compute an operator on this tensor and the call's other tensors. Every operator asks here.
+    """Return whether Triton kernels compute an operator whose call has this tensor. Every operator with a Triton kernel calls this.
 
     Raises:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
@@ -53,7 +53,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether compiled CPU kernels compute operators on this tensor; torch computes operators that have no CPU kernel.
+    """Return whether compiled CPU kernels compute the operators on this tensor that have one; torch computes all others.
 
     Raises:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
@@ -70,7 +70,7 @@ def kernels_on(device: torch.device) -> str:
 
 
 def compiles_by_rows(device: torch.device) -> bool:
-    """Return whether kernels are compiled on first launch, and again for other numbers of rows: on GPUs tiles depend on rows."""
+    """Return whether another number of rows compiles kernels again, at their first launch: on GPUs, where tiles depend on rows."""
     return device.type == "cuda" or _pretended is not None
 
 
@@ -191,7 +191,7 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have: 99 KiB on an L4, 227 KiB on an H100, 0 on other than CUDA."""
+    """Return the bytes of shared memory that a program may have: 99 KiB on an L4, 227 KiB on an H100, 0 without CUDA."""
     return SHARED_BYTES[_pretended] if _pretended else _shared_bytes(device)
 
 
@@ -202,5 +202,5 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Return the warps of a program that keeps `elements` elements in registers: 16 for each thread."""
+    """Return the warps of a program that keeps `elements` elements in registers: 16 for each of a warp's 32 threads."""
     return min(16, max(1, elements // 512))

@@ -1,4 +1,5 @@
-"""The operator `layer_norm`: (x - mean(x)) / sqrt(variance(x) + eps) * weight of each row, in float32. CPUs have a kernel.
+"""The operator `layer_norm`: (x - mean(x)) / sqrt(variance(x) + eps) * weight of each row, in float32. CPUs compute it with a
+kernel, GPUs with torch.
 
 Legend: T rows, N width.
 """
@@ -60,7 +61,7 @@ def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def make_layer_norm(dtype: str) -> Any:
     """Build the kernel. A work item is a group of rows.
 
-    Arguments: 0 x, 1 weight, 2 out, contiguous, 3 T, 4 rows of an item, 5 N, 6 x's row stride in bytes, 7 eps.
+    Argument words: 0 x, 1 weight, 2 out, contiguous, 3 T, 4 rows of an item, 5 N, 6 x's row stride in bytes, 7 eps.
     """
     load, load_part, store, store_part, size = row_access(dtype)
 
@@ -78,6 +79,7 @@ def make_layer_norm(dtype: str) -> Any:
             centred = load(x + k * size) - mean
             total = fma(centred, centred, total)
         if rest:
+            # lanes after the row must add nothing: they would be -mean
             centred = keep_part(load_part(x + full * size, rest) - mean, rest, 0.0)
             total = fma(centred, centred, total)
         scale = splat(1.0 / sqrt(lane_sum(total) / width + eps))

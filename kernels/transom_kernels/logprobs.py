@@ -148,7 +148,7 @@ def logprobs_cpu(
 
 @helper
 def _lanes(row, column, end):
-    """Load 16 logits from `column` on, with -inf instead of NaN, and from `end` on."""
+    """Load 16 logits from `column` on. Lanes that are NaN, or at `end` and after it, become -inf."""
     if column + 16 <= end:
         return vector_max(load_f32(row + 4 * column), splat(LOWEST))
     return vector_max(keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST), splat(LOWEST))
@@ -195,7 +195,8 @@ def _log_total(area, pieces):
 @helper
 def _list_top(row, num_ids, area, num_top, ids, logits):
     """List the `num_top` largest logits and their ids, largest first. Ids are tried in order, so that ties keep the lower id."""
-    count, bound = 0, float32(LOWEST)  # once the list is full, the bound is its last logit
+    # A full list takes a logit above the bound, its last logit; until then any logit, since the bound is -inf.
+    count, bound = 0, float32(LOWEST)
     for block in range((num_ids + BLOCK - 1) // BLOCK):
         if count == num_top:
             largest = load_scalar_f32(area + (block // PIECE_BLOCKS) * AREA_BYTES + 4 * (block % PIECE_BLOCKS))
@@ -255,6 +256,7 @@ def make_logprobs() -> Any:
         for place in range(1 + num_top):
             logit = load_scalar_f32(found + 4 * place)
             if place >= 1:
+                # tokens with equal logits have the rank of the first of them
                 rank = place if place == 1 or logit < before else rank
                 store_i64(ranks + 8 * place, rank)
             before = logit

@@ -1,4 +1,4 @@
-"""The operator `position_scale`: the factor that Llama 4's layers without RoPE multiply queries by. It grows with the position p:
+"""The operator `position_scale`: the factor of queries in Llama 4's layers without RoPE, which grows with the position p:
 
     1 + factor * log(1 + floor((p + 1) / interval))
 
@@ -64,7 +64,7 @@ def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int,
 def make_position_scale(dtype: str) -> Any:
     """Build the kernel. A work item is a group of tokens.
 
-    Arguments: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval.
+    Argument words: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval.
     """
     store_part, size = STORE_PART[dtype], NUM_BYTES[dtype]
 

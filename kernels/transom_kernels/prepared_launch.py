@@ -39,9 +39,9 @@ class PreparedLaunch:
         ] = {}  # (device, *dtypes) -> (launcher, function, metadata)
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[torch.Tensor, ...], *numbers: int) -> None:
-        """Launch on the current stream. The kernel must not specialise `numbers`, which are below 2 ** 31."""
+        """Launch on the current stream. The kernel must list `numbers` in `do_not_specialize`; they are below 2 ** 31."""
         addresses = [tensor.data_ptr() for tensor in pointers]
-        is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
+        is_aligned = reduce(or_, addresses) % ALIGNMENT == 0  # of all addresses at once
         is_plain = self._is_compiled and is_aligned and not knobs.runtime.launch_enter_hook.calls
         if is_plain and self._compiled:
             active = driver.active

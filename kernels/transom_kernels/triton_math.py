@@ -1,4 +1,4 @@
-"""Triton functions that several kernels share. They use only operations that Triton's interpreter supports, too."""
+"""Triton functions that several kernels share. They use only operations that Triton's interpreter also supports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def round_to_nearest(x):
 
 @triton.jit
 def multiply_hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG_BLOCK: tl.constexpr):
-    """Return rows [ROWS, WIDTH] times the Hadamard matrix of blocks of 2 ** LOG_BLOCK, by sums and differences of pairs."""
+    """Return rows [ROWS, WIDTH] times the Hadamard matrix (`kv_write.reference`), which has blocks of width 2 ** LOG_BLOCK.
+
+    The fast Walsh-Hadamard transform computes it by sums and differences of elements that are 1, 2, 4, ... apart.
+    """
     for i in tl.static_range(LOG_BLOCK):
         pairs = tl.reshape(x, [ROWS, WIDTH // (2 << i), 2, 1 << i])
         first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))

@@ -1,4 +1,4 @@
-"""Copies of KV cache blocks on GPUs: one launch performs all copies that do not depend on each other.
+"""Copies KV cache blocks on GPUs: one launch performs a batch of copies, none of which reads or writes what another one writes.
 
 Legend: C copies, W 32-bit words of a block.
 """
@@ -17,8 +17,8 @@ WORDS = 2048  # 32-bit words that one program copies: 8 KiB
 def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy `source[s]` to `target[t]` for each pair (s, t), all at once: no copy may read or write what another copy writes.
 
-    `source` and `target` are [ids, bytes] of uint8. Rows are contiguous and a multiple of 4 bytes wide. Both may be the same
-    tensor, the cache's memory and a staging buffer, or a GPU's memory and pinned host memory.
+    `source` and `target` are [ids, bytes] of uint8: a row is one block, contiguous and a multiple of 4 bytes wide. They may be the
+    same tensor, the cache's memory and a staging buffer, or a GPU's memory and pinned host memory.
     """
     if not pairs:
         return
@@ -32,18 +32,20 @@ def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequen
     )
 
 
-@triton.jit(do_not_specialize=["source_ids", "target_ids"])  # alignment of `target_ids` depends on C
+# Triton compiles a kernel again for a pointer with another alignment. `target_ids` begins 8 C bytes after `source_ids`, so its
+# alignment would vary with C.
+@triton.jit(do_not_specialize=["source_ids", "target_ids"])
 def copy_words(
     source,  # [ids, W] of int32, in any memory that the device can address, pinned host memory included
-    target,  # [ids, W] of int32, in such memory, too
+    target,  # [ids, W] of int32, in any such memory
     source_ids,  # [C] int64
     target_ids,  # [C] int64
     source_stride,  # words from block to block
     target_stride,  # words from block to block
-    num_words,
+    num_words,  # W
     BLOCK_W: tl.constexpr,
 ):
-    """Copy `BLOCK_W` words of one block. The grid is (C, blocks of W)."""
+    """Copy `BLOCK_W` words of one KV block: target[target_ids[c]] = source[source_ids[c]]. The grid is (C, ceil(W / BLOCK_W))."""
     copy = tl.program_id(0)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = w < num_words

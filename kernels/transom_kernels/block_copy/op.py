@@ -1,7 +1,7 @@
 """The operators `block_copy`, which copies KV cache blocks inside one memory, and `block_copy_between`, between two memories.
 
-Results are those of one copy after the other. Lists are cut into *batches* of copies that do not depend on each other, so that one
-launch performs a batch.
+The result is the same as if the copies ran one after the other. A list of copies is cut into *batches*: the copies of a batch do
+not depend on each other, so one launch performs all of them at once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 Pairs = Sequence[tuple[int, int]]  # (source, target) block ids
 
-# Blocks of at least this many bytes are copied between host and GPU by copy engines, which leave the multiprocessors to the step.
-# For smaller blocks starting copies would take longer than the copies, so that one kernel moves all of them.
+# The GPU's copy engines copy blocks of at least this many bytes between host and GPU; the multiprocessors stay free for the model's
+# step. To start a copy engine for each smaller block would take longer than the copies, so one kernel copies all of those.
 ENGINE_BYTES = 64 << 10
 
 
 def block_copy(blocks: torch.Tensor, pairs: Pairs) -> None:
     """Copy `blocks[source]` to `blocks[target]` for each (source, target), as if one copy followed the other.
 
-    `blocks` is one KV cache group's view of the cache memory, [ids, ...] of any dtype and strides; a block is everything at one id.
+    `blocks` is one KV cache group's view of the cache memory, [ids, ...] of any dtype and strides; `blocks[id]` is one block.
 
     Raises:
         ValueError: an id is outside the view.
@@ -79,18 +79,20 @@ def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Pairs) -> No
 
 
 def _kernel(device: torch.Tensor, *memories: torch.Tensor) -> Callable[..., None] | None:
-    """Return the function that copies a batch of blocks between these memories on a tensor's device; None: no kernel can."""
+    """Return the function that copies a batch of blocks between `memories` on `device`'s device; None if no kernel can."""
     if not all(blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1 for blocks in memories):
         return None
-    if uses_triton(device) and all(blocks.shape[1] % 4 == 0 for blocks in memories):  # it copies words of 32 bits
+    if uses_triton(device) and all(
+        blocks.shape[1] % 4 == 0 for blocks in memories
+    ):  # the kernel copies words of 32 bits
         return implementation("block_copy.gpu", "copy_blocks_triton")
     return copy_blocks_cpu if uses_cpu_kernels(device) else None
 
 
 def _batches(pairs: Pairs, *, within_one_memory: bool) -> list[list[tuple[int, int]]]:
-    """Cut copies into batches that do not depend on each other: no copy reads or writes what another copy of its batch writes.
+    """Cut a list of copies into batches, in order: no copy reads or writes what another copy of its batch writes.
 
-    A block of one memory and a block of another memory differ, even if their ids are equal.
+    Source and target ids name the same blocks only `within_one_memory`; otherwise a copy cannot read what another one writes.
     """
     batches: list[list[tuple[int, int]]] = []
     read: set[int] = set()
@@ -106,7 +108,7 @@ def _batches(pairs: Pairs, *, within_one_memory: bool) -> list[list[tuple[int, i
 
 
 def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
-    """Yield neighbouring copies of consecutive blocks as (first source, first target, count)."""
+    """Yield runs of copies whose sources and targets are both consecutive blocks, as (first source, first target, count)."""
     first = 0
     for end in range(1, len(pairs) + 1):
         source, target = pairs[end - 1]
@@ -117,7 +119,7 @@ def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
 
 # --- the CPU kernel and its launch
 
-ITEM_BYTES = 32 << 10  # bytes of a block that one work item copies
+ITEM_BYTES = 32 << 10  # bytes of a block that one work item copies, so that several threads share a large block
 
 
 def copy_blocks_cpu(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -139,7 +141,7 @@ def copy_blocks_cpu(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[
 def make_copy_blocks() -> Any:
     """Build the kernel. A work item is a part of one block.
 
-    Arguments: 0 source blocks, 1 sources [copies] int64, 2 targets [copies] int64, 3 bytes of a block, 4 stride of the source
+    Argument words: 0 source blocks, 1 sources [copies] int64, 2 targets [copies] int64, 3 bytes of a block, 4 stride of the source
     blocks in bytes, 5 bytes of an item, a multiple of 64, 6 target blocks, 7 their stride in bytes.
     """
 

@@ -1,6 +1,7 @@
-"""Declares the arguments of a kernel once. The launcher and the kernel derive from it what they need: words and their numbers.
+"""Declares a kernel's arguments once, both for the launcher, which fills them in, and for the kernel, which reads them.
 
-A declaration is a NamedTuple. The launcher fills it by name and passes it as a list of 64-bit *words*; the kernel reads word `i`:
+A declaration is a NamedTuple. The launcher fills it by name and passes it as a list of 64-bit *words*. The kernel reads a word by
+its *number*, its index in that list:
 
     class NormArguments(NamedTuple):
         x: torch.Tensor  # [rows, N]
@@ -12,12 +13,12 @@ A declaration is a NamedTuple. The launcher fills it by name and passes it as a 
     AT = numbers_of(NormArguments)  # AT.x is 0, AT.x_row is 1, AT.eps is 2            in the kernel's module
     x = argument(arguments, AT.x) + row * argument(arguments, AT.x_row)               in the kernel
 
-A field may be a declaration itself, such as a cache with its strides: its words stand at the field's position. Kernels with common
-code share a declaration and append words of their own:
+A field may itself be a declaration, such as a cache with its strides; its words then stand at the field's position. Kernels with
+common code share a declaration and append words of their own:
 
     launch(kernel, num_rows, (Shared(x=x, ...), Own(y=y)))         OWN = numbers_of(Own, after=Shared)
 
-Numbers of words are constants in the compiled code.
+The numbers of words are constants in the compiled code.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RowArguments(NamedTuple):
 
 
 def numbers_of(declaration: type[T], *, after: type | None = None) -> T:
-    """Return the declaration filled with the numbers of its words instead of values; they begin after the words of `after`."""
+    """Return the declaration, each field filled with the number of its word; numbers begin after the words of `after`."""
     _, first = (None, 0) if after is None else _numbered(after, 0)
     numbers, _ = _numbered(declaration, first)
     return numbers
@@ -77,7 +78,7 @@ def words_of(arguments: Arguments) -> tuple[list[int], list[torch.Tensor]]:
 
 def _add_words(arguments: Arguments, words: list[int], tensors: list[torch.Tensor]) -> None:
     for argument in arguments:
-        if type(argument) is int:  # most are
+        if type(argument) is int:  # first, since most arguments are integers; a bool is not one here
             words.append(argument)
         elif argument is None:
             words.append(0)
@@ -98,7 +99,10 @@ def float_bits(number: float) -> int:
 
 
 class CacheArguments(NamedTuple):
-    """A cache [ids, P, KVH, elements of a row], or the scales [ids, P, KVH] of a cache; strides are in bytes."""
+    """A KV cache [ids, P, KVH, elements of a row], or the scales [ids, P, KVH] of one: ids of blocks of P tokens, KVH KV heads.
+
+    Strides are in bytes.
+    """
 
     cache: torch.Tensor | None
     block: int

@@ -1,4 +1,4 @@
-"""Checked kernels, for tests: they compare every access to memory with the ranges of memory that the launch named.
+"""Checked kernels, for tests: each of their memory accesses is compared with the ranges of memory that the launch named.
 
 Kernels work on raw addresses. With TRANSOM_CHECKED_KERNELS=1 they are compiled with a check before each load and store. An access
 outside the named ranges goes to a spare page instead and is recorded, and the launch raises IndexError.
@@ -14,7 +14,7 @@ from llvmlite import binding, ir
 
 CHECKED = os.environ.get("TRANSOM_CHECKED_KERNELS") == "1"
 
-_MAX_RANGES = 4096
+_MAX_RANGES = 4096  # in a recorded program one run names the tensors of many launches
 _FAULTS, _FAULT_ADDRESS, _FAULT_BYTES, _SPARE, _NUM_RANGES, _RANGES = range(6)
 _SPARE_BYTES = 1 << 16
 
@@ -70,7 +70,12 @@ def checked_address(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value | in
 
 
 def _check_function(module: ir.Module) -> ir.Function:
-    """Return the module's function check(address, bytes) -> address, which is made once."""
+    """Return the module's function check(address, bytes) -> address, which the first call adds to the module:
+
+    if bytes <= 0 or any(begin <= address and address + bytes <= end for begin, end in the named ranges):
+        return address
+    record a fault; return the address of the spare page
+    """
     name = "transom_check"
     found: Any = module.globals.get(name)
     if found is not None:

@@ -1,8 +1,9 @@
 """Compiles a kernel to object code: numba translates Python functions to LLVM IR, and LLVM compiles all of them together, once.
 
-Plain numba would optimise and load each function that a kernel calls, then link them into the kernel and optimise that again: twice
-the time, for machine code that is never called. Here functions are compiled with `_TextCompiler`, a pipeline (numba's documented
-`pipeline_class`) whose result is a `_Text`: the function's IR as text, and the list of what to link with it.
+Plain numba would optimise and load each function that a kernel calls, then link them into the kernel and optimise that again. This
+would take twice the time, and nothing would call the separate functions. Here numba compiles functions with `_TextCompiler`, a
+pipeline (numba's documented `pipeline_class`) whose result is a `_Text`: the function's IR as text, and the list of what to link
+with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ENTRY = types.void(types.int64, types.int64)  # arguments, thread
 
 
 class _TextCompiler(CompilerBase):
-    """Numba's usual pipeline, except that the code of functions goes to a `_Text`."""
+    """Numba's usual pipeline, except that a function's code goes into a `_Text`."""
 
     def define_pipelines(self) -> list[Any]:
         """Return the passes of a function that is about to be compiled."""
@@ -83,6 +84,7 @@ class _Text(CodeLibrary):
         return id(self)
 
 
+# With numpy's error model a division by zero gives inf or NaN; Python's would raise an exception.
 _translate = partial(
     njit,
     nogil=True,
@@ -132,7 +134,7 @@ def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: Cp
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switch Python's garbage collector off within this context: a collection takes long in a process with torch."""
+    """Switch Python's garbage collector off within this context, because a collection takes long in a process with torch."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -156,7 +158,10 @@ def _linked(library: CodeLibrary) -> llvm.ModuleRef:
 
 
 def _libraries(library: CodeLibrary) -> Iterator[CodeLibrary]:
-    """Yield a function's library, then those of the functions that it calls, each once. Numba's own contain what they call."""
+    """Yield a function's library, then those of the functions that it calls, each once.
+
+    A library of numba itself already contains what it calls.
+    """
     seen = {rtsys.library}  # numba's reference counting is left out; `_check_calls` refuses kernels that need it
     pending = [library]
     while pending:

@@ -8,9 +8,8 @@ A kernel is named by its module, the function there that builds it, and the para
 Only compiling (`compiler.py`) imports numba and the kernel's module. The cache's key covers everything that the code may depend on:
 its source files (`kernel_sources.py`), the parameters, the processor, and the versions of Python, numba and llvmlite.
 
-
-The cache is a directory with one file for each key, written once. A file is written under another name and then renamed, and it
-begins with a digest of its code: no process loads half a file.
+The cache is a directory with one file for each key, written once. A file begins with a digest of its code, and it is written under
+another name and then renamed, so that no process loads an incomplete file.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from transom_kernels.cpu.target import CpuTarget, cpu_target
 Parameter = str | int | bool | float | None
 
 _lock = threading.RLock()
-_engines: list[llvm.ExecutionEngine] = []  # they own the loaded code, which stays as long as the process runs
+_engines: list[llvm.ExecutionEngine] = []  # the owners of the loaded code, which stays as long as the process runs
 
 
 @dataclass(frozen=True)
 class CpuKernel:
-    """A kernel: `maker` in `module` with `parameters` returns the Python function that is compiled."""
+    """Names a kernel: function `maker` of `module`, called with `parameters`, returns the Python function to compile."""
 
     module: str
     maker: str
@@ -74,7 +73,7 @@ class CpuKernel:
 
 @dataclass(slots=True)
 class CompileStatistics:
-    """How many kernels this process has compiled, the seconds that took, and the function to call after each."""
+    """The number of kernels that this process has compiled, the seconds it took, and a function to call after each of them."""
 
     num_compiled: int = 0
     compile_s: float = 0.0
@@ -86,7 +85,7 @@ statistics = CompileStatistics()
 
 @cache
 def cpu_kernel(module: str, maker: str, **parameters: Parameter) -> CpuKernel:
-    """Return the kernel of these parameters, always the same object."""
+    """Return the kernel of these parameters: the same object in every call, so its code is loaded once."""
     return CpuKernel(module, maker, tuple(sorted(parameters.items())))
 
 
@@ -176,7 +175,7 @@ def _read(path: Path) -> bytes | None:
     """Return the code in a file; None if the file does not exist or is damaged."""
     with contextlib.suppress(OSError):
         data = path.read_bytes()
-        digest, code = data[:32], data[32:]
+        digest, code = data[:32], data[32:]  # SHA-256 has 32 bytes
         if hashlib.sha256(code).digest() == digest:
             return code
     return None

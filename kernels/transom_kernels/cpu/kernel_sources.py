@@ -1,8 +1,9 @@
-"""Finds the source files that a kernel is compiled from. Its cache key covers only them, so edits elsewhere recompile nothing.
+"""Finds the source files that a kernel is compiled from. The kernel's cache key covers only these, so edits elsewhere recompile
+nothing.
 
-A kernel's module imports what its code calls. The files are those of this module, of the modules that it imports, of those that
-they import, and so on, within its package and `transom_kernels`. To find them no module is imported: the text of each file is
-searched for `from module import name`, on one line or with names in parentheses.
+A kernel's module imports what the kernel's code calls. The files are those of this module, of the modules that it imports, of those
+that they import, and so on, within its package and `transom_kernels`. The search imports no module; it looks in the text of each
+file for `from module import name`, on one line or with names in parentheses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-# These modules run kernels, and no code of theirs is compiled into one. Launchers import them and may share a file with a kernel.
+# The search leaves out the modules that run kernels: none of their code is compiled into a kernel. A kernel's file imports them if
+# it contains the launcher, too.
 _RUNTIME = {"transom_kernels.launch"} | {
     f"transom_kernels.cpu.{name}"
     for name in (
@@ -73,7 +75,7 @@ def _read(module: str) -> _Module:
 
 @cache
 def _file(module: str) -> Path | None:
-    """Return the file of a module, or of a package's `__init__`; None if there is none."""
+    """Return the file of a module, or of a package's `__init__`; None if neither exists."""
     package, *parts = module.split(".")
     spec = find_spec(package)
     for folder in [] if spec is None else spec.submodule_search_locations or ():

@@ -8,8 +8,8 @@
     def length(x, y):                        # called by kernels; numba derives the kinds of its arguments
         return sqrt(x * x + y * y)
 
-Decorated functions are only descriptions, which Python cannot call as a kernel does. The compiler (`compiler.py`) shows them to
-numba. Since numba is imported only when something is compiled, a launcher may share a file with its kernel.
+A decorator returns a description of the function (`Emitted` or `Helper`), which Python cannot call as a kernel does. The compiler
+(`compiler.py`) shows descriptions to numba. Numba is imported only to compile, so a launcher may share a file with its kernel.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Kind(Enum):
 
 NOTHING, BOOL, INT, FLOAT, DOUBLE, FLOATS, INTS = Kind
 
-Kinds = Kind | tuple[Kind, ...]  # the type of an argument: one value, or a tuple of values of one kind
+Kinds = Kind | tuple[Kind, ...]  # of an argument: one value, or a tuple of values, all of one kind
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Emitted:
-    """A function whose code is appended by `emit(builder, *LLVM values)`, which returns the LLVM value of the result, if any."""
+    """A function that kernels call: `emit(builder, *LLVM values)` appends its LLVM code and returns the result's value, or None."""
 
     emit: Callable[..., Any]
     result: Kind
     arguments: tuple[Kinds, ...]
 
     def __call__(self, b: Any, *values: Any) -> Any:
-        """Append the code on behalf of another function that emits code."""
+        """Append the code; another function that emits code calls this."""
         return self.emit(b, *values)
 
 

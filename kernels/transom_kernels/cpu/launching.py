@@ -3,7 +3,7 @@
     launch(kernel, num_items, NormArguments(x=x, weight=weight, rows=x.shape[0], eps=eps))
 
 Arguments become words (`arguments.py`): a tensor becomes its address, a float the bits of its float32. `program.py` records decode
-steps, somewhat as CUDA graphs do on GPUs.
+steps, as CUDA graphs do on GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.recording import current_recorder
 
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # the names that kernels take
+DTYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}  # dtype -> its name in kernels' parameters
 
 
 def launch(
@@ -32,9 +36,9 @@ def launch(
 ) -> None:
     """Run a kernel over `num_items` work items and wait for it. An argument None becomes the word 0.
 
-    `num_items` may be a tensor of one int64: a recorded program then reads the number in each replay. Each thread has
-    `scratch_bytes` of memory of its own. `linked` is memory that the kernel finds by addresses inside its tensors, as (address,
-    bytes); only checked kernels need it.
+    `num_items` may be a tensor of one int64: a recorded program then reads the number in each replay. Each thread gets
+    `scratch_bytes` of memory of its own. `linked` lists, as (address, bytes), memory that the kernel finds by addresses inside its
+    tensors; only checked kernels need it.
 
     Raises:
         IndexError: a checked kernel touched memory outside its tensors.
@@ -57,12 +61,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-# new launches use the last one; a recorded program may still use an earlier one
+# new launches use the last tensor; recorded programs may still use an earlier one, so none is freed
 _counters = [torch.zeros(64, dtype=torch.int64)]
 
 
 def counters(num_rows: int) -> torch.Tensor:
-    """Return zeros in which a launch counts the finished pieces of each row; its kernel sets them to zero again."""
+    """Return zeros [at least `num_rows`] in which a kernel counts the finished pieces of each row. The kernel zeroes them again."""
     if len(_counters[-1]) < num_rows:
         _counters.append(torch.zeros(2 * num_rows, dtype=torch.int64))
     return _counters[-1]
@@ -75,5 +79,5 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _read_int(tensor: torch.Tensor) -> int:
-    """Return the value of an int64 tensor of one element. A recording would refuse torch's operator for that."""
+    """Return the value of an int64 tensor of one element, without `item()`, which a recording would refuse."""
     return ctypes.c_int64.from_address(tensor.data_ptr()).value

@@ -1,9 +1,10 @@
-"""The end of a linear layer's kernel, in float32 before one rounding: bias, scale, soft cap and residual; or a gated activation.
+"""The last part of a linear layer's kernel: bias, scale, soft cap and residual, or a gated activation, in float32 before one
+rounding.
 
     out = residual + cap(scale * (sums + bias)), where cap(y) is soft_cap * tanh(y / soft_cap)
     out = activation(gate sums + gate bias) * (up sums + up bias)
 
-A call gets the sums of 16 neighbouring outputs of one row, as a vector.
+Each call finishes 16 neighbouring outputs of one row, whose sums (products of the row and the weight) it gets as a vector.
 
 Legend: M rows, N output width.
 """
@@ -26,7 +27,9 @@ class OutputArguments(NamedTuple):
 
     out: RowArguments  # [M, N]
     num_outputs: int  # N
-    bias: torch.Tensor | None  # float32, padded to whole vectors; gated layers: 16 gates, their 16 ups, and so on
+    bias: (
+        torch.Tensor | None
+    )  # float32, padded to whole vectors; of gated layers: 16 gates, their 16 ups, 16 gates, ...
     residual: RowArguments = RowArguments(None, 0)  # [M, N]
     scale: float = 1.0
     soft_cap: float = 0.0  # 0: none
@@ -58,7 +61,10 @@ def make_store_output(dtype: str, at: OutputArguments) -> Any:
 
 
 def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
-    """Build store_gated(arguments, gate, up, row, column), which finishes and stores 16 activations of a row."""
+    """Build store_gated(arguments, gate, up, row, column), which finishes and stores 16 activations of a row.
+
+    `at` has the numbers of the words of `OutputArguments`.
+    """
     _, _, store, store_part, size = row_access(dtype)
     gated = make_gated(activation)
 
@@ -66,6 +72,7 @@ def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
     def store_gated(arguments, gate, up, row, column):
         bias = argument(arguments, at.bias)
         if bias:
+            # the biases of gates [column, column + 16) follow those of `column` gates and ups; their ups' are 64 bytes further
             gate, up = gate + load_f32(bias + 8 * column), up + load_f32(bias + 8 * column + 64)
         place = row_address(arguments, at.out, row) + column * size
         count = argument(arguments, at.num_outputs) - column

@@ -1,7 +1,7 @@
 """Memory from the operating system, in huge pages if it has them.
 
-A decode step reads from addresses that are far apart (weights of hundreds of MB, a layer's part of each KV block), so with small
-pages nearly each read would miss the TLB.
+A decode step reads from addresses that are far apart (weights of hundreds of MB, a layer's part of each KV block). With small pages
+nearly every such read would miss the TLB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 def lazy_memory(num_bytes: int) -> mmap.mmap:
     """Return zeroed memory, which takes up space only when it is first touched."""
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory would get small pages
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Linux gives shared memory, mmap's default, small pages
     memory = mmap.mmap(-1, num_bytes, flags=private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -24,4 +24,5 @@ def lazy_memory(num_bytes: int) -> mmap.mmap:
 
 def lazy_bytes(num_bytes: int) -> torch.Tensor:
     """Return `lazy_memory` as a tensor of bytes, which owns it."""
+    # mmap refuses 0 bytes
     return torch.frombuffer(lazy_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]

@@ -1,4 +1,4 @@
-"""Teaches numba the language of kernels (`language.py`): vectors as a type with operators, and functions whose code is emitted."""
+"""Teaches numba the language of kernels (`language.py`): a vector type with operators, and functions that emit LLVM code."""
 
 from __future__ import annotations
 

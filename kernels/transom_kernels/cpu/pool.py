@@ -4,8 +4,8 @@ The launching thread takes part in the work. After a run the other threads spin 
 finds them awake; then they park, so that an idle server costs nothing. Threads claim work items one by one: a thread that loses its
 core to another process delays only the item that it has claimed.
 
-- run: one handover of work to the threads: a single instruction, or several of a program.
 - instruction: a kernel, its number of items and its arguments (`layout.py`).
+- run: one execution by the threads of a `Runnable`, which is a single instruction or several of a recorded program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transom_kernels.cpu.threads import num_threads
 # About 50 microseconds: the next launch of a step comes sooner, and waking a parked thread takes about 40.
 SPINS_BEFORE_PARKING = 2000
 _MAX_ITEMS = layout.ITEM_MASK
-_FIRST_SCRATCH_BYTES = 1 << 20
+_FIRST_SCRATCH_BYTES = 1 << 20  # takes up space only where a kernel writes (`lazy_memory`)
 
 _Words = NDArray[np.int64]
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # calls release the GIL
@@ -42,7 +42,8 @@ class Pool:
         """Start the threads.
 
         Raises:
-            OSError: the system is not Linux, whose futex parks the threads. Any other error means that kernels cannot be compiled.
+            OSError: the system is not Linux, whose futex parks the threads.
+            Any other error means that kernels cannot be compiled.
         """
         if platform.system() != "Linux":
             raise OSError(f"CPU kernels run on Linux, not on {platform.system()}")
@@ -55,8 +56,8 @@ class Pool:
         self._masks: list[NDArray[np.uint8]] = []
         self._scratch: list[mmap.mmap] = []
         self._scratch_bytes = 0
-        self._one = Runnable(1)
-        self._none = Runnable(0)
+        self._one = Runnable(1)  # `run_one` writes its instruction here
+        self._none = Runnable(0)  # wakes parked threads, so that they see STOP
         self._run_entry = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_run").address)
         self._pool_address = self._words.ctypes.data
         for words in self._thread_words:
@@ -111,7 +112,7 @@ class Pool:
             raise_fault(name)
 
     def _grow_scratch(self, num_bytes: int) -> None:
-        """Give every thread new scratch memory. No run is in progress, and a thread that comes late does not touch its scratch."""
+        """Give every thread new scratch memory. No run is in progress, and a thread that comes late does not use its scratch."""
         self._scratch_bytes = 1 << (num_bytes - 1).bit_length()
         self._scratch = [lazy_memory(self._scratch_bytes) for _ in range(self.num_threads)]
         for words, memory in zip(self._thread_words, self._scratch, strict=True):
@@ -135,7 +136,7 @@ class Pool:
 
 
 class Runnable:
-    """Instructions that a run executes, and the words by which threads claim their items."""
+    """The instructions that a run executes, and the words by which threads claim their work items (`layout.py`)."""
 
     def __init__(self, num_instructions: int) -> None:
         self._instructions = _aligned_words(max(1, num_instructions) * layout.INSTRUCTION_WORDS * 8)
@@ -166,7 +167,7 @@ class Runnable:
         self._instructions[begin : first + len(arguments)] = [kernel_address, items_address, num_items, 0, *arguments]
 
 
-_runnables: list[Runnable] = []  # of all programs; never freed, since a late thread of any pool may still read them
+_runnables: list[Runnable] = []  # of all programs; never freed, since a thread that comes late may still read them
 
 
 def new_runnable(num_instructions: int) -> Runnable:
@@ -180,7 +181,7 @@ _pool_lock = threading.Lock()
 
 
 def pool() -> Pool:
-    """Return the process's pool. The first call, and the first one after `set_num_threads`, starts its threads."""
+    """Return the process's pool. The first call starts its threads; the first call after `set_num_threads` starts a new pool."""
     global _pool
     if _pool is None or _pool.num_threads != num_threads():
         with _pool_lock:
@@ -201,13 +202,14 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uint8]:
-    """Return a CPU set of thread `index` for each CPU on which the launching thread may be.
+    """Return the CPU sets of thread `index`, as [CPU of the launching thread, CPU_SET_BYTES]: bit c is set if CPU c is allowed.
 
     If there are as many threads as usable CPUs, each thread has its own CPU. Fewer threads may use all CPUs but the launching
     thread's.
     """
+    # for any CPU that a set of CPU_SET_BYTES can name
     sets = np.zeros((8 * layout.CPU_SET_BYTES, 8 * layout.CPU_SET_BYTES), dtype=np.uint8)
-    sets[:, usable] = 1  # if the launching thread is on a CPU outside `usable`
+    sets[:, usable] = 1  # stays so for launching threads on CPUs outside `usable`
     for launcher in usable:
         others = [cpu for cpu in usable if cpu != launcher]
         sets[launcher] = 0

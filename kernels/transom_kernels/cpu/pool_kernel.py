@@ -1,4 +1,14 @@
-"""The code of the pool's threads: they execute the instructions of a run, then spin, then park until the next run."""
+"""The code of the pool's threads: they execute the instructions of a run, then spin, then park until the next run.
+
+    the launching thread (`run`)                        every other thread (`serve`), until the pool is closed
+        write the tag into claim and done words             when the pool's tag changes:
+        increase the pool's tag; wake parked threads            execute the instructions
+        execute the instructions                            spin; after a while park
+        set the claim words to 0
+
+To execute an instruction, a thread calls its kernel, which claims work items until none is left; then the thread waits until all
+items are done. `layout.py` defines the words.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +29,15 @@ from transom_kernels.cpu.simd import (
 )
 
 _X86 = platform.machine() in ("x86_64", "AMD64")
-_FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)  # Linux's numbers
-_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+# the numbers of Linux's system calls on x86-64, and on ARM64
+_FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)
+_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129  # FUTEX_WAIT and FUTEX_WAKE of one process
 _SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one work item takes
 
 
 @helper
 def _wait_done(done, tag, items_of):
-    """Wait until all items of an instruction are finished; return False if the run is over already."""
+    """Wait until all items of an instruction are finished and return True; return False if the run is already over."""
     spins = 0
     while True:
         word = atomic_load(done)
@@ -42,7 +53,7 @@ def _wait_done(done, tag, items_of):
 
 @helper
 def _execute(tag, runnable, thread):
-    """Take part in the instructions of a run, one after the other."""
+    """Execute the instructions of a run, one after the other, together with the other threads."""
     instructions = unchecked_i64(runnable + 8 * layout.INSTRUCTIONS)
     sync = unchecked_i64(runnable + 8 * layout.SYNC)
     for index in range(unchecked_i64(runnable + 8 * layout.COUNT)):
@@ -71,7 +82,7 @@ def _keep_off_launcher(pool, thread):
 
 
 def make_run():
-    """Build the launching thread's part of a run: publish it, wake parked threads, take part, and close it to late threads."""
+    """Build the launching thread's part of a run: it starts the run, takes part in it, and closes it to threads that come late."""
 
     def run(pool, thread):
         tag = atomic_load(pool + 8 * layout.RUN) + 1
@@ -83,7 +94,7 @@ def make_run():
             store_i64_unchecked(claims + layout.DONE, tag << ITEM_BITS)
             atomic_store(claims, tag << ITEM_BITS)
         atomic_add(pool + 8 * layout.RUN, 1)
-        if atomic_load(pool + 8 * layout.PARKED) > 0:
+        if atomic_load(pool + 8 * layout.PARKED) > 0:  # wake all of them: up to 2 ** 20
             system_call(_FUTEX, pool + 8 * layout.RUN, _WAKE_PRIVATE, 1 << 20, 0, 0, 0)
         _execute(tag, runnable, thread)
         for index in range(count):  # now the caller may write new instructions: late threads find no items to claim
@@ -109,6 +120,7 @@ def make_serve():
             spins += 1
             if spins > unchecked_i64(pool + 8 * layout.SPIN):
                 atomic_add(pool + 8 * layout.PARKED, 1)
+                # Linux parks the thread only if RUN still has the tag that this thread has seen, so no run is missed
                 system_call(_FUTEX, pool + 8 * layout.RUN, _WAIT_PRIVATE, tag & 0xFFFFFFFF, 0, 0, 0)
                 atomic_add(pool + 8 * layout.PARKED, -1)
                 spins = 0

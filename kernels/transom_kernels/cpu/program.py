@@ -5,7 +5,7 @@
     program.replay()                                    does the same work on the same addresses
     logits                                              now has the new result
 
-Between kernels a program may have Python calls: torch operators that have no kernel, and the sums over tensor-parallel ranks.
+Between kernels a program may have Python calls: torch operators that have no kernel, and all-reduces over tensor-parallel ranks.
 
 Memory for results comes from a `ReplayMemory`. All programs of a model share it, since one replay ends before the next begins. As
 soon as the recorded function drops a result, later instructions of the same program may reuse its memory.
@@ -32,11 +32,12 @@ from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.pool import new_runnable, pool
 from transom_kernels.cpu.recording import NotRecordable, current_recorder, record
 
-_ALIGNMENT = 64
-_CHUNK_BYTES = 1 << 24
+_ALIGNMENT = 64  # a cache line
+_CHUNK_BYTES = 1 << 24  # takes up space only where kernels write (`lazy_memory`)
 
 T = TypeVar("T")
 
+# operators that pass values to Python, and operators that a replay need not repeat
 _READS_VALUES = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 _ONLY_ALLOCATES = {
     "aten::empty",
@@ -54,7 +55,7 @@ class ReplayMemory:
         self.chunks: list[mmap.mmap] = []
 
     def add_chunk(self, num_bytes: int) -> None:
-        """Add a chunk of at least this size."""
+        """Add a chunk of at least `num_bytes`, a multiple of _CHUNK_BYTES."""
         self.chunks.append(lazy_memory(max(_CHUNK_BYTES, -(-num_bytes // _CHUNK_BYTES) * _CHUNK_BYTES)))
 
 
@@ -63,11 +64,13 @@ class _Allocator:
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._memory = memory
-        self._free = [(chunk, 0, len(memory.chunks[chunk])) for chunk in range(len(memory.chunks))]  # sorted
+        # free pieces as (index of the chunk, first byte, bytes), sorted
+        self._free = [(chunk, 0, len(memory.chunks[chunk])) for chunk in range(len(memory.chunks))]
 
     def allocate(self, num_bytes: int) -> Any:
         """Return a ctypes array over free memory, which becomes free again when the array is collected."""
         size = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
+        # first fit; a new chunk if no free piece is large enough
         index = next((index for index, piece in enumerate(self._free) if piece[2] >= size), None)
         if index is None:
             self._memory.add_chunk(size)
@@ -81,6 +84,7 @@ class _Allocator:
         return array
 
     def _release(self, chunk: int, begin: int, size: int) -> None:
+        """Add a piece to the free ones, and merge pieces that touch."""
         merged: list[tuple[int, int, int]] = []
         for piece in sorted([*self._free, (chunk, begin, size)]):
             if merged and merged[-1][0] == piece[0] and merged[-1][1] + merged[-1][2] == piece[1]:
@@ -91,15 +95,19 @@ class _Allocator:
 
 
 class Program:
-    """A recorded function. While it is recorded, launches and calls are added to it (`recording.Recorder`)."""
+    """A recorded function: a list of steps, each of which is a run of the pool or a Python call.
+
+    While the function is recorded, launches and calls are added (this class is a `recording.Recorder`).
+    """
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._allocator = _Allocator(memory)
         self._memory = memory
         self._steps: list[Callable[[], object]] = []
+        # launches since the last Python call, as (address of the kernel, number of items, argument words)
         self._pending: list[tuple[int, int | torch.Tensor, Sequence[int]]] = []
         self._ranges: list[tuple[int, int]] = []
-        self._kept: list[torch.Tensor] = []  # tensors outside the replay memory whose addresses instructions have
+        self._kept: list[torch.Tensor] = []  # tensors outside the replay memory, which instructions know by address
         self._scratch_bytes = 0
         self.num_instructions = 0
         self.num_calls = 0
@@ -128,7 +136,7 @@ class Program:
         self.num_calls += 1
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a result, which is free for other results once the tensor is collected."""
+        """Return memory for a result; other results may use it once the tensor is garbage-collected."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
@@ -154,7 +162,7 @@ class Program:
         return False
 
     def end_run(self) -> None:
-        """Make one step of the instructions that were added since the last Python call."""
+        """Make the launches since the last Python call one step, which the pool executes in one run."""
         if not self._pending:
             return
         pending, ranges = self._pending, self._ranges
@@ -184,7 +192,7 @@ def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Pro
 
 
 class _TorchCalls(TorchDispatchMode):
-    """A torch dispatch mode that adds every torch operator which computes something to a program, as a Python call."""
+    """A torch dispatch mode that adds to a program, as a Python call, every torch operator that computes something."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -206,6 +214,7 @@ class _TorchCalls(TorchDispatchMode):
             return result
         if schema.name in _READS_VALUES:
             raise NotRecordable(f"{schema.name} reads a computed value")
+        # a replay writes to the same tensors: in place, or by copying a new result into the first one; views need nothing
         if schema.is_mutable:
             self._program.add_call(lambda: func(*args, **kwargs))
         elif not _is_view(result, (*args, *kwargs.values())):

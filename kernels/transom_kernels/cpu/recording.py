@@ -1,6 +1,6 @@
 """The recorder of the current thread, to which the launches and Python calls of a decode step are added (`program.py`).
 
-This module does not need the kernel compiler, so that code which also runs on GPUs can import it.
+This module does not import the kernel compiler, so that code that also runs on GPUs can import it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Recorder(Protocol):
         """Add a call of Python code."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a launch's result, which later launches of the program may reuse once the tensor is collected."""
+        """Return memory for a launch's result; later launches of the program may reuse it once the tensor is garbage-collected."""
 
 
 class NotRecordable(Exception):
@@ -44,7 +44,7 @@ class NotRecordable(Exception):
 
 class _Local(threading.local):
     recorder: Recorder | None = None
-    paused: bool = False  # True inside a Python call, which is recorded as a whole
+    paused: bool = False  # True inside a Python call (`host_call`), which is recorded as a whole
 
 
 _local = _Local()

@@ -1,5 +1,5 @@
-"""Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations,
-and the inner product of small matrices.
+"""Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations, soft
+caps, and the product of small matrices.
 
 Each `make_*` builds a function for the given dtypes. Rows are given by address and may have any width; gates and ups are vectors.
 
@@ -72,8 +72,9 @@ def make_inverse_rms(dtype: str) -> Any:
 def make_hadamard() -> Any:
     """Build hadamard(x, N, block), which multiplies a row of float32 by the Hadamard matrix (`kv_write.reference`) in place.
 
-    The matrix has blocks of `block`, a power of two that divides N. The row's memory is padded with zeros to whole vectors. The
-    product is computed as sums and differences of elements that are 1, 2, 4, ... apart.
+    The matrix is block-diagonal, with blocks of width `block`, a power of two that divides N, scaled by 1 / sqrt(block). The row's
+    memory is padded with zeros to whole vectors. The fast Walsh-Hadamard transform computes the product as sums and differences of
+    elements that are 1, 2, 4, ... apart.
     """
     add_pairs_1, add_pairs_2, add_pairs_4, add_pairs_8 = (ADD_PAIRS[distance] for distance in (1, 2, 4, 8))
 
@@ -104,7 +105,7 @@ def make_hadamard() -> Any:
 
 
 def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
-    """Build rotate(x, cos, signed_sin, R), which rotates the pairs of R elements in place, with one row of each table.
+    """Build rotate(x, cos, signed_sin, R), which rotates pairs among the R elements from `x` on in place, with a row of each table.
 
     For each pair (i, j): x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j]. Pairs are
     (i, i + R / 2), or (2i, 2i + 1) if `interleaved`.
@@ -147,7 +148,7 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
 
 
 def make_gated(activation: str) -> Any:
-    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`."""
+    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`: gate * sigmoid(slope)."""
     is_gelu = activation == "gelu_tanh"
 
     @inlined
@@ -193,7 +194,7 @@ def make_row_products(dtype: str, size: int) -> Any:
 
     @emits(NOTHING, *[INT] * 9)
     def row_products(b, x, x_stride, last_x, weight, weight_stride, last_weight, width, out, out_stride):
-        # a tile with fewer rows computes its last row several times, and stores it to the same place
+        # a tile with fewer than `size` rows computes its last row several times, and stores it at the same address
         x_rows, weight_rows = (
             repeated_rows(b, x, x_stride, last_x, size),
             repeated_rows(b, weight, weight_stride, last_weight, size),

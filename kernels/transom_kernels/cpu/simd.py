@@ -164,10 +164,10 @@ def keep_nan(b, result, x):
 exp2 = emit_exp2
 
 weight_f32, weight_bf16 = (emits(FLOATS, FLOATS)(partial(emit_weight, degree=degree)) for degree in (5, 3))
-"""weight(x) is 2 ** x for finite x up to 0, to the precision of float32, or to more than that of bfloat16."""
+"""weight(x) is 2 ** x for finite x up to 0. `weight_f32` has the precision of float32, `weight_bf16` more than bfloat16's."""
 
 sine, cosine = (emits(FLOATS, FLOATS)(partial(emit_sine, quarters=quarters)) for quarters in (0, 1))
-"""sine(x) and cosine(x), within 1e-7 for x up to some millions."""
+"""sine(x) and cosine(x), with errors of at most 1e-7 for x up to some millions."""
 
 
 LOG2_E = 1.4426950408889634
@@ -207,7 +207,7 @@ def _double_atanh(b, z, num_factors):
 
 @emits(FLOATS, FLOATS)
 def log1p(b, x):
-    """Return log(1 + x) for x from 0 to 1, precise for small x, too: 2 atanh(z), where z = x / (2 + x) is at most 1 / 3."""
+    """Return log(1 + x) for x from 0 to 1, precise even for small x: 2 atanh(z), where z = x / (2 + x) is at most 1 / 3."""
     return _double_atanh(b, b.fdiv(x, b.fadd(x, constant(F32_16, 2.0))), 8)
 
 
@@ -244,7 +244,7 @@ def _add_pairs(b, x, distance):
 
 
 ADD_PAIRS = {distance: emits(FLOATS, FLOATS)(partial(_add_pairs, distance=distance)) for distance in (1, 2, 4, 8)}
-"""Distance -> add_pairs(x), for pairs of lanes that far apart: the first lane gets the sum, the second the difference."""
+"""Distance -> add_pairs(x): of each two lanes that are `distance` apart, the first gets their sum, the second their difference."""
 
 
 @emits(FLOAT, FLOATS)
@@ -274,7 +274,7 @@ def lanes_greater(b, x, y):
 
 @emits(INT, FLOATS, FLOATS)
 def lanes_at_least(b, x, y):
-    """Return the mask of lanes where x >= y; not those with NaN."""
+    """Return the mask of lanes where x >= y; a lane with NaN is not in it."""
     return _bits_of(b, b.fcmp_ordered(">=", x, y))
 
 
@@ -372,7 +372,7 @@ def _turn_negative(b, bits):
 
 @emits(INT, FLOAT)
 def sort_key(b, x):
-    """Return an integer such that integers are ordered as the floats are; neighbouring integers stand for neighbouring floats."""
+    """Return an integer for a float32. Integers are ordered as their floats, and neighbouring floats have neighbouring integers."""
     return b.sext(_turn_negative(b, b.bitcast(x, I32)), I64)
 
 
@@ -422,7 +422,7 @@ def float_argument(b, arguments, index):
 
 @emits(INT, INT)
 def atomic_load(b, address):
-    """Load an int64 (acquire): everything that the thread which released it had stored is then visible."""
+    """Load an int64 (acquire): everything stored by the thread that released the value, before it did so, is then visible."""
     return b.load_atomic(_word_at(b, address), "acquire", 8)
 
 
@@ -434,7 +434,7 @@ def atomic_store(b, address, x):
 
 @emits(INT, INT, INT)
 def atomic_add(b, address, x):
-    """Add to an int64; return what it was."""
+    """Add to an int64; return its value before."""
     return b.atomic_rmw("add", _word_at(b, address), x, "seq_cst")
 
 
@@ -463,5 +463,5 @@ def call(b, kernel, arguments, thread):
 
 @emits(INT, *[INT] * 7)
 def system_call(b, *arguments):
-    """Make a Linux system call: its number, then six arguments."""
+    """Make a Linux system call; the arguments are its number, then its six parameters."""
     return b.call(function(b, "syscall", I64, [I64] * 7), arguments)

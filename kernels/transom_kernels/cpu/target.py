@@ -1,7 +1,7 @@
 """The processor that CPU kernels are compiled for: its LLVM name, and the instruction sets by which kernels choose their code.
 
-`TRANSOM_CPU` names another processor to compile for, by its LLVM name, such as `haswell` (AVX2) or `cascadelake` (AVX-512 with
-VNNI). Its code runs here if this processor has all of its instructions.
+The environment variable `TRANSOM_CPU` names another processor to compile for, by its LLVM name, such as `haswell` (AVX2) or
+`cascadelake` (AVX-512 with VNNI). Code for it runs here if this processor has all of its instructions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import llvmlite.binding as llvm
 
 CPU_VARIABLE = "TRANSOM_CPU"
 
+# the system call arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), on x86-64
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
@@ -23,7 +24,7 @@ _XFEATURE_XTILEDATA = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTarget:
-    """A processor in LLVM's terms. `features` are instruction sets as `+name,-name`; if empty, those that LLVM knows of `name`."""
+    """A processor in LLVM's terms. `features` lists instruction sets as `+name,-name`; if empty, LLVM takes those of `name`."""
 
     triple: str
     name: str
@@ -37,7 +38,7 @@ class CpuTarget:
     avx_vnni: bool = False  # products of four 8-bit integers over 256 bits (AVX-VNNI), without AVX-512
 
 
-# LLVM's name of a processor -> the instruction sets that kernels ask for; used for processors other than this one
+# LLVM's name of a processor -> those of its instruction sets that kernels ask for; for the processors that TRANSOM_CPU may name
 _KNOWN = {
     "haswell": {"avx2"},
     "alderlake": {"avx2", "avxvnni"},

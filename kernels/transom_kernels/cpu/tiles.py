@@ -1,12 +1,13 @@
 """Products of bfloat16 matrices by AMX tile registers, inside kernels.
 
-A tile is a register of 16 rows of 64 bytes. A *step* multiplies a tile of x (up to 16 rows of 32 numbers) by a tile of the
-weight (16 rows, each with a pair (k, k + 1) of 16 outputs) and adds the product to a tile of sums (rows of 16 float32). The
-processor adds the products of a step in an order of its own, which is the same for any number of rows. A kernel calls
+A tile is a register of 16 rows of 64 bytes. A *panel* is the part of a weight for 16 outputs, as a sequence of tiles. A *step*
+multiplies a tile of x (up to 16 rows of 32 numbers) by a tile of a panel (16 rows, each with a pair (k, k + 1) of 16 outputs) and
+adds the product to a tile of sums (rows of 16 float32). The processor adds the products of a step in an order of its own, which is
+the same for any number of rows. A kernel calls
 
     configure_tiles(memory, num_rows)
     tile_product(...)                   as often as needed
-    release_tiles()                     until then the operating system saves 8 KiB more at each thread switch
+    release_tiles()                     until then Linux saves 8 KiB of tile registers at each thread switch
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ CONFIG_BYTES = 64  # of scratch that `configure_tiles` needs
 STEP_BYTES = 1024  # of a panel that one step multiplies
 
 _AHEAD = 2048  # bytes from the weights in use to those that are prefetched
-_SUMS, _ROWS, _WEIGHTS = 0, 4, 6  # tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights
+_SUMS, _ROWS, _WEIGHTS = 0, 4, 6  # tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights
 _BYTE = ir.PointerType(I8)
 
 
 @emits(NOTHING, INT, INT)
 def configure_tiles(b, memory, num_rows):
-    """Set up the tiles for `num_rows` rows of x (1 to 16). `memory` is CONFIG_BYTES of scratch."""
-    widths = int64(0x0040_0040_0040_0040)  # bytes in a row of each of four tiles
-    rows = b.or_(b.mul(num_rows, int64(0x0101_0101_0101)), int64(0x1010 << 48))  # of tiles 0 to 5, and of 6 and 7
+    """Set up the tiles for `num_rows` rows of x (1 to 16). `memory` is CONFIG_BYTES of scratch.
+
+    The processor reads there the palette in the first byte, the bytes of a row of tile i as 16 bits at byte 16 + 2 i, and the rows
+    of tile i as 8 bits at byte 48 + i.
+    """
+    widths = int64(0x0040_0040_0040_0040)  # 64 bytes, for each of four tiles
+    rows = b.or_(b.mul(num_rows, int64(0x0101_0101_0101)), int64(0x1010 << 48))  # tiles 0 to 5: num_rows; 6 and 7: 16
     palette, nothing = int64(1), int64(0)
     for index, word in enumerate((palette, nothing, widths, widths, nothing, nothing, rows, nothing)):
         store(b, word, b.add(memory, int64(8 * index)))
@@ -50,7 +55,7 @@ def make_tile_product(num_row_tiles: int) -> Any:
     rows, row_stride     addresses of the first row of each tile of x (a tuple), and stride
     weights              addresses of the panels (a tuple)
     num_steps            at least 1
-    sums, sum_stride     addresses of the first row of each tile of sums (a tuple), and stride; the second panel's 64 bytes further
+    sums, sum_stride     addresses of the first row of each tile of sums (a tuple), and stride; 64 bytes further: the second panel's
     adds                 1: products are added to the sums in memory; 0: the sums are overwritten
     num_rows             rows of each tile, as configured
     """

@@ -227,7 +227,7 @@ WIDE_LARGEST = 127 * 256  # largest magnitude of the integers that `store_wide` 
 
 
 def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> None:
-    """Store 32 integers, two vectors of int32, as 8 quads of 16-bit integers for `dot_wide`, in 64 bytes.
+    """Store 32 integers, given as two vectors of int32, as 8 quads of 16-bit integers for `dot_wide`, in 64 bytes.
 
     With VNNI the memory holds 32 high bytes, then 32 low bytes, where integer = 256 * high + low and both are signed. Otherwise
     each quad takes 8 bytes: the first and the third integer, then the second and the fourth.
@@ -247,7 +247,10 @@ def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> Non
 def dot_wide(
     b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value], unsigned: ir.Value, address: ir.Value, quad: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Add, in each lane, the four products of its unsigned 8-bit integers and a stored quad to a pair of totals (`wide_total`)."""
+    """Multiply, in each lane, its four unsigned 8-bit integers by a stored quad (`store_wide`); add the products to `totals`.
+
+    `wide_total` adds up the pair of totals.
+    """
     if _has_vnni():
         high, low = (broadcast(b, load(b, b.add(address, int64(at + 4 * quad)), I32, 4), I32_16) for at in (0, 32))
         return _dot_bytes(b, totals[0], unsigned, high), _dot_bytes(b, totals[1], unsigned, low)
@@ -341,7 +344,10 @@ def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
 
 
 def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
-    """Return pairs of the fp4 numbers (sign, two bits of exponent, one of fraction) at `index` (0 to 3) of both halves of words."""
+    """Return 16 pairs of fp4 numbers (a sign bit, two exponent bits, one fraction bit), in bfloat16.
+
+    Each 32-bit word has eight such numbers, four in each half. A pair is number `index` (0 to 3) of the low and of the high half.
+    """
     shifted = b.lshr(words, constant(I32_16, 4 * index))
     if cpu_target().bf16:  # the fifth bit of each half belongs to the next number and is ignored
         return look_up_halves(b, list(_FP4_SIGNED), shifted)
@@ -360,7 +366,7 @@ def _look_up(b: ir.IRBuilder, table: list[int], index: ir.Value) -> ir.Value:
 
 
 def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
-    """Return the bfloat16 bits of fp4 numbers. From 1.0 on their exponent and fraction only need bfloat16's exponent bias."""
+    """Return the bfloat16 bits of fp4 numbers. From 1.0 on, exponent and fraction are kept; only the exponent's bias changes."""
     size = b.and_(code, constant(I32_16, 7))
     normal = b.add(b.shl(size, constant(I32_16, 6)), constant(I32_16, 126 << 7))
     half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # code 0 is 0.0, code 1 is 0.5
@@ -369,7 +375,7 @@ def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
 
 
 def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Return 16 finite float16 numbers, given as 16-bit integers, in float32; exact even on processors without an instruction."""
+    """Return 16 finite float16 numbers, given as 16-bit integers, in float32; exact, with or without conversion instructions."""
     target = cpu_target()
     if target.avx2 or not target.x86:
         return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)

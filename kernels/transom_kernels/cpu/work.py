@@ -1,8 +1,8 @@
 """The frame of every CPU kernel: it reads the kernel's arguments, and claims work items until none is left.
 
-A kernel is a function (arguments, thread) without a result. `arguments` is the address of its argument words (int64); `thread` is
-the address of this thread's own words, which `layout` numbers (`SYNC_OF`, `TAG_OF`, ...). All threads of the
-pool call the kernel at once, and each work item goes to one of them:
+A kernel is a function (arguments, thread) without a result. A *word* is an int64, 8 bytes. `arguments` is the address of the
+kernel's argument words; `thread` is the address of this thread's own words, which `layout` numbers (`SYNC_OF`, `TAG_OF`, ...). All
+threads of the pool call the kernel at once, and each work item goes to one of them:
 
     def kernel(arguments, thread):                  # the same with a decorator:
         item = claim(thread)
@@ -12,8 +12,11 @@ pool call the kernel at once, and each work item goes to one of them:
             finish(thread)                              ...
             item = claim(thread)
 
-Before its first claim a kernel must not read the memory that its arguments point at: a thread that comes late, when the step is
-over and the memory is used for something else, gets no item.
+Threads share an instruction's *claim word* (`tag << ITEM_BITS | next item`) and *done word* (`tag << ITEM_BITS | finished items`).
+The *tag* is the number of the run, which is one execution of a list of instructions by the pool.
+
+Before its first claim a kernel must not read the memory that its arguments point at. A thread may come late, when the run is over
+and the memory is used for something else; its first claim then tells it that there is no item.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, 
 
 @helper
 def row_address(arguments, rows, index):
-    """Return the address of row `index`; `rows` says which argument words hold the tensor's address and its stride in bytes."""
+    """Return the address of row `index` of a tensor; `rows` has the numbers of the words with its address and stride in bytes."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
 
 
@@ -45,15 +48,16 @@ def row_address(arguments, rows, index):
 def claim(thread):
     """Claim the next item that no thread has; return its number, or -1 if none is left.
 
-    The word at `sync` holds a tag and, in its low `ITEM_BITS` bits, the next item. A tag other than this thread's means that this
-    thread comes late.
+    A claim word with a tag other than this thread's means that this thread comes late.
     """
+    # `sync` is the address of the claim word
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
     while True:
         word = atomic_load(sync)
         if word >> ITEM_BITS != tag:
             return -1
         item = word & ITEM_MASK
+        # two loads: the thread has the address of the number of items, which a recorded program may read from a tensor
         if item >= unchecked_i64(unchecked_i64(thread + 8 * ITEMS_OF)):
             return -1
         if compare_and_swap(sync, word, word + 1):
@@ -62,7 +66,7 @@ def claim(thread):
 
 @inlined
 def finish(thread):
-    """Report a claimed item as done. Everything that this thread stored is then visible to all threads."""
+    """Report a claimed item as done, in the done word. Everything that this thread stored is then visible to all threads."""
     atomic_add(unchecked_i64(thread + 8 * SYNC_OF) + DONE, 1)
 
 

@@ -15,7 +15,7 @@ from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.triton_math import gelu_tanh, silu
 
-MOST_ELEMENTS = 2048  # most elements of a row that one program computes
+MOST_ELEMENTS = 2048  # most elements of a row that one program computes: 16 for each thread of 4 warps
 
 
 def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
@@ -35,7 +35,7 @@ def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float |
 
 @cache
 def _launch(stride: int, width: int, gelu: bool, limit: float | None) -> tuple[PreparedLaunch, int]:
-    """Prepare the launch; return it and its programs for each row."""
+    """Prepare the launch; return it and the number of programs for each row."""
     block = min(MOST_ELEMENTS, next_power_of_two(width))
     limits = {"limit": 0.0 if limit is None else limit, "HAS_LIMIT": limit is not None}
     arguments = {"stride": stride, "N": width, "GELU": gelu, "BLOCK_N": block} | limits
@@ -44,7 +44,7 @@ def _launch(stride: int, width: int, gelu: bool, limit: float | None) -> tuple[P
 
 @triton.jit
 def activate(gate_up, out, stride, N, limit, GELU: tl.constexpr, HAS_LIMIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N], `out` [T, N]. The grid is (T, blocks of N)."""
+    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N], `out` [T, N]. The grid is (T, ceil(N / BLOCK_N))."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N

@@ -84,7 +84,7 @@ def fits_cpu(gate: torch.Tensor, up: torch.Tensor) -> bool:
 def activated_product_cpu(
     gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None = None
 ) -> torch.Tensor:
-    """Return `activation(gate) * up` [T, N]; with `limit`, gates are first clamped to at most it and ups to [-limit, limit]."""
+    """Return `activation(gate) * up` [T, N]; a `limit` first clamps gates to at most `limit`, and ups to [-limit, limit]."""
     rows, width = gate.shape
     out = empty((rows, width), gate.dtype)
     kernel = cpu_kernel(
@@ -103,8 +103,8 @@ def activated_product_cpu(
 def make_activate(dtype: str, activation: str, limited: bool) -> Any:
     """Build the kernel. A work item is a part of one row.
 
-    Arguments: 0 gate, 1 up, 2 out (contiguous), 3 N, 4 width of an item (a multiple of 16), 5 row stride of gate in bytes, 6 that
-    of up, 7 limit.
+    Argument words: 0 gate, 1 up, 2 out (contiguous), 3 N, 4 width of an item (a multiple of 16), 5 row stride of gate in bytes,
+    6 that of up, 7 limit.
     """
     load, load_part, store, store_part, size = row_access(dtype)
     gated = make_gated(activation)

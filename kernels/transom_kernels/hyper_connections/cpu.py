@@ -1,6 +1,9 @@
 """Hyper-connections (DeepSeek V4) on CPUs: the kernels of the `hc_*` operators and their launches.
 
-    input  = sum_s pre[s] * x[s],    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y      (`op.py` has the terms)
+    input  = sum_s pre[s] * x[s]                                 what a sublayer reads of a token's residual streams x
+    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     the streams after the sublayer, whose output is y
+
+pre, post and mix are coefficients, which are computed for each token (`op.py`).
 
 Sums over streams and over a row are always added in the same order, so a token's result does not depend on other tokens.
 
@@ -46,7 +49,7 @@ from transom_kernels.cpu.work import argument, each_item, helper, scratch
 
 MAX_STREAMS = LANES  # most streams: a token's pre, its post, and each row of its mix must fit into one vector
 CHUNK = 512  # elements of N in a work item
-# tokens and coefficients of a tile of `project_streams`: its sums fill the registers
+# tokens of a tile of `project_streams`, and its coefficients: TILE ** 2 sums fill the registers
 TILE = 4 if cpu_target().avx512 else 2
 
 _MODULE = "transom_kernels.hyper_connections.cpu"
@@ -119,7 +122,7 @@ PRE, POST = numbers_of(PreArguments), numbers_of(PostArguments)
 
 
 def fits_cpu(x: torch.Tensor) -> bool:
-    """Return whether the kernels support streams of this dtype, number and strides."""
+    """Return whether the kernels support the dtype, the number and the strides of these streams."""
     return x.dtype in DTYPES and x.shape[1] <= MAX_STREAMS and (x.stride(2) == 1 or x.shape[2] == 1)
 
 
@@ -150,7 +153,8 @@ def hc_pre_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N].
 
-    They are made of the logits `projected` [T, M] * `scale` [M] + `base` [M]; mix by `rounds` rounds of Sinkhorn's iteration.
+    Coefficients are computed from the logits `projected` [T, M] * `scale` [M] + `base` [M], mix by `rounds` rounds of Sinkhorn's
+    iteration (`op.hc_pre`).
     """
     tokens, size, _ = x.shape
     outputs = empty((tokens, size), torch.float32), empty((tokens, size, size), torch.float32)
@@ -167,7 +171,7 @@ def hc_head_cpu(
 def _weighted_sum(
     x: torch.Tensor,
     logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # projected, scale, base
-    outputs: tuple[torch.Tensor, torch.Tensor] | None,  # in a sublayer: post and mix, which are filled, too
+    outputs: tuple[torch.Tensor, torch.Tensor] | None,  # in a sublayer: post and mix, which the kernel fills
     *,
     rounds: int,
     eps: float,
@@ -315,7 +319,10 @@ def _logits(projected, scale, base, at, count):
 
 @helper
 def _balanced_mix(rows, projected, scale, base, size, rounds, eps):
-    """Write the mixing matrix to `rows`: a softmax over targets plus eps, then Sinkhorn's iteration with columns first and last."""
+    """Write a token's mix to `rows`: softmax over targets plus eps, then Sinkhorn's iteration, columns first and last.
+
+    Elements after the first `size` of a row are 0; a column of zeros is divided by 1.
+    """
     for row in range(size):
         logits = keep_part(_logits(projected, scale, base, (2 + row) * size, size), size, float("-inf"))
         below = logits - splat(lane_max(logits))
@@ -346,7 +353,7 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
     def pre_and_mix(arguments, thread, item):
         size, width = argument(arguments, PRE.streams.num_streams), argument(arguments, PRE.streams.width)
         post, mix = argument(arguments, PRE.post), argument(arguments, PRE.mix)
-        mixes = 1 if mix != 0 else 0
+        mixes = 1 if mix != 0 else 0  # a token's items for post and mix; that item is part -1
         parts = (width + chunk - 1) // chunk + mixes
         token, part = item // parts, item % parts - mixes
         projected = argument(arguments, PRE.projected) + token * argument(arguments, PRE.num_coefficients) * 4

@@ -1,9 +1,11 @@
 """Hyper-connections (DeepSeek V4) on GPUs: the kernels `normalise_streams`, `pre_and_mix`, `post_and_mix`, and their launches.
 
-    input  = sum_s pre[s] * x[s],    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y      (`op.py` has the terms)
+    input  = sum_s pre[s] * x[s]                                 what a sublayer reads of a token's residual streams x
+    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     the streams after the sublayer, whose output is y
 
-A program of the latter two kernels computes a range of elements of one token for all of its residual streams, so sums over streams
-stay inside a thread. Values are rounded only where torch's operators would have written a tensor.
+pre, post and mix are coefficients, which are computed for each token (`op.py`). A program of the latter two kernels computes a
+range of elements of one token for all of its residual streams, so sums over streams stay inside a thread. Values are rounded only
+where torch's operators would have written a tensor.
 
 Legend: T tokens, S residual streams (padded to BLOCK_S), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
@@ -17,7 +19,8 @@ import triton.language as tl
 from transom_kernels.launch import next_power_of_two, warps_for
 
 ROW_ELEMENTS = 16_384  # elements of a row that a program reads at once: 32 registers in each thread of 16 warps
-STREAM_ELEMENTS = 1024  # elements of each stream that a program reads: 16 bytes, in 16 bits, for each thread of 4 warps
+# elements of each stream that a program reads: each of its 128 threads reads 8, which is one load of 16 bytes in a 16-bit dtype
+STREAM_ELEMENTS = 1024
 
 
 def row_block(width: int) -> tuple[int, int]:
@@ -50,7 +53,8 @@ def hc_pre_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N].
 
-    They are made of the logits `projected` [T, M] * `scale` [M] + `base` [M]; mix by `rounds` rounds of Sinkhorn's iteration.
+    Coefficients are computed from the logits `projected` [T, M] * `scale` [M] + `base` [M], mix by `rounds` rounds of Sinkhorn's
+    iteration (`op.hc_pre`).
     """
     tokens, num_streams, _ = x.shape
     post = torch.empty((tokens, num_streams), dtype=torch.float32, device=x.device)
@@ -82,10 +86,14 @@ def _launch_pre(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, post: torch.Tensor,
     mix: torch.Tensor, rounds: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch `pre_and_mix`. In a sublayer it fills `post` and `mix`; in the head they are unused, and any float32 tensors do."""
+    """Launch `pre_and_mix`; return the weighted sum of the streams, [T, N].
+
+    In a sublayer the kernel fills `post` and `mix`. The head has neither, and passes any float32 tensors.
+    """
     tokens, num_streams, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     block_s, block_n = stream_blocks(num_streams, width)
+    # in a sublayer (M > S) each token has one more program, which computes post and mix
     num_programs = -(-width // block_n) + (projected.shape[1] > num_streams)
     if tokens:
         pre_and_mix[(tokens * num_programs,)](
@@ -99,7 +107,7 @@ def _launch_pre(
 def normalise_streams(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
     """Compute out[t] = x[t] / sqrt(mean(x[t] ** 2) + eps), [T, WIDTH] float32, where WIDTH is S * N.
 
-    The grid is (tokens). A row of several blocks is read twice; the second read comes from the cache.
+    The grid is (tokens). A row of several blocks is read twice, the second time from the GPU's cache.
     """
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
@@ -124,7 +132,7 @@ def _coefficients(projected, scale, base, at, inside):
 def _sinkhorn(logits, inside, present, rounds, eps):
     """Return the mixing matrix [BLOCK_S from, BLOCK_S to] of its logits: softmax over targets, then Sinkhorn's iteration.
 
-    Columns and rows are divided by their sums in turn, columns first and last.
+    Columns and rows are divided by their sums plus `eps` in turn, columns first and last.
     """
     logits = tl.where(inside, logits, float("-inf"))
     weights = tl.exp(logits - tl.where(present, tl.max(logits, 1), 0.0)[:, None])
@@ -157,7 +165,7 @@ def pre_and_mix(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute `BLOCK_N` elements of a sublayer's input, or a token's post and mix.
+    """Compute `BLOCK_N` elements of a sublayer's input, or a token's post and mix, from logits projected * scale + base.
 
     The grid is (tokens * programs per token). In a sublayer (M > S) the first program of a token computes post and mix instead of
     input elements: mix is a chain of many short steps, which the other programs thus neither wait for nor repeat.

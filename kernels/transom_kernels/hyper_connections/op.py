@@ -8,7 +8,7 @@ streams of each token, connect the streams to the sublayer:
     x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     its output y goes back into the streams (`hc_post`)
 
 Sinkhorn's iteration makes `mix` (nearly) doubly stochastic: for a number of *rounds* columns and rows are divided by their sums in
-turn, until all of them nearly add up to 1. Mixing then neither amplifies nor damps the streams. (DeepSeek's paper "mHC:
+turn, until each adds up to nearly 1. Mixing then neither amplifies nor damps the streams. (DeepSeek's paper "mHC:
 Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.) After the last layer `hc_head` sums the streams into one.
 
 Each coefficient is computed from a logit. The logits of a token are `projected * scale + base` [T, M] in float32: `projected` is

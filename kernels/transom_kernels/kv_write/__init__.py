@@ -1,4 +1,4 @@
-"""Operators that write a step's keys and values into the paged KV cache, as they are or after norms and rotation."""
+"""Operators that write a step's keys and values into the paged KV cache, unchanged or after norms and rotation (RoPE)."""
 
 from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.kv_write.op import kv_write, prepare_qkv

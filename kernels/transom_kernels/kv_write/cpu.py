@@ -1,4 +1,5 @@
-"""Launches the CPU kernel `prepare_and_write`, and declares its arguments.
+"""Launches the CPU kernel `prepare_and_write`, which norms and rotates queries and keys and writes keys and values into the KV
+cache, and declares its arguments.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width, P block size in tokens.
 """
@@ -43,9 +44,9 @@ class PrepareArguments(NamedTuple):
     width: int  # D
     value_width: int  # Dv
     rotated: int  # R
-    first_rotated: int  # element of a head
+    first_rotated: int  # the first element of a head that is rotated
     block_size: int  # P
-    norm: bool
+    norm: bool  # this and the next four are fields of `Preparation`
     norm_after: bool
     value_norm: bool
     value_factor: float
@@ -87,6 +88,7 @@ def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
     weights = [weight for weight in (how.q_weight, how.k_weight) if weight is not None]
     q_out = empty(q.shape, q.dtype) if heads else q
     all_heads = heads + kv_heads + value_heads
+    # at least one head, even if a head is wider than ITEM_ELEMENTS
     heads_per_item = max(1, min(all_heads, ITEM_ELEMENTS // max(width, value_width)))
     kv_dtype = DTYPES[(q if k is None else k).dtype]
     kernel = cpu_kernel(
@@ -131,12 +133,13 @@ def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
         hadamard_block=block_of(width) if how.hadamard else 0,
     )
     num_items = tokens * -(-all_heads // heads_per_item)
+    # scratch: one head in float32, padded to whole vectors of 16
     launch(kernel, num_items, arguments, scratch_bytes=4 * (max(width, value_width) + 16))
     return q_out
 
 
 def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    """Return whether the tensors that are given have the same dtype and the kernel supports it."""
+    """Return whether the given tensors have the same dtype and the kernel supports it."""
     if x is None or y is None:
         return all(part is None or part.dtype in DTYPES for part in (x, y))
     return x.dtype == y.dtype and x.dtype in DTYPES

@@ -5,8 +5,8 @@ values into the cache. `cpu.py` launches it.
     k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
-Every step is optional. All steps compute in float32, in a thread's own memory. Numbers are rounded once, when they are stored; rows
-of quantised caches are quantised then. A work item is a group of one token's heads, in the order query, key and value heads.
+Every step is optional. All steps compute in float32, in a thread's own memory. Results are rounded once, or quantised for quantised
+caches, when they are stored. A work item is a group of one token's heads, in the order query, key and value heads.
 
 Legend: H query heads, KVH KV heads.
 """
@@ -102,8 +102,8 @@ def make_prepare_and_write(
 def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool) -> Any:
     """Build prepare(arguments, work, token, head, rows, weights), which norms and rotates a query or key head into `work`.
 
-    `rows` and `weights` are the numbers of their argument words. `prepare` returns the scale of the norm after rotation, by which
-    the store then multiplies the head.
+    `rows` and `weights` are the numbers of their argument words. `prepare` returns the factor of the norm after rotation, by which
+    the store then multiplies the head: the Hadamard product in between is linear, so the factor may come last.
     """
     size, weight_size = NUM_BYTES[dtype], NUM_BYTES[weight_dtype]
     rotate = make_rotate("f32", table_dtype, interleaved=interleaved)

@@ -1,4 +1,5 @@
-"""Launches the Triton kernel `prepare_and_write`. Launches are prepared once for all layers with equal shapes and options.
+"""Launches the Triton kernel `prepare_and_write`, which norms and rotates queries and keys and writes keys and values into the KV
+cache. A launch is prepared once for all layers with equal shapes and options.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width.
 """
@@ -59,7 +60,7 @@ _SCALARS = attrgetter(
 
 
 def _launch(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
-    """Return the launch for inputs of these shapes and options, and its programs for each token.
+    """Return the launch for inputs of these shapes and options, and the number of programs for each token.
 
     The cache's key is everything that `_prepare` reads and checks.
     """
@@ -84,6 +85,7 @@ def _prepare(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
     how, (_, heads, width) = inputs.preparation, inputs.q.shape
     k = inputs.q if inputs.k is None else inputs.k
     v = k if inputs.v is None else inputs.v
+    # stand-ins for absent tensors, as in `prepare_qkv_triton`
     k_cache = inputs.q[None] if inputs.k_cache is None else inputs.k_cache
     v_cache = k_cache if inputs.v_cache is None else inputs.v_cache
     k_scale = k_cache if inputs.k_scale is None else inputs.k_scale

@@ -53,7 +53,7 @@ class QkvInputs:
 
     @property
     def heads_are_adjacent(self) -> bool:
-        """Whether the heads of each token are contiguous and follow each other in memory."""
+        """Return whether the heads of each token are contiguous and follow one another in memory without gaps."""
         rows = [rows for rows in (self.q, self.k, self.v) if rows is not None]
         return all(x.stride(2) == 1 and (x.shape[1] < 2 or x.stride(1) == x.shape[2]) for x in rows)
 

@@ -5,8 +5,8 @@ cache.
     k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
-Every step is optional (constexpr flags). All steps compute in float32. Numbers are rounded once, when they are stored; rows of
-quantised caches are quantised then. The grid is (T, blocks of heads): the first programs of a token compute its query heads, the
+Every step is optional (constexpr flags). All steps compute in float32. Results are rounded once, or quantised for quantised caches,
+when they are stored. The grid is (T, blocks of heads): the first programs of a token compute its query heads, the
 next ones its key heads, the last ones its value heads, `BLOCK_H` heads each.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
@@ -81,7 +81,7 @@ def prepare_and_write(
     v_cache,  # [ids, P, KVH, E]
     slots,  # [T] int64: block * P + offset; below 0: not written
     cos,  # [T, R], or unused
-    signed_sin,  # as cos: the sine, negated for the first of each pair
+    signed_sin,  # [T, R], or unused: the sine, negated for the first element of each pair
     q_weight,  # [H, D], or unused
     k_weight,  # [KVH, D]
     query_scale,  # [T], or unused
@@ -126,7 +126,7 @@ def prepare_and_write(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute `BLOCK_H` query heads, key heads or value heads of one token."""
+    """Compute `BLOCK_H` query heads, key heads or value heads of one token; the module's docstring has the formulas."""
     token = tl.program_id(0).to(tl.int64)
     head_block = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H

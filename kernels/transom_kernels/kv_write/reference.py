@@ -69,11 +69,11 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sca
         cache[place] = rows.to(cache.dtype)
         return
     elements, scale[place] = quantise_rows(rows, FORMATS[cache.dtype])
-    cache.view(torch.uint8)[place] = elements.view(torch.uint8)  # torch scatters no 8-bit floats
+    cache.view(torch.uint8)[place] = elements.view(torch.uint8)  # as bytes, since torch cannot scatter 8-bit floats
 
 
 def _prepared(x: torch.Tensor, weight: torch.Tensor | None, inputs: QkvInputs) -> torch.Tensor:
-    """Return heads [T, heads, D] in float32 after norm, rotation, second norm and Hadamard rotation, each if it is asked for."""
+    """Return heads [T, heads, D] in float32 after norm, rotation, second norm and Hadamard rotation, as `preparation` says."""
     x, how = x.float(), inputs.preparation
     if how.norm:
         x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())

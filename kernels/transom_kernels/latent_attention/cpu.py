@@ -2,8 +2,9 @@
 
     out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r       rows of the window, then entries
 
-An item is computed like a decoding row of `paged_attention`. It first lists the query's rows, without negative slots; then it
-attends to units of 256 listed rows and merges their partial results.
+A row is both key and value of all heads. The window's rows are those of the latest tokens; an *entry* is a row that was pooled from
+several tokens (`op.py`). An item first lists the addresses of the query's rows, and skips negative slots. Then it attends to the
+listed rows as `paged_attention` does to the keys of a decoding row: in units of 256, whose partial results it merges.
 
 Legend: T queries, H heads, D latent width, W rows of the window, K entries, P rows per block.
 """
@@ -27,7 +28,7 @@ from transom_kernels.paged_attention.cpu.row_results import make_partial_results
 from transom_kernels.paged_attention.cpu.row_vectors import make_copy_row, make_move_row
 from transom_kernels.paged_attention.cpu.units import make_attend_unit
 
-_MAX_HEADS = 32  # most heads of an item, which share the copies of rows
+_MAX_HEADS = 32  # most heads of a work item; rows that are not adjacent in the cache are copied once for all of them
 
 
 class RowsArguments(NamedTuple):
@@ -51,7 +52,7 @@ class RowsArguments(NamedTuple):
 
 
 class LatentArguments(NamedTuple):
-    """The argument words that follow `ResultArguments`; its `kv_heads` counts groups of heads here."""
+    """The argument words after `ResultArguments`, in which `kv_heads` is the number of groups of heads here."""
 
     q: torch.Tensor  # [T, H, D]
     q_row: int  # bytes
@@ -77,6 +78,7 @@ def latent_attention_cpu(inputs: LatentInputs) -> torch.Tensor:
     q, sinks = inputs.q, inputs.sink_logits
     rows, heads, width = q.shape
     out = empty((rows, heads, width), q.dtype)
+    # groups of heads must be equally large
     heads_at_once = max(count for count in range(1, _MAX_HEADS + 1) if heads % count == 0)
     dtype, size = DTYPES[q.dtype], q.element_size()
     kind = AttentionKind(
@@ -128,7 +130,7 @@ def make_attend(**parameters: Any) -> Any:
 
     @helper
     def find_groups(arguments, memory, query, head_group, begin, end, keys, values):
-        """Write the addresses of groups of 16 listed rows: in the cache if the rows are adjacent there, else of copies."""
+        """Write the address of each group of 16 listed rows: in the cache if its rows are adjacent there, else of a copy."""
         copy = memory + layout.key_copies
         for first in range(begin, end, 16):
             rows = memory + list_at + 8 * first

@@ -14,8 +14,8 @@ from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes
 
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
-SCORE_BYTES = 64 << 20  # memory of the indexer's scores at once, for any number of queries and entries
-SCORE_ROUNDS = 8  # blocks of keys per program if there are MANY_QUERIES
+SCORE_BYTES = 64 << 20  # most memory that the indexer's scores take at a time
+SCORE_ROUNDS = 8  # blocks of keys per program if there are at least MANY_QUERIES queries
 MANY_QUERIES = 128  # from this many queries on, one program per query fills the device
 # shared memory of seven stages for 16 heads of width 512: more than sm_86, sm_89 and sm_120 have
 SEVEN_STAGES_BYTES = 117_248
@@ -25,10 +25,10 @@ POOL_ROWS = 16  # rows of an entry that `pool` reads at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Heads and rows of an iteration, warps, and pipeline stages.
+    """The constants that a kernel is compiled for: heads and rows of an iteration, warps, and pipeline stages.
 
-    Slots are fetched a stage before the rows that they name. With five stages the loads of one iteration's rows are in flight
-    while another is computed, with seven those of two.
+    Slots are loaded a stage before the rows that they name. While one iteration is computed, the rows of the next one are being
+    loaded if there are five stages, and those of the next two if there are seven.
     """
 
     block_h: int
@@ -59,7 +59,7 @@ def score_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig
 
 
 def score_rounds(num_queries: int) -> int:
-    """Return the blocks of keys per program: several if the queries fill the device, so that queries are loaded less often."""
+    """Return the blocks of keys per program: several if the queries fill the device, so that a query is loaded less often."""
     return SCORE_ROUNDS if num_queries >= MANY_QUERIES else 1
 
 

@@ -4,8 +4,9 @@
     score_entries:  scores[t, n] = sum_h head_weights[t, h] * relu(q[t, h] . key[n]) * scale                -inf for unseen entries
     pool:           out[e, d] = sum over rows of softmax(gate + position_bias) * kv                         per channel d
 
-A latent row is both key and value of all heads, so a program gathers a row once for all of its heads. Slot `s` is row `s % P` of
-block `s // P`; negative slots name no row.
+A latent row is both key and value of all heads, so a program gathers a row once for all of its heads. The window's rows are those
+of the latest tokens; an *entry* is a row that `pool` has made of several tokens. Slot `s` is row `s % P` of block `s // P`; a
+negative slot names no row.
 
 Loops have no branches around loads, so that the compiler can prefetch the slots and rows of later iterations. (If a loop chose
 between two pointers, the compiler would load from them two bytes at a time.)
@@ -91,7 +92,7 @@ def attend_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, blocks of heads)."""
+    """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, ceil(num_heads / BLOCK_H))."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -101,7 +102,7 @@ def attend_rows(
     )  # [BLOCK_H, BLOCK_D]
     if UPCAST:
         query = query.to(tl.float32)
-    # the online softmax starts with the sink logit: it is the first maximum, so its weight is 1, and it has no value
+    # The online softmax starts with the sink logit as its maximum, so the sum is that logit's weight, 1. It has no value vector.
     row_max = tl.load(sink_logits + head, mask=head < num_heads, other=0.0) * LOG2_E
     row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -143,7 +144,7 @@ def score_entries(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Score `num_rounds * BLOCK_N` entries for one query. The grid is (T, blocks of entries). Unseen entries get -inf."""
+    """Score `num_rounds * BLOCK_N` entries for one query; unseen entries get -inf. The grid is (T, blocks of entries)."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * num_rounds * BLOCK_N
     end = tl.minimum(begin + num_rounds * BLOCK_N, num_entries)

@@ -56,8 +56,8 @@ def pool_rows(
         R = 4, G = 2, entry 1 (tokens 4 to 7):   tokens 0 1 2 3  with their series 0,   tokens 4 5 6 7  with their series 1
 
     Each channel of an entry is the sum of the G * R kv values of this channel, weighted by softmax(gate + bias) over these rows, in
-    float32. `position_bias` [R, G * D] is by the token's place in its group. Rows with a negative slot (before the first token)
-    have weight zero.
+    float32. `position_bias` has one row for each place of a token in its group, [R, G * D]. Rows with a negative slot (before the
+    first token) have weight zero.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -1,5 +1,9 @@
 """Launches the CPU kernels of linear layers: declares arguments, cuts work into items, chooses instructions and block sizes.
 
+- panel: 16 outputs of a packed weight (`layout.py`). group: two panels, which are multiplied together.
+- step: the part of K that one multiplication takes. chunk: some steps; a long K is multiplied chunk by chunk.
+- block: rows of x. A work item multiplies one block by several groups.
+
 Legend: M rows, K input width, N output width.
 """
 
@@ -23,15 +27,15 @@ from transom_kernels.quantised_linear import PackedPanels
 from transom_kernels.quantised_linear.cpu import launch_quantised
 
 _BLOCK_BYTES = 1 << 20  # most bytes of x that a block multiplies at once: half of a usual second-level cache
-_MOST_ROWS, _MANY_ROWS = 512, 256  # most rows of a block; and of one whose rows are so long that K is cut into chunks
+_MOST_ROWS, _MANY_ROWS = 512, 256  # most rows of a block; most rows if they are so long that K is cut into chunks
 _FEW_ROWS = 2 * TILE_ROWS  # blocks of up to this many rows are multiplied without chunks of K
-_ITEMS_PER_THREAD = (4, 8)  # least and most: fewer leave threads idle at the end, more cost overhead
+_ITEMS_PER_THREAD = (4, 8)  # least and most: with fewer, threads are idle at the end; each item costs a claim
 
 _KERNELS = "transom_kernels.linear"
 
 
 class LinearArguments(NamedTuple):
-    """The argument words of the kernel `linear`. `cpu_kernel.py` defines block, group, chunk and step."""
+    """The argument words of the kernel `linear`."""
 
     x: RowArguments  # [M, K]
     num_rows: int  # M
@@ -141,9 +145,11 @@ def _launch(
     per_item, items = _items(-(-weight.num_panels // 2), num_blocks, pool().num_threads)
     own_size = 4 if method == "wide" else x.itemsize
     padded = padded_width(width, dtype)
+    # a thread multiplies its own copy of x if x must be padded, or widened to float32
     copies = padded != width or (method == "wide" and x.dtype != torch.float32)
     own_stride = -(-padded * own_size // LINE) * LINE + LINE if copies else 0
     chunk = _chunk(block, steps, -(-padded * own_size // steps))
+    # for each row the sums of two panels; TILE_ROWS more rows, since the last tile of AMX repeats rows (`cpu_kernel.py`)
     sums_bytes = (block + TILE_ROWS) * 2 * LINE * (GROUPS_OF_CHUNK if chunk < steps else 1)
     launch(
         cpu_kernel(
@@ -176,7 +182,7 @@ def _launch(
 
 @cache
 def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
-    """Return the rows of a block, and how many blocks there are."""
+    """Return the rows of a block, and how many blocks there are; several blocks are whole numbers of _FEW_ROWS rows."""
     most = min(_MOST_ROWS, max(_MANY_ROWS, _BLOCK_BYTES // max(row_bytes, 1)))
     count = -(-num_rows // most) or 1
     block = -(-num_rows // count)
@@ -186,7 +192,10 @@ def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
 
 @cache
 def _chunk(block: int, steps: int, step_bytes: int) -> int:
-    """Return the steps of a chunk of K: all if the rows of a block fit into the second-level cache, else equal parts that fit."""
+    """Return the steps of a chunk of K: all if a block's rows fit into the second-level cache, else those of about equal parts.
+
+    A part is a multiple of the 4 steps that a vector product unrolls.
+    """
     if block <= _FEW_ROWS:
         return steps
     parts = -(-block * steps * step_bytes // _BLOCK_BYTES)
@@ -195,7 +204,7 @@ def _chunk(block: int, steps: int, step_bytes: int) -> int:
 
 @cache
 def _items(num_groups: int, num_blocks: int, num_threads: int) -> tuple[int, int]:
-    """Return the groups of an item and the items of a block for which the thread with most work has least."""
+    """Return the groups of an item and the items of a block, such that the thread with the most work has as little as possible."""
     least, most = (max(1, per_thread * num_threads // num_blocks) for per_thread in _ITEMS_PER_THREAD)
     sizes = range(max(1, num_groups // most), max(1, -(-num_groups // least)) + 1)
 

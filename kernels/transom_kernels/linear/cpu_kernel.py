@@ -39,7 +39,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
 
     @helper
     def whole_rows(arguments, x, x_stride, first_row, rows, first, last, sums):
-        """Multiply a block of rows by the panels [first, last), with all of K at once; 32 to 47 rows at a time."""
+        """Multiply a block of rows by the panels [first, last), with all of K at once: 32 rows at a time, the last 47 or fewer."""
         panel, num_panels = argument(arguments, AT.panel_bytes), argument(arguments, AT.num_panels)
         for p in range(first, last, 2):
             weight = argument(arguments, AT.panels) + p * panel
@@ -47,7 +47,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
             row = 0
             while row < rows:
                 count = rows - row
-                # with fewer rows take all: a last tile of few rows must repeat rows of the one before
+                # 47 rows or fewer are taken at once: a last AMX tile of fewer than 16 rows repeats rows of the tile before it
                 if count >= 3 * TILE_ROWS:
                     count = 2 * TILE_ROWS
                 product(x + row * x_stride, x_stride, count, weight, other, panel // step_bytes, sums, 0)
@@ -85,7 +85,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
             x, x_stride = row_address(arguments, AT.x, first_row), argument(arguments, AT.x.stride)
             if argument(arguments, AT.own_stride):
                 own, own_stride = memory + argument(arguments, AT.own_offset), argument(arguments, AT.own_stride)
-                if copied != first_row:
+                if copied != first_row:  # a thread copies a block once for all consecutive items of it
                     copy_rows(arguments, x, x_stride, rows, own, own_stride)
                     copied = first_row
                 x, x_stride = own, own_stride
@@ -107,7 +107,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
 
 
 def _make_tiles() -> Any:
-    """Build the product by AMX. The last tile of a block may repeat rows of the tile before, since tiles have equal sizes."""
+    """Build the product by AMX. All tiles have equally many rows, so the last one may repeat rows of the tile before it."""
     one, two = make_tile_product(1), make_tile_product(2)
 
     @helper
@@ -126,7 +126,7 @@ def _make_tiles() -> Any:
 
 
 def _make_vectors(method: str, dtype: str, registers: int) -> Any:
-    """Build the product in vector registers: by tiles of as many rows as fit into them, then by tiles of few rows or one."""
+    """Build the product in vector registers: tiles of as many rows as fit into them, then one tile of few rows or of one."""
     (many, panels), (few, panels_of_few) = VECTOR_TILES[registers, dtype]
     pairs = method == "pairs"
     of_many, of_few = _make_rows(many, panels, dtype, pairs), _make_rows(few, panels_of_few, dtype, pairs)
@@ -233,7 +233,8 @@ def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
 
 
 def _make_place_of_sums(tiles: bool) -> Any:
-    """Build place_of_sums(sums, row, rows), a row's address. With AMX the last tile begins with rows of the tile before."""
+    """Build place_of_sums(sums, row, rows), the address of a row's sums. With AMX a last tile that is not full begins with rows of
+    the tile before it, whose sums come first."""
 
     @inlined
     def place_of_sums(sums, row, rows):

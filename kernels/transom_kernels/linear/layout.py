@@ -22,7 +22,7 @@ PADDED = {"f32": 4, "bf16": 32, "f16": 32}
 
 
 # The instructions that multiply rows by panels:
-#   tiles  bfloat16, by AMX
+#   tiles  bfloat16, by the tile registers of AMX
 #   pairs  bfloat16, by AVX512-BF16
 #   wide   any dtype, widened to float32
 Method = Literal["tiles", "pairs", "wide"]

@@ -1,4 +1,4 @@
-"""Two CPU kernels: `pack` writes a weight into panels, and `embedding_rows` reads rows of a table, packed or plain.
+"""Two CPU kernels: `pack` writes a weight into panels (`layout.py`), and `embedding_rows` reads rows of a table, packed or plain.
 
 Legend: M rows, K width, N outputs of a weight or rows of a table.
 """
@@ -33,7 +33,7 @@ def _transpose(b, source, stride, target):
 
 
 def make_pack() -> Any:
-    """Pack rows into panels. A work item is a panel.
+    """Build the kernel that packs rows into panels. A work item is a panel.
 
     Arguments: 0 weight, 1 its row stride in bytes, 2 N, 3 bytes of a row, 4 memory of the panels, 5 bytes of a panel, 6 the first
     panel to write, 7 the step to the next one (2 if gate and up alternate).

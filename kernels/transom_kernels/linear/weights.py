@@ -153,7 +153,8 @@ _piece = _Piece()
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
-    """Return memory for a weight that begins at a multiple of a cache line: a large weight's own, or the next of a piece."""
+    """Return memory for a weight that begins at a multiple of a cache line: a large weight's own, or the next part of a piece."""
+    # checked kernels could not tell a weight from its neighbours in a piece; large weights would leave pieces half empty
     if CHECKED or num_bytes > _PIECE_BYTES // 4:
         return lazy_bytes(num_bytes)
     rest = _piece.memory

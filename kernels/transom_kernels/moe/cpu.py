@@ -1,5 +1,9 @@
 """Launches the CPU kernels of an MoE layer's experts (`cpu_kernel.py`), and declares their arguments.
 
+- pair: a token and one expert that it chose. place: the number of a pair's row among all rows, sorted by expert.
+- slot: a candidate for an expert that has rows: each expert, or each place if there are at most E pairs.
+- panel: 64 rows of an expert's matrix, as they are stored together (`packed.py`).
+
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 
@@ -47,7 +51,7 @@ class GatherArguments(NamedTuple):
 
 
 class MatrixArguments(NamedTuple):
-    """The argument words of a product of rows and the matrix of each row's expert."""
+    """The argument words of the product of each row and the matrix of the row's expert."""
 
     rows: torch.Tensor  # [P, columns] by place
     row_bytes: int
@@ -158,6 +162,7 @@ def _some_tokens(
             pairs=places,
         )
 
+    # scratch: the configuration of AMX's tiles, and 64 float32 sums of each row
     slots, scratch_bytes = min(pairs, num_experts), 64 + (pairs + SPARE_ROWS) * 256
     launch(
         cpu_kernel(MODULE, "make_gate_up", kind=_kind(packed.gate_up), dtype=dtype, activation=rule.activation),

@@ -6,9 +6,9 @@
 
 - pair: one token and one expert that it chose; pair t K + k is the k-th expert of token t.
 - place: the number of a row among the sorted rows. Pairs of the same expert keep their order.
-- slot: where a kernel looks for an expert that has rows. If there are more pairs than experts, slots are experts; otherwise slots
-  are places, and the first place of each expert stands for it. Slots without rows are skipped. The number of work items thus
-  follows from shapes alone, not from which experts were chosen.
+- slot: a candidate for an expert that has rows; there are min(P, E) slots. If there are more pairs than experts, each expert is a
+  slot. Otherwise each place is a slot, and an expert is computed at its first place. Slots without rows are skipped. The number of
+  work items thus follows from shapes alone, not from which experts were chosen.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs.
 """
@@ -39,11 +39,11 @@ from transom_kernels.cpu.work import argument, each_item, row_address, scratch
 from transom_kernels.moe.cpu import DOWN, EXPERTS_PER_ITEM, GATHER, UP
 from transom_kernels.moe.cpu_product import PANEL_BYTES, make_multiply
 
-_GELU_SLOPE, _GELU_CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
+_GELU_SLOPE, _GELU_CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the factor of x ** 3 in gelu_tanh
 
 
 def make_gather_rows(dtype: str) -> Any:
-    """Build the kernel that sorts and copies rows. A work item is a pair; items after the pairs are 16 experts each."""
+    """Build the kernel that sorts and copies rows. The first P work items are pairs, the others EXPERTS_PER_ITEM experts each."""
     load, load_part, store, store_part, size = row_access(dtype)
 
     @helper

@@ -1,4 +1,7 @@
-"""The inner product of the experts' CPU kernels: rows of activations times one panel of weights (`packed.py`).
+"""The inner product of the experts' CPU kernels: rows of activations times one panel of weights.
+
+A *panel* is 64 rows of an expert's matrix, in the order in which kernels read it: four parts of 16 rows, in MXFP4 group by group of
+32 columns (`packed.py`).
 
 A sum is one chain of additions in the order of the columns, for any number of rows and any split of the columns, so a row's result
 does not depend on other rows. With AMX one step of the chain adds the products of 32 columns. In MXFP4 the sum of each group of 32
@@ -66,7 +69,7 @@ def _make_by_tiles() -> Any:
 
     @helper
     def multiply(x, x_stride, rows, weight, units, sums, memory):
-        part, tile = units * 64, min(rows, _TILE_ROWS)
+        part, tile = units * 64, min(rows, _TILE_ROWS)  # bytes of a part of the panel; a product takes two parts
         configure_tiles(memory, tile)
         block = units if rows <= 2 * _TILE_ROWS else _TILE_BLOCK_UNITS
         for begin in range(0, units, block):
@@ -94,7 +97,9 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
 
     @helper
     def multiply(x, x_stride, rows, weight, units, sums, memory):
-        panel_stride = 64 if groups else units * 64
+        panel_stride = (
+            64 if groups else units * 64
+        )  # from one part of the panel to the next; `panel` is the number of a part
         block = units if rows <= many_rows else _BLOCK_UNITS
         for begin in range(0, units, block):
             count = min(block, units - begin)
@@ -119,7 +124,7 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
 
 
 def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
-    """Build the function that computes the sums of `rows` rows and 16 * `panels` outputs.
+    """Build the function that computes the sums of `rows` rows and 16 * `panels` outputs, `panels` parts of one panel.
 
     If there are fewer rows, `last_row` is the number of the last one, which stands for those that are missing. If `goes_on` is not
     0, products are added to the sums in memory.

@@ -21,7 +21,7 @@ SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tile of a grouped matmul: rows, columns and inner elements of an iteration; warps and pipeline stages."""
+    """The tile of a grouped matmul: rows, columns, and inner elements of an iteration; warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -77,6 +77,7 @@ def moe_triton(
     results_P = x.new_empty(num_pairs, width, dtype=torch.float32)
     weights_P = weights.float().contiguous()
     rows = (pairs, block_expert)
+    # `x` stands in for an absent bias, which the kernels do not read
     bias = x if tensors.gate_up_bias is None else tensors.gate_up_bias
     launches.into(
         (launches.into_columns, num_blocks, 1),
@@ -159,7 +160,7 @@ def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
-    """Return the tile for this many pairs of token and expert."""
+    """Return the tile for an expert's average number of rows, `num_pairs / num_experts`."""
     if element_bytes > 2:
         return FLOAT32_TILE
     rows = num_pairs / num_experts

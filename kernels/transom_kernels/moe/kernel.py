@@ -42,7 +42,7 @@ def _power_of_two(scale):
 def _plain_product(
     acc, rows, weight_rows, begin, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
 ):
-    """Return `acc + rows @ weight.T` [BLOCK_M, BLOCK_N] over the inner elements [begin, begin + BLOCK_J)."""
+    """Return `acc + (rows * factor) @ weight.T` [BLOCK_M, BLOCK_N] over the inner elements [begin, begin + BLOCK_J)."""
     j = begin + tl.arange(0, BLOCK_J)
     inside = j < width
     a = tl.load(rows + j[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
@@ -113,7 +113,7 @@ def into_experts(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Compute one tile of `inner`, with one accumulator for gates and one for ups."""
+    """Compute one tile of `inner` (formula above), with one accumulator for gates and one for ups."""
     # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:
@@ -187,7 +187,7 @@ def out_of_experts(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Compute one tile of the experts' results."""
+    """Compute one tile of the experts' results (formula above)."""
     # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:

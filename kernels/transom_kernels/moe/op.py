@@ -25,8 +25,8 @@ def moe(
     """Return `sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; summed in the order of `k`.
 
     `x` is [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies the expert's input
-    instead of its result. An expert is `down @ gated(gate_up @ x + bias) + bias`; see `ExpertTensors` and `GateRule`.
-    CPU kernels compute `PackedExperts`; with them a token's result does not depend on the other tokens.
+    instead of its result. An expert is `down @ gated(gate_up @ x + bias) + bias`; see `ExpertTensors` and `GateRule`. CPU kernels
+    compute `PackedExperts`; with them a token's result does not depend on the other tokens.
 
     Raises:
         ValueError: shapes or dtypes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.

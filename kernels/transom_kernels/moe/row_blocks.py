@@ -1,4 +1,4 @@
-"""Sorts (token, expert) pairs by expert into row blocks for the grouped matmuls. The host does not wait for the device.
+"""Sorts (token, expert) pairs by expert into row blocks for the grouped matmuls of an MoE layer, on the device.
 
 A *pair* is a token and one expert that it chose; pair `p` is choice `p % K` of token `p // K`. A *row block* is M pairs of one
 expert. Example with M = 4: pairs with experts [2, 0, 2, 2, 0, 2, 2] become the row blocks
@@ -27,7 +27,8 @@ def block_rows(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple
     """Return row blocks of the pairs sorted by expert; the pairs of each expert are padded to whole blocks.
 
     The result is the pairs [blocks, M] int32 (P is padding) and each block's expert [blocks] int32 (-1: the block is empty). The
-    number of blocks is the most that P pairs may need: it depends on shapes alone, so the host does not wait for the device.
+    number of blocks is the most that P pairs may need: each expert has at most one block that is not full, and no block is without
+    pairs. It depends on shapes alone, so the host does not wait for the device.
     """
     num_pairs, device = len(experts_P), experts_P.device
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts) if num_pairs else 0
@@ -78,6 +79,7 @@ def sort_pairs(
     next_position = (ends - blocks) * BLOCK_M
     for first in range(0, num_pairs, BLOCK_C):
         expert_of = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
+        # padding differs in both loads (-1, -2), so that it matches nothing
         others = tl.load(experts + first + c, mask=first + c < num_pairs, other=-2).to(tl.int32)
         earlier = (expert_of[:, None] == others[None, :]) & (c[None, :] < c[:, None])
         is_expert = expert_of[:, None] == e[None, :]

@@ -1,4 +1,4 @@
-"""Attention of new queries over a group's paged KV cache."""
+"""Attention of new queries over the paged KV cache of one KV cache group."""
 
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.op import paged_attention

@@ -73,7 +73,7 @@ class AttentionBatch:
 
 @dataclass(slots=True, kw_only=True)
 class PagedBatch(AttentionBatch):
-    """Everything but queries and caches that attention over one KV cache group reads.
+    """Everything that attention over one KV cache group reads, besides queries and caches.
 
     Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise `first_block[b] + c - num_sink_blocks`.
     Only columns with a key in `[0, start + count)` are valid; the others are -1.
@@ -135,7 +135,7 @@ class AttentionInputs:
 
     @property
     def kv_heads(self) -> int:
-        """KVH"""
+        """KV heads, KVH."""
         return self.k_cache.shape[2]
 
     @property
@@ -145,7 +145,7 @@ class AttentionInputs:
 
     @property
     def value_width(self) -> int:
-        """Dv"""
+        """Numbers of a value of one head, Dv."""
         return head_width(self.v_cache)
 
     def check(self) -> None:

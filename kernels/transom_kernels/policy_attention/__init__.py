@@ -1,4 +1,4 @@
-"""Attention over block tables from which a KV policy may have dropped blocks. See `op.py` for the contract."""
+"""Attention over block tables from which a KV policy may have dropped blocks. `op.py` defines the operators."""
 
 from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
 from transom_kernels.policy_attention.op import add_block_mass, empty_statistics, policy_attention

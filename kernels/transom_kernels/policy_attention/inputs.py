@@ -24,7 +24,7 @@ from transom_kernels.paged_attention.inputs import AttentionBatch, AttentionInpu
 
 @dataclass(slots=True, kw_only=True)
 class PolicyBatch(AttentionBatch):
-    """Everything but queries and caches that `policy_attention` reads.
+    """Everything that `policy_attention` reads, besides queries and caches.
 
     The query at position p sees key k of the table if k <= p and (k < sinks or window == 0 or k > p - window). The blocks of a
     sequence's new tokens are always in its table. Columns of `block_table` from `num_columns` on may hold anything.

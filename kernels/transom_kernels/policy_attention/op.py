@@ -1,7 +1,8 @@
-"""The operators `policy_attention`, attention of rows with a KV policy, and `add_block_mass`, the attention of each block.
+"""The operators `policy_attention`, attention of sequences with a KV policy, and `add_block_mass`, the attention that each block
+receives. A *KV policy* drops blocks of a sequence from the cache; sequences without one use `paged_attention`.
 
 CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`). Where neither kernel is available, torch computes
-(`reference.py`, the specification of both). Rows without a policy use `paged_attention`.
+(`reference.py`, the specification of both).
 
 Legend: T query tokens, B sequences, N table columns, H query heads, KVH KV heads, D key width, Dv value width.
 """

@@ -68,7 +68,7 @@ def row_bytes(stored: str, width: int) -> int:
 
 
 def load_first(b, address, vector, count: int):
-    """Load the first `count` elements of a vector; the others are not read and become 0."""
+    """Load the first `count` elements of a vector; the memory of the others is not read, and they become 0."""
     size = vector.element.width // 8 if isinstance(vector.element, ir.IntType) else 4
     align = min(size, 4) if vector.element is F32 else min(size, 2)
     if count == vector.count:
@@ -96,7 +96,7 @@ def emit_numbers(b, address, stored: str, count: int = LANES):
     if stored == "i8":
         return b.sitofp(b.sext(load_first(b, address, ir.VectorType(I8, LANES), count), I32_16), F32_16)
     if stored == "e4m3":
-        # moved into a float16's places, the fraction is right and the number 2 ** 8 too small: exponent biases are 7 and 15
+        # as the upper bits of a float16, the fraction is right and the number 2 ** 8 too small: exponent biases are 7 and 15
         bits = b.sext(load_first(b, address, ir.VectorType(I8, LANES), count), _I16_16)
         bits = b.and_(b.shl(bits, constant(_I16_16, 7)), constant(_I16_16, 0xBF80))
         return b.fmul(half_to_float(b, bits), constant(F32_16, 256.0))
@@ -111,7 +111,7 @@ _INT4_BF16 = [*(0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80),
 
 
 def emit_pairs(b, address, stored: str, count: int = 2 * LANES):
-    """Load the first `count` of 32 stored numbers as 16 pairs of bfloat16, exactly; the others are any finite numbers."""
+    """Load the first `count` of 32 stored numbers as 16 pairs of bfloat16, exactly; the other lanes hold any finite numbers."""
     if stored == "bf16":
         if count % 2:
             return b.bitcast(load_first(b, address, ir.VectorType(I16, 2 * LANES), count), I32_16)
@@ -207,7 +207,7 @@ def _round_e4m3(b, x):
     """Return numbers from -448 to 448 as 8-bit floats (to nearest, ties to even), one in each lane of int32."""
     bits = b.bitcast(x, I32_16)
     magnitude = b.and_(bits, constant(I32_16, 0x7FFFFFFF))
-    # normal numbers, from 2 ** -6 on: round 20 bits of the fraction away, and change the exponent's bias from 127 to 7
+    # normal numbers, from 2 ** -6 on: round the lower 20 bits of the fraction away, and change the exponent's bias from 127 to 7
     lowest = b.and_(b.lshr(magnitude, constant(I32_16, 20)), constant(I32_16, 1))
     normal = b.lshr(b.add(magnitude, b.add(lowest, constant(I32_16, 0x7FFFF))), constant(I32_16, 20))
     normal = b.sub(normal, constant(I32_16, (127 - 7) << 3))

@@ -1,4 +1,5 @@
-"""The formats of quantised KV caches, the check that caches fit their scales, and quantisation of rows in torch: the specification.
+"""The formats of quantised KV caches, the check that caches fit their scales, and quantisation of rows in torch: the specification
+of what the kernels do.
 
 A *row* is the key or the value of one token and KV head. A quantised cache stores a row's numbers in few bits, and a second tensor
 the row's *scale* in float32: number = stored number * scale. The scale is the row's largest magnitude divided by the format's
@@ -39,7 +40,7 @@ INT4 = KvFormat("int4", torch.uint8, 7.0, 2)
 FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # dtype of a cache -> its format
 
 
-_FP8_CAPABILITY = (8, 9)
+_FP8_CAPABILITY = (8, 9)  # the least compute capability for which Triton has 8-bit floats
 
 # dtype of a cache -> its stored type, the name that CPU kernels use (`cpu_rows.py`)
 STORED = {
@@ -64,7 +65,7 @@ def head_width(cache: torch.Tensor) -> int:
 
 
 def is_packed(cache: torch.Tensor) -> bool:
-    """Return whether several numbers share an element of the cache."""
+    """Return whether several numbers share an element of the cache, as in int4."""
     kv_format = format_of(cache)
     return kv_format is not None and kv_format.numbers_per_element > 1
 

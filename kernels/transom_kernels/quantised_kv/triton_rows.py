@@ -1,6 +1,6 @@
 """Loads rows of quantised caches in Triton kernels, dequantising in registers, and quantises and stores rows.
 
-Loads return stored numbers, without the row's scale: kernels multiply products by it afterwards. `format.py` has the formats.
+Loads return stored numbers, without the row's scale: kernels multiply products by the scale afterwards. `format.py` says more.
 
 Legend: N rows, D numbers of a row, H heads.
 """
@@ -27,6 +27,7 @@ def load_numbers(
     if PACKED:
         element = FIRST // 2 + tl.arange(0, COUNT // 2)
         inside = kept[:, None] & (element < D // 2)[None, :]
+        # 0x88 is two zeros: int4 numbers are stored plus 8
         both = tl.load(cache + rows[:, None] + element[None, :], mask=inside, other=0x88)
         return tl.interleave((both & 15).to(tl.int8) - 8, (both >> 4).to(tl.int8) - 8)
     else:
@@ -49,7 +50,10 @@ def store_quantised(
     PACKED: tl.constexpr,  # int4: two numbers in a byte
     BLOCK: tl.constexpr,
 ):
-    """Quantise rows and store them and their scales. Numbers are clamped before they are cast, since integer casts wrap around."""
+    """Quantise rows and store them and their scales: scale = largest magnitude / LARGEST, stored number = number / scale, rounded.
+
+    Numbers are clamped before they are cast, since integer casts wrap around.
+    """
     numbers = tl.where(is_number[None, :], numbers, 0.0)
     undefined = tl.sum(numbers * 0.0, 1)  # NaN where a number is not finite
     scale = tl.max(tl.abs(numbers), 1) / LARGEST + undefined  # [H]

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits, for CPUs. `linear.linear` and `linear.gated_linear` multiply by them.
+"""Weights of linear layers in 8 or 4 bits, for CPUs. The operators `linear` and `gated_linear` (`linear/op.py`) multiply by them.
 
 weights        sizes of groups and panels, and the rounding and packing of weights
 reference      the products in torch

@@ -2,6 +2,9 @@
 
 A kernel computes products, then bias, scale, cap, residual or activation in float32, then one rounding.
 
+- panel: 16 outputs of a weight. level: the unsigned integer that stands for an element of the weight (`weights.py`).
+- record: 32 columns of a row of x, rounded to 16-bit integers (`row_products.py`).
+
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
@@ -30,10 +33,11 @@ from transom_kernels.quantised_linear.weights import (
 )
 
 _MODULE = "transom_kernels.quantised_linear.cpu"
-# up to this many rows are rounded by every thread for itself, which costs less than another launch
+# every thread rounds up to this many rows for itself, which takes less time than another launch
 _ROWS_EACH_THREAD_ROUNDS = 4
 _ROWS_OF_ITEM = 64
-_LEAST_ITEMS, _MOST_PANELS = 32, 16  # small items (of up to 16 panels) let all threads finish at about the same time
+# least items and most panels of an item: with small items all threads finish at about the same time
+_LEAST_ITEMS, _MOST_PANELS = 32, 16
 _SUMS = MOST_ROWS * LINE  # bytes of the sums of a block of rows
 
 
@@ -56,7 +60,7 @@ class QuantisedLinearArguments(NamedTuple):
     records: torch.Tensor | None  # the rounded rows of x; None: every thread rounds all rows for itself
     levels: torch.Tensor
     scales: torch.Tensor
-    num_panels: int  # or pairs of panels, if the weight is gated
+    num_panels: int  # if the weight is gated: pairs of panels
     panels_of_item: int
     rows_of_item: int
     items_of_rows: int
@@ -79,7 +83,10 @@ def rounded_rows(x: torch.Tensor, zero: int) -> torch.Tensor:
 def launch_quantised(
     x: torch.Tensor, weight: PackedPanels, output: OutputArguments, out_dtype: torch.dtype, activation: str | None
 ) -> None:
-    """Multiply `x` [M, K] by the weight and write the output in `out_dtype`; with an activation, that of a gated layer."""
+    """Write residual + cap(scale * (x @ weight.T + bias)) of `x` [M, K] to `output.out` [M, N] in `out_dtype`.
+
+    With an activation the weight is gated, and the output is activation(x @ gate.T + bias) * (x @ up.T + bias).
+    """
     num_rows, width = x.shape
     if num_rows == 0:
         return

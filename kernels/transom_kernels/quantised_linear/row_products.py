@@ -3,7 +3,7 @@
 Each group of 32 columns of a row becomes a *record* of 80 bytes:
 
     bytes 0 to 63    the integers, -32512 to 32512, as this processor multiplies them (`vector_code.store_wide`)
-    bytes 64 to 67   -zero * sum of the integers, in int32: added to the product with levels, since a level is element + zero
+    bytes 64 to 67   -zero * sum of the integers, in int32: added to the product with levels, since a level is integer + zero
     bytes 68 to 71   the group's scale, in float32
     bytes 72 to 75   scale * sum, in float32: multiplied by the minimum of a weight's group
 
@@ -66,7 +66,7 @@ BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # the largest bloc
 
 @helper
 def block_rows(left):
-    """Return the rows of the next block if `left` rows are left."""
+    """Return the number of rows of the next block if `left` rows are left."""
     for rows in BLOCK_ROWS:
         if left >= rows:
             return rows

@@ -132,7 +132,7 @@ class PackedPanels:
 
 
 def quantise(weight_NK: torch.Tensor, format: Format) -> QuantisedRows:
-    """Round a weight to the nearest levels. Levels are chosen after the scales are rounded, so that they make up for its error."""
+    """Round a weight [N, K] to the nearest levels. Levels are chosen for the rounded scales, and so make up for their rounding."""
     chunks = [_quantise_rows(rows, format) for rows in torch.split(weight_NK, _CHUNK_ROWS)]
     levels, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return QuantisedRows(
@@ -162,7 +162,7 @@ def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tenso
         magnitude = groups.abs().amax(dim=-1)
         if format == "int8":
             scales, least, most = (magnitude / 127).half(), -127, 127
-        else:  # the element of the largest magnitude, positive or negative, becomes -8: there are 8 levels below zero, 7 above
+        else:  # the element of the largest magnitude, positive or negative, becomes -8, for which there is a level (not for +8)
             extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))[..., 0]
             scales, least, most = (extreme / -8).half(), -8, 7
         levels = _divided(groups, scales).clamp_(least, most).add_(ZERO[format])

@@ -36,6 +36,7 @@ def rms_norm_triton(
     if rows:
         strides = x.stride(0), 0 if residual is None else residual.stride(0)
         launch = _launch(width, strides, factor, eps, inner is not None, residual is not None, weight is not None)
+        # `x` stands in for absent tensors, which the kernel does not read
         vectors = x if inner is None else inner, x if weight is None else weight
         launch((rows, 1, 1), (x, x if residual is None else residual, *vectors, out, sums))
     return out, sums

@@ -53,7 +53,7 @@ def rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Normalise over the last dimension in float32 and round once. This is the specification of `rms_norm`, in torch."""
+    """Normalise over the last dimension in float32 and round once: the specification of `rms_norm` without a residual, in torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.float()).to(x.dtype)
@@ -134,7 +134,7 @@ def rms_norm_cpu(
     num_rows = x.numel() // width
     sums = x if residual is None else empty(x.shape, x.dtype)
     out = sums if weight is None else empty(x.shape, x.dtype)
-    per_item = max(1, ITEM_ELEMENTS // width)
+    per_item = max(1, ITEM_ELEMENTS // width)  # rows
     like = inner if weight is None else weight
     launch(
         cpu_kernel(
@@ -162,7 +162,7 @@ def rms_norm_cpu(
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
-    """Return whether all rows of a tensor of two or more dimensions lie one stride apart, as those of a matrix do."""
+    """Return whether the rows of a tensor of two or more dimensions are equally far apart in memory, as those of a matrix are."""
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) on GPUs: the Triton kernel `rotate`, which turns pairs of head elements in place.
+"""Rotary position embedding (RoPE) on GPUs: the Triton kernel `rotate`, which rotates pairs of head elements in place.
 
 For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
 Pairs are (i, i + R / 2), or (2i, 2i + 1) if INTERLEAVED.

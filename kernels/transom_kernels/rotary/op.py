@@ -21,7 +21,7 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
-    """Rotate the first R of each head's D elements of `x` [T, H, D] in place. `x` may have strides.
+    """Rotate the first R of each head's D elements of `x` [T, H, D] in place. `x` may have any strides.
 
     `cos` and `signed_sin` are [T, 1 or H, R] in the dtype of `x`.
 

@@ -3,7 +3,8 @@
     logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
     chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
 
-A logit is one chain of multiply-adds in 16 lanes along N, the same in every tile, so it does not depend on the other tokens.
+A logit is the sum of 16 lanes, each one chain of multiply-adds along N, in the same order in every tile. So it does not depend on
+the other tokens.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
@@ -62,7 +63,7 @@ from transom_kernels.cpu.work import argument, each_item, helper, row_address, s
 from transom_kernels.route.rule import TINY, Routing
 
 EXPERTS_PER_ITEM = 16
-TILE = 4 if cpu_target().avx512 else 2  # tokens and experts of a tile: its sums fill the registers
+TILE = 4 if cpu_target().avx512 else 2  # tokens of a tile, and its experts: TILE ** 2 sums fill the registers
 
 _MODULE = "transom_kernels.route.cpu"
 _NEVER = -(2**31)  # the key of experts that do not exist or are chosen already; below all others

@@ -56,6 +56,7 @@ def route_triton(
         return experts, weights
     partials = partial_logits_triton(x if x.stride(1) == 1 else x.contiguous(), weight)
     has = (bias is not None, correction is not None, expert_scale is not None, chosen is not None)
+    # other tensors stand in for absent ones, which the kernel does not read
     vectors = [partials if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale)]
     given = experts if chosen is None else chosen.contiguous()
     _choice(partials.shape[1], weight.shape[0], routing, *has)(
@@ -204,7 +205,8 @@ def _scores(logits, is_expert, SCORE: tl.constexpr):
         return weights / tl.sum(tl.where(is_expert, weights, 0.0), 0)
     if SCORE == SIGMOID:
         return tl.sigmoid(logits)
-    # softplus(x) = log1p(exp(x)), and x above 20 as in torch; log1p(a) = log(1 + a) * a / ((1 + a) - 1) is exact for small a, too
+    # softplus(x) = log1p(exp(x)), or x itself if x > 20, as in torch. log1p(a) = log(1 + a) * a / ((1 + a) - 1): the quotient makes
+    # up for the rounding of 1 + a, so that small a are exact, too.
     addend = tl.exp(tl.where(logits > 20.0, 20.0, logits))
     one_plus = 1.0 + addend
     log1p = tl.where(
@@ -215,9 +217,9 @@ def _scores(logits, is_expert, SCORE: tl.constexpr):
 
 @triton.jit
 def _keys(preference, e):
-    """Return integers that order experts as they are chosen: NaN first, then larger preferences; of equal ones the first expert.
+    """Return integers that order experts: the largest key is of NaN, else of the largest preference; of equal ones, of the first.
 
-    A key is (sortable bits of the float << 16) + 65535 - expert, so the expert can be read from the largest key.
+    A key is (sortable bits of the float << 16) + 65535 - expert, so the expert can be read from the key.
     """
     bits = (preference + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
     ordered = tl.where(preference == preference, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)

@@ -83,8 +83,8 @@ def routes_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen experts and their weights [T, K] from a router's logits [T, E].
 
-    Some models take a softmax over the chosen logits alone. That equals the normalised softmax over all logits, so it is not a
-    score of its own.
+    Some models take a softmax over the chosen logits alone. That equals a softmax over all logits whose chosen scores are then
+    normalised, so it needs no score of its own.
     """
     scores = _scores(logits, routing.score)
     if chosen is None:

@@ -1,5 +1,8 @@
 """Launches the CPU kernel `sample`, which picks one token id for each row of logits, and declares its arguments.
 
+A *piece* of a row is a work item. Threads write a *summary* of each piece, from which the row's token is chosen (`cpu_kernel.py`).
+A *noise block* is 64 ids that share a random number (`reference.py`). A *record* has a sequence's parameters (`table.py`).
+
 Legend: S rows, V ids of the vocabulary (or of a tensor-parallel rank's slice of it), P pieces of a row.
 """
 
@@ -57,6 +60,7 @@ def sample_records(
     are not changed.
     """
     num_rows, num_ids = logits.shape
+    # pieces hold whole noise blocks, the first of which may begin before column 0
     num_pieces = -(-(num_ids + first_id % NOISE_BLOCK) // (NOISE_BLOCK * PIECE_BLOCKS))
     out = empty((num_rows,), torch.int64)
     launch(

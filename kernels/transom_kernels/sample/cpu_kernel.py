@@ -3,10 +3,11 @@
 A work item is a *piece* of a row's ids. A thread reads the piece once and writes a summary. The thread that finishes the last
 piece of a row chooses the row's token from the summaries, and reads little more of the row:
 
-    greedy row   a summary is the piece's largest logit. The first id with the largest logit of all is then searched in its piece
-    random row   a summary has of each block of 64 ids: the largest logit, the largest noise, and the logit of the id that has this
-                 noise (the *noisiest* id). The first two bound the block's scores from above, and the best score of all noisiest
-                 ids bounds the winner's from below: blocks whose bound is lower are skipped. `gumbel_max.py` has an example
+    greedy row   a summary is the piece's largest logit. The first id that has the row's largest logit is then searched in its piece
+    random row   the id with the largest score = scaled logit + Gumbel noise wins. A summary has three numbers of each block of 64
+                 ids: the largest logit, the largest noise, and the logit of the id that has this noise (the *noisiest* id). The
+                 first two bound the block's scores from above, and the best score of all noisiest ids bounds the winner's score
+                 from below: blocks whose bound is lower are skipped. `gumbel_max.py` has an example
 
 A *scaled* logit is divided by the temperature. Filters keep the ids whose scaled logits reach a *cut*:
 
@@ -67,7 +68,7 @@ from transom_kernels.sample.table import KEY_IS_FINAL, RECORD_BYTES, Word
 BLOCK = NOISE_BLOCK
 PIECE = BLOCK * PIECE_BLOCKS
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # `reference.GOLDEN` as an int64
 INFINITE = math.inf
 LOWEST = -INFINITE
 # more than the rounding error of a score: a bound and a score take logarithms of differently rounded numbers
@@ -81,14 +82,15 @@ _BANNED_IDS, _NUM_BANNED, _MIN_TOKENS = 8 * Word.BANNED_IDS, 8 * Word.NUM_BANNED
 _TOKEN_IDS, _NUM_TOKENS, _COUNTS = 8 * Word.TOKEN_IDS, 8 * Word.NUM_TOKENS, 8 * Word.OUTPUT_COUNTS
 _REPETITION, _PRESENCE, _FREQUENCY = 8 * Word.REPETITION, 8 * Word.PRESENCE, 8 * Word.FREQUENCY
 
-# A row's summaries, in bytes for each piece: noise (float64), offset of the noisiest id (int64), largest logit and noisiest logit
-# (float32) of each block; then largest logit and mass (float64) of each piece.
+# A row's summaries are five arrays over all of its P pieces: noise (float64), offset of the noisiest id (int64), largest logit and
+# noisiest logit (float32) of each block; then largest logit and mass (float64) of each piece. The arrays after the first begin at
+# P times these bytes.
 OFFSETS, MAXIMA, NOISIEST, OF_PIECES = (PIECE_BLOCKS * size for size in (8, 16, 20, 24))
 
 
 @helper
 def _lanes(row, column, end):
-    """Load 16 logits from `column` on, with -inf from `end` on."""
+    """Load 16 logits from `column` on; those at `end` and after it become -inf."""
     if column + 16 <= end:
         return load_f32(row + 4 * column)
     return keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST)
@@ -114,6 +116,7 @@ def _summarise(arguments, record, logits, area, piece, temperature, key):
 
 @helper
 def _largest_or_nan(logits, begin, end):
+    """Return the largest number of [begin, end), or NaN if there is one; four maxima in turn, since each waits for the last."""
     a = b = c = d = splat(LOWEST)
     column = begin
     while column + 64 <= end:
@@ -407,7 +410,7 @@ def _mass_of_list(listed, count, bound, best, with_bound):
 
 @helper
 def _next_float(x):
-    """Return the next larger float32."""
+    """Return the next larger float32. -0 counts as 0: the sort key after that of -0 is that of 0, which is not larger."""
     return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 

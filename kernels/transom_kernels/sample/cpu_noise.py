@@ -81,7 +81,8 @@ def emit_negative_log(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     exponent = b.ashr(above, _same(bits, 52))
     f = b.bitcast(b.sub(bits, b.shl(exponent, _same(bits, 52))), x.type)
     f = b.fsub(f, _same(x, 1.0))
-    # the exponent as a float: added to the bits of 2 ** 52 + 2 ** 51 it changes the lowest digits, and subtracting leaves it
+    # The exponent as a float: the lowest bit of 2 ** 52 + 2 ** 51 counts 1, so an integer added to its bits is added to the number,
+    # which is then subtracted.
     shifted = b.add(exponent, _same(bits, 0x4338000000000000))
     k = b.fsub(b.bitcast(shifted, x.type), _same(x, 6755399441055744.0))
     s = b.fdiv(f, b.fadd(f, _same(x, 2.0)))

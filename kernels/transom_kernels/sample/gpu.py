@@ -33,7 +33,7 @@ LISTED_IDS = 4096  # places in a row's list of candidate ids; must be at least C
 COMPARED_IDS = 512  # up to this many ids of a top-k list are each compared with all others
 CHANGES = 256  # logit changes that one program applies
 SLICE_IDS = 1024  # ids of a slice that one `slice_scores` program scores
-# Warps of a `sample_rows` program. With 8 warps Triton 3.7.1 needs more than 128 registers a thread on sm_90, and spills 8 bytes.
+# Warps of a `sample_rows` program. With 8 warps Triton 3.7.1 needs more than 128 registers per thread on sm_90, and spills 8 bytes.
 ROW_WARPS = 16
 
 

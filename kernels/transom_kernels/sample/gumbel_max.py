@@ -157,6 +157,7 @@ def kth_largest_key(values, places, count, k, temperature, LISTED: tl.constexpr,
             n = tl.load(places + i, mask=i < count, other=0) if LISTED else i
             value = sort_key(load_scaled(values, n, i < count, temperature))
             reaching += ((value[:, None] >= (found + thresholds * step)[None, :]) & (i < count)[:, None]).to(tl.int32)
+        # thresholds that k values reach; the first of them is `found` itself
         num_reaching = tl.sum(reaching, 0)
         found += tl.maximum(tl.sum((num_reaching >= k).to(tl.int32), 0) - 1, 0) * step
     return found

@@ -34,7 +34,7 @@ def load_scaled(row, n, inside, temperature):
 
 @triton.jit
 def random_bits(key, counter):
-    """Return 64 random bits, unsigned: SplitMix64's finaliser of `key + counter * GOLDEN`, in wrapping arithmetic."""
+    """Return 64 random bits, unsigned: SplitMix64's finaliser of `key + counter * GOLDEN` (`reference.py`), which wraps around."""
     value = (key + counter * -7046029254386353131).to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -43,14 +43,15 @@ def random_bits(key, counter):
 
 @triton.jit
 def uniform(bits):
-    """Return a float64 inside (0, 1) from random bits: an odd multiple of 2 ** -53."""
+    """Return (upper 52 of the random bits + 1 / 2) * 2 ** -52: a float64 inside (0, 1), an odd multiple of 2 ** -53."""
     return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
 @triton.jit
 def least_exponential(key, block):
-    """Return the least exponential variable of each block (it gives the block's largest noise), float64, and the offset in the
-    block of the id that has it.
+    """Return the least exponential variable of each block, float64, and the offset in the block of the id that has it.
+
+    It gives the block's largest noise. The least of 64 variables is an exponential variable divided by 64.
     """
     bits = random_bits(key, -1 - block.to(tl.int64))
     return -tl.log(uniform(bits)) / 64, (bits & 63).to(tl.int32)

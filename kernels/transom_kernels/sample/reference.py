@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 NOISE_BLOCK = 64
-"""Token ids of a noise block. The largest noise of a block is one random number; see `reference.py`."""
+"""Token ids of a noise block. The largest noise of a block is one random number (step 3 above)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64. Logit changes are in place."""
+    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64. Logits are changed in place."""
     apply_changes(logits, params)
     columns = zip(
         *(part.tolist() for part in (params.temperature, params.top_k, params.top_p, params.min_p)), strict=True

@@ -202,7 +202,7 @@ def _list_ids(
     num_listed = list_blocks_from(maxima, blocks, temperature, floor_key, num_blocks, BLOCK_B)
     count = tl.full([], 0, tl.int32)
     for first in range(0, num_listed, ROUND):
-        if count <= BLOCK_L - ROUND * NOISE_BLOCK:
+        if count <= BLOCK_L - ROUND * NOISE_BLOCK:  # the list has room for all ids of this iteration
             _, n = ids_of_blocks(blocks, first, num_listed, num_blocks, ROUND)
             value = load_scaled(row, n, n < num_ids, temperature)
             is_kept = tl.reshape((sort_key(value) >= floor_key) & (value > float("-inf")), [ROUND * NOISE_BLOCK])

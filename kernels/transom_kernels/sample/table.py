@@ -1,7 +1,12 @@
 """The sampling parameters of many sequences, in memory that the CPU kernel reads: one record of int64 words for each sequence.
 
-A sequence's record is written once. A step then names the records of its rows, so that it neither gathers nor copies parameters.
-From step to step only the output position and the ids that penalties change are updated.
+A sequence's record is written once. Each step passes the kernel the numbers of its rows' records, so that it neither gathers nor
+copies parameters. From step to step only the output position and the ids that penalties change are updated:
+
+    number = table.add(key=..., temperature=..., ...)       when the sequence arrives
+    table.set_position(number, 7)                           in each step: 7 tokens of output so far
+    table.set_counts(number, token_ids, counts, n)          in each step, if the sequence has penalties
+    table.remove(number)                                    when it ends
 
 - adjustment: a change of a row's logits before temperature: bias, banned ids, penalties.
 - ban: ids whose logits are -inf while the output is shorter than `min_tokens`.
@@ -21,12 +26,14 @@ Floats = NDArray[np.float32]
 
 
 class Word(IntEnum):
-    """The words of a record. The word after the address of an array says how many numbers the array has."""
+    """The words of a record. The word after the address of an array of ids says how many ids it has; the array of values or counts
+    that follows is equally long.
+    """
 
-    KEY = 0  # of the noise; mixed with POSITION unless that is KEY_IS_FINAL
+    KEY = 0  # of the noise; the kernel mixes it with POSITION unless that is KEY_IS_FINAL
     POSITION = 1
     TEMPERATURE = 2  # float32; 0: greedy
-    TOP_K = 3  # off if 0, or if the vocabulary has no more ids
+    TOP_K = 3  # off if 0; has no effect if the vocabulary has no more ids
     TOP_P = 4  # float64; 1: off
     LOG_MIN_P = 5  # float64; -inf: off
     IS_ADJUSTED = 6
@@ -38,13 +45,13 @@ class Word(IntEnum):
     MIN_TOKENS = 12
     TOKEN_IDS = 13  # address of int64: each id of prompt and output once
     NUM_TOKENS = 14
-    OUTPUT_COUNTS = 15  # address of int64: how often each of them is in the output
+    OUTPUT_COUNTS = 15  # address of int64: how often each id of TOKEN_IDS is in the output
     REPETITION = 16  # float32
     PRESENCE = 17  # float32
     FREQUENCY = 18  # float32
 
 
-RECORD_WORDS = 20
+RECORD_WORDS = 20  # the last one is unused
 RECORD_BYTES = 8 * RECORD_WORDS
 KEY_IS_FINAL = -1
 
@@ -165,4 +172,6 @@ class SampleTable:
     def _hold(self, words: torch.Tensor) -> None:
         self.words = words
         self._array: Ints = words.numpy()
-        self._numbers = self._array.reshape(-1).data  # single numbers are written five times as fast as to an array
+        self._numbers = self._array.reshape(
+            -1
+        ).data  # a memoryview, to which single numbers are written five times as fast

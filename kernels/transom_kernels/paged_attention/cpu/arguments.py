@@ -13,7 +13,7 @@ from transom_kernels.cpu.arguments import CacheArguments, numbers_of
 
 
 class ResultArguments(NamedTuple):
-    """The words that a row's scores and result need; `latent_attention` has them, too."""
+    """The words that the scores and the result of a row need; the kernel of `latent_attention` has them, too."""
 
     out: torch.Tensor | None  # [T, H, Dv], contiguous
     kv_heads: int
@@ -25,7 +25,10 @@ class ResultArguments(NamedTuple):
 
 
 class WorkArguments(NamedTuple):
-    """How the work of a step is cut into items (`plan.py`); `decode.py` defines slots and units."""
+    """How the work of a step is cut into items (`plan.py`). A sequence decodes, or is computed in tiles of its query tokens.
+
+    `decode.py` defines slots and units.
+    """
 
     tiles: torch.Tensor | None = None  # [tiles, 2] int32: sequence and first token of each tile of a prompt
     num_tile_items: int = 0  # items that compute tiles; the others decode

@@ -1,9 +1,10 @@
 """Decoding on CPUs: attention of one query row and one KV head at a time, which reads the blocks of the KV cache in place.
 
-- A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` finds them.
+- A row sees the keys [0, sinks_end) of the *sink tokens* (the first tokens of a sequence, which a sliding window does not hide) and
+  the *run* [run_begin, position + 1), which ends with its own key; `tables.TableReader` finds both ranges.
 - unit: the keys of one of these two ranges that lie between two multiples of UNIT_KEYS.
 - partial result: a unit's attention, for each query head of the KV head (`row_results.py`).
-- slot: one of several work items that share a row. Slot s of S computes the units s, s + S, ...
+- slot: one of S work items that share a row and KV head. Slot s computes the units s, s + S, ...
 
 Partial results are merged in the order of their keys: by the item that computed them or, if slots share a row, by a second launch.
 Both do the same operations, so the result does not depend on the number of slots.
@@ -77,10 +78,10 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
         num_sink_units, num_units = count_units(sinks_end, run_begin, position)
         num_slots = argument(arguments, AT.work.num_slots)
         shared = num_slots > 1 and num_units > 1
-        if slot > 0 and (slot >= num_units or not shared):
+        if slot > 0 and (slot >= num_units or not shared):  # no unit is left for this slot
             return
         partials, total, partial = partials_of(arguments, row, kv_head), memory + layout.total, memory + layout.partial
-        if num_units == 0:
+        if num_units == 0:  # the row sees no key
             clear(total)
         loaded: Any = -1  # number of the argument whose queries are in memory
         for unit in range(slot, num_units, num_slots if shared else 1):
@@ -91,6 +92,7 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
                 loaded = wanted
             set_shift(memory, 0 if is_sink else shift)
             begin, end = unit_range(sinks_end, run_begin, position, num_sink_units, unit)
+            # shared rows: into the unit's own place, for `combine_rows`; otherwise merged into `total`, which begins as unit 0
             to = partials + unit * partial_bytes if shared else (partial if unit > 0 else total)
             attend_unit(arguments, memory, sequence, kv_head, begin, end, to)
             if not shared and unit > 0:

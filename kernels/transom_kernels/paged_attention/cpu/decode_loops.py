@@ -1,5 +1,6 @@
 """The inner loops of decoding: scores, and weighted sums of values. They are emitted as LLVM code to keep sums in registers.
 
+- words: what a lane of a vector holds: a float32, or a pair of bfloat16 or of 16-bit integers (`layout.Words`).
 - row: one key or one value of one head, whose elements are adjacent in the cache.
 - group: 16 adjacent rows. Arrays of addresses say where groups are, so that each group may be anywhere.
 """
@@ -63,7 +64,7 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
     lines_of_keys = range(0, LANES * key_bytes, 64)
     lines_of_values = range(0, LANES * row_bytes(words.stored, value_width), 64)
     kind = I32_16 if words.elements == 2 else F32_16
-    unrolled = heads * num_vectors <= 16
+    unrolled = heads * num_vectors <= 16  # the queries of all heads stay in registers
 
     def load_query(b, queries, head):
         at = b.add(queries, b.mul(head, int64(query_stride)))
@@ -172,7 +173,8 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
 
 
 def _interleave(b, x, y):
-    """Return two vectors of pairs (x[i], y[i]): i = 0-3, 8-11, 16-19, 24-27, and the other i. Each takes one instruction."""
+    """Return two vectors of pairs (x[i], y[i]): i = 0-3, 8-11, 16-19, 24-27, and the other i. In this order each takes one
+    instruction; `_in_order` restores the order of columns."""
     x, y = b.bitcast(x, I16_32), b.bitcast(y, I16_32)
     order = [[s * 32 + lane * 8 + d + part for lane in range(4) for d in range(4) for s in (0, 1)] for part in (0, 4)]
     return [b.bitcast(shuffle(b, x, y, lanes), I32_16) for lanes in order]

@@ -3,8 +3,9 @@
     attend:   out[t, h] = softmax(scale q[t, h] k^T) v over the keys that the row sees; q [T, H, D], out [T, H, Dv]
     combine:  merges the partial results of decoding rows whose keys several items shared
 
-Items of `attend` are first (tile, KV head), then (decoding sequence, slot, KV head); `decode.py` defines slots. Items of `combine`
-are (decoding sequence, KV head). `launcher.py` launches the kernels, and `arguments.py` has their argument words.
+The first work items of `attend` are (tile, KV head), the others (decoding sequence, slot, KV head): a tile is some query tokens of
+a prompt, and slots are items that share a row (`decode.py`). Items of `combine` are (decoding sequence, KV head). `launcher.py`
+launches the kernels, and `arguments.py` has their argument words.
 """
 
 from __future__ import annotations

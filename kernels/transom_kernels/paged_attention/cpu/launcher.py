@@ -1,7 +1,8 @@
 """Launches the CPU kernels of `paged_attention`, which read the blocks of the KV cache in place.
 
 A step is planned once for all layers (`plan.py`): tiles of prompts, and sequences that decode. A decode step that is recorded as a
-program has no host lists and no tiles: its launches depend on shapes alone, and the kernels read positions and lengths.
+program has no tiles, and its batch has no lists on the host: launches depend on shapes alone, and kernels read positions and
+lengths from tensors.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """

@@ -23,7 +23,9 @@ MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
 TILE_ROWS = 192  # about the rows of a prompt's tile; keys are packed once for all of them
 
 MASKED = -3e38  # the score of a key that is not seen
-NO_MAXIMUM = -1e30  # the maximum of no scores: above MASKED, so that masked scores weigh 0 and never become NaN
+NO_MAXIMUM = (
+    -1e30
+)  # the maximum of no scores: above MASKED, so that the weight 2 ** (MASKED - maximum) is 0 and never NaN
 
 _LANES = 16
 VECTOR_BYTES = 4 * _LANES
@@ -79,12 +81,12 @@ class AttentionKind(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether the cache is quantised."""
+        """Return whether the cache is quantised, so that its rows have scales."""
         return self.stored != self.dtype
 
     @property
     def uses_tiles(self) -> bool:
-        """Whether prompts are multiplied by tile registers (AMX)."""
+        """Return whether the products of a prompt use tile registers (AMX)."""
         return self._has_pairs and cpu_target().amx
 
     @property

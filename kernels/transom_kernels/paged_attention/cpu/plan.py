@@ -57,7 +57,7 @@ def _plan(batch: AttentionBatch, tile_tokens: int) -> Plan:
 
 
 def num_slots_for(num_items: int, max_units: int, partial_bytes: int) -> int:
-    """Return how many items share a decoding row and KV head, so that `num_items` rows and KV heads keep all threads busy.
+    """Return how many items share each decoding row and KV head, so that `num_items` of these keep all threads busy.
 
     At most `max_units - 2` units of a row's run are worth an item of their own. Rows are not shared if partial results, which take
     `partial_bytes` for one unit of all rows, would take more than _MAX_PARTIAL_BYTES.

@@ -3,7 +3,7 @@
 AMX tile registers multiply bfloat16 if the processor has them. Vector registers multiply everything else: those loops are emitted
 as LLVM code to keep sums in registers.
 
-Legend: R query rows, K words that are summed, N vectors of 16 columns.
+Legend: R query rows, K words that are summed (`layout.Words`), N vectors of 16 columns.
 """
 
 from __future__ import annotations

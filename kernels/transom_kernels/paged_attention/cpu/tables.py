@@ -21,11 +21,12 @@ from transom_kernels.quantised_kv.cpu_rows import cache_address, row_bytes
 
 
 class TableReader(NamedTuple):
-    """Functions that read one kind of block table. Ordinary tables number keys by position, compact tables by aligned index.
+    """Functions that read one kind of block table. Ordinary tables number keys by their positions, compact tables by their aligned
+    indices (`policy_attention.cpu.table`).
 
     - visible(arguments, sequence, position) -> (sinks_end, run_begin, shift): the row at `position` sees the keys [0, sinks_end)
       (sink tokens) and [run_begin, position + 1) (the run).
-    - set_shift(memory, shift): must be called before keys are read: with 0 for sink tokens, with `shift` for the run.
+    - set_shift(memory, shift): the caller calls it before it reads keys: with 0 for sink tokens, with `shift` for the run.
     - index_of(memory, key): the index of a key; `index // P` is the number of its block, `index % P` its place in the block.
     - block_at(arguments, sequence, number): the id in the cache of the block with this number.
     """
@@ -66,7 +67,7 @@ def _index_of(memory, key):
 
 @helper
 def _block_at(arguments, sequence, number):
-    """Return a block's id, or block 0 if the table lacks it. The host checks before if it has the tables (`_check_blocks`)."""
+    """Return a block's id, or block 0 if the table lacks it: with tables on the host, `launcher._check_blocks` has checked that."""
     columns, num_sink_blocks = argument(arguments, AT.columns), argument(arguments, PAGED.num_sink_blocks)
     shift = num_sink_blocks - load_i32(argument(arguments, PAGED.first_block) + 4 * sequence)
     column = min(max(number if number < num_sink_blocks else number + shift, 0), columns - 1)
@@ -124,9 +125,8 @@ def write_block_scales(arguments, kv_head, block, offset, count, keys, values):
 
 
 def _make_walk(table: TableReader, write_block: Any, element_bytes: int) -> Any:
-    """Build walk(arguments, memory, sequence, kv_head, begin, end, keys, values): it calls `write_block` for each block.
-
-    The blocks are those of the keys [begin, end). The arrays `keys` and `values` have `element_bytes` bytes for each key.
+    """Build walk(arguments, memory, sequence, kv_head, begin, end, keys, values): it calls `write_block` for each block of the keys
+    [begin, end). The arrays `keys` and `values` have `element_bytes` bytes for each key.
     """
     index_of, block_at = table.index_of, table.block_at
 
@@ -205,7 +205,7 @@ def make_find_groups(kind: AttentionKind, table: TableReader, key_copies: int, v
                 v_copy += 16 * value_bytes
             keys, values = keys + 8, values + 8
             offset += 16
-            while offset >= size:
+            while offset >= size:  # several times if blocks are smaller than a group
                 number, offset = number + 1, offset - size
 
     return find_groups

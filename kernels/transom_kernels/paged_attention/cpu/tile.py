@@ -1,8 +1,8 @@
 """Computes a tile on CPUs: attention of query tokens of a prompt for one KV head, with an online softmax over tiles of keys.
 
 Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0, so a row's result
-does not depend on other rows. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
-of words). Keys that no row sees are packed as zeros, because their slots may hold NaN.
+does not depend on other rows. A key tile is packed once for all rows of the query tile: keys as columns, values as rows of words
+(`layout.Words`: a float32, or a pair of bfloat16). Keys that no row sees are packed as zeros, because their slots may hold NaN.
 
 A *row* is one query head of one token; the rows of a tile are ordered by token, then by head. SUB_ROWS rows are computed together:
 the scores of a key tile, their weights, the weighted values. Products use AMX tile registers if the processor has them.
@@ -64,11 +64,11 @@ from transom_kernels.paged_attention.cpu.tables import (
 
 
 class TileLoops(NamedTuple):
-    """The functions that compute a tile, called in this order. The middle two may be repeated for other queries and keys.
+    """The functions that compute a tile. The caller calls them in this order, the middle two again for other queries and keys.
 
     - begin_tile(memory): clear the results of the tile's rows.
-    - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens from query row `row` on,
-      out of argument `tensor`.
+    - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens, from query row `row` on,
+      out of the argument whose word is number `tensor`.
     - attend_keys(arguments, memory, sequence, kv_head, tokens, low, sinks_end, end): attend to the keys [0, sinks_end) and
       [low, end). Token t sees key k if k <= high[t] and (k >= low[t] or k < sinks_end); low and high are int64 arrays at the
       layout's `low_keys` and `high_keys`, which the caller has filled in ascending order.
@@ -193,11 +193,13 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
         """Attend with SUB_ROWS rows of the query tile to one tile of packed keys."""
         first, last = row // group, min((row + SUB_ROWS - 1) // group, tokens - 1)
         lows, highs = memory + layout.low_keys, memory + layout.high_keys
+        # keys up to the last row's own one, as whole groups of 32, which products with AMX take; none if all rows end before
         num_keys = min(KEY_TILE, (load_i64(highs + 8 * last) - begin + 32) // 32 * 32)
         if num_keys <= 0 or (load_i64(lows + 8 * first) >= begin + KEY_TILE and sinks_end <= begin):
             return
         multiply_keys(memory, row, num_keys)
         end = begin + num_keys
+        # whether a row does not see all of these keys
         is_masked = end - 1 > load_i64(highs + 8 * first) or (load_i64(lows + 8 * last) > begin and sinks_end < end)
         scale, cap = (
             float_of_bits(argument(arguments, RESULT.scale)),

@@ -1,11 +1,12 @@
-"""Computes a unit of a decoding row: attention of one query token and KV head to a range of keys, stored as a partial result.
+"""Computes a unit of a decoding row: attention of one query token and KV head to a range of keys, stored as a partial result
+(`row_results.py`).
 
 Queries and weights are words of floats, or 16-bit integers if the cache is int8 or int4. In a quantised cache the scale of a key
 multiplies its score, and the scale of a value multiplies its weight after the weights were summed.
 
 16-bit integers are multiplied in pairs and summed in int32. Widening stored numbers to 16-bit integers takes one instruction (to
 bfloat16: five), and integer products take half the time of bfloat16 products. Queries and softmax weights are rounded to 16-bit
-integers, with a scale for each query and each unit's weights. That is 250 times finer than the stored numbers that they multiply.
+integers, with a scale for each query and each unit's weights: 250 times finer (32767 / 127) than the stored numbers.
 Sums do not overflow: 512 products (MAX_WIDTH) of 32767 and at most 127, or 256 of weights, stay below 2 ** 31.
 
 Legend: G query heads per KV head.
@@ -81,7 +82,7 @@ def make_round_row(dtype: str, stride: int) -> Any:
     @helper
     def round_row(row, count, out):
         full, rest = count // 16 * 16, count % 16
-        top, undefined = splat(zero), splat(zero)
+        top, undefined = splat(zero), splat(zero)  # `undefined` becomes NaN where a number is not finite
         for k in range(0, full, 16):
             x = load(row + k * size)
             top, undefined = vector_max(top, vector_abs(x)), undefined + x * splat(zero)
@@ -94,7 +95,7 @@ def make_round_row(dtype: str, stride: int) -> Any:
             _store_halves(out + 2 * k, load(row + k * size) * inverse)
         if rest:
             _store_halves(out + 2 * full, load_part(row + full * size, rest) * inverse)
-        if (count + 15) // 16 % 2:
+        if (count + 15) // 16 % 2:  # an odd number of vectors of 16 integers
             _store_halves(out + 2 * ((count + 15) // 16 * 16), splat(zero))
         store_scalar_f32(out + stride - 64, maximum / largest + lane_sum(undefined))
 
@@ -126,7 +127,8 @@ def make_load_queries(kind: AttentionKind, *, as_integers: bool) -> Any:
 
 
 def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = None) -> Any:
-    """Build attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): attend to the keys [begin, end).
+    """Build attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): it attends to the keys [begin, end) and writes
+    a partial result.
 
     The queries are those that `load_queries` has left in memory, integers if `integer_words` says so. `find_groups` and, for
     quantised caches, `write_scales` are functions like those that `tables.make_find_groups` and `make_write_scales` build.

@@ -1,7 +1,9 @@
 """Launches the Triton kernels of `paged_attention`. A step is planned once for all layers (`launches.py`).
 
-In each layer every launch of the plan runs the kernel `attend` over the work items of one tiling; if tiles were split, the kernel
-`combine` follows. The arguments that depend on a layer's shapes and options are prepared at the first step (`LayerKernels`).
+A *tiling* cuts sequences into *tiles*, a few query tokens each, and splits tiles of decoding sequences along their keys; a *work
+item* is a tile or one of its splits (`work_items.py`). In each layer every launch of the plan runs the kernel `attend` over the
+work items of one tiling; if tiles were split, the kernel `combine` merges their partial results. The arguments that depend on a
+layer's shapes and options are prepared at the first step (`LayerKernels`).
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile.
 """

@@ -1,7 +1,12 @@
 """Plans the Triton launches of a batch once a step; all layers with the same launch key share the plan.
 
-A *launch key* is everything besides the batch that the plan depends on. The first layer with a key plans its launches. No plan can
-be made while a CUDA graph replays, so the graph's owner writes the plan beforehand and passes it to `set_launches`.
+A *launch key* is everything besides the batch on which the plan depends. The first layer with a key plans the launches for all
+layers with this key. No plan can be made while a CUDA graph replays, so the graph's owner makes the plan before:
+
+    launches_of(batch, key, device)       in an ordinary step, each layer's attention; the first layer with a key plans
+    keys = launch_keys_of(batch)          after a warm-up step, in which all layers have run
+    set_launches(batch, key, launches)    before a graph is captured, for each key; their work items are rewritten in place
+                                          before each replay
 
 A batch has at most one launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt.
 """

@@ -1,8 +1,9 @@
 """The CPU kernels `attend` and `combine` of `policy_attention`: those of `paged_attention`, over compact block tables.
 
 A prompt's tile attends twice within one softmax: to the sink tokens, with `sink_q` if it is given, then to the runs of its tokens.
-Units and key tiles begin at multiples of their size, counted in aligned indices (`table.py`). The shift is 0 for sink tokens. For
-the runs it is that of the tile's first token, which all tokens of a step share, since they are adjacent in the table.
+Units and key tiles begin at multiples of their size, counted in aligned indices: index in the table + *shift* (`table.py`). The
+shift of sink tokens is 0. The shift of the runs is that of the tile's first token; all tokens of a step have the same one, since
+they are adjacent in the table.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def visible_indices(arguments, sequence, position):
 def visible(arguments, sequence, position):
     """Return the ranges as aligned indices, and the shift of the run (`TableReader.visible`)."""
     sinks_end, run_begin, run_end = visible_indices(arguments, sequence, position)
-    shift = position + 1 - run_end
+    shift = position + 1 - run_end  # the row's own key, the last one, has table index run_end - 1
     return sinks_end, run_begin + shift, shift
 
 

@@ -4,9 +4,9 @@
 the table's keys, BLOCK_N table indices at a time, skips keys that none of its rows sees, and keeps an online softmax in base 2.
 `add_mass`: a program adds up the attention probabilities of one column of one table, over all rows and heads of the sequence.
 
-A *table index* is a key's place in the compact table (column * P + offset); `key_blocks` gives its position. Heads of other widths
-than powers of two are padded. Rows of quantised caches are multiplied as they are stored: a key's scale multiplies its scores, and
-a value's scale the weights, after the softmax sum.
+A *table index* is a key's place in the compact table (column * P + offset); `key_blocks` gives its position. Heads whose width is
+not a power of two are padded. Rows of quantised caches are multiplied as they are stored: a key's scale multiplies its scores, and
+a value's scale its weights, after the weights were added to the softmax sum.
 
 Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, M rows of a tile (tokens * G: row `m` is token
 `m // G` and query head `kv_head * G + m % G`), N keys of an iteration, D key width, E value width, P block size in tokens, B
@@ -32,7 +32,7 @@ def _sees(key, position, window, sinks):
 
 @triton.jit
 def _load_window(window, b):
-    """Return a sequence's window; the largest integer if it has none."""
+    """Return a sequence's window in tokens; the largest int32 if it has none."""
     tokens = tl.load(window + b)
     return tl.where(tokens > 0, tokens, 2147483647)
 
@@ -223,7 +223,10 @@ def add_mass(
     BLOCK_N: tl.constexpr,  # P, padded
     BLOCK_D: tl.constexpr,
 ):
-    """Add the mass of one column of one sequence's table."""
+    """Add to mass[b, column] the probabilities 2 ** (score - maximum) / sum of the column's keys, over all rows and heads.
+
+    The grid is (B, columns).
+    """
     b, column = tl.program_id(0), tl.program_id(1)
     if column >= tl.load(num_columns + b):
         return

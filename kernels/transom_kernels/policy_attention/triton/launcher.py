@@ -1,9 +1,9 @@
 """Launches the Triton kernels of `policy_attention` and `add_block_mass`, and chooses their tile sizes.
 
-One launch computes all sequences with one new token, and another one all other sequences in tiles of several tokens. Tables under a
-policy are short, so keys are not split among programs. Memory-bound decoding takes tiles of 16 rows, the least for a product on
-tensor cores; prompts take 64. These kernels compute only the rows of a step that have a policy, so there is one configuration for
-each kind, chosen to fit registers and shared memory.
+One launch computes all sequences with one new token, another one all other sequences, in tiles of several tokens. Tables under a
+policy are short, so keys are not split among programs. Decoding is memory-bound and takes tiles of 16 rows, the least for a product
+on tensor cores; prompts take 64. These kernels compute only the sequences of a step that have a policy. Speed matters less here, so
+decoding and prompts have one configuration each, chosen to fit registers and shared memory.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns, W tiles.
 """
@@ -59,6 +59,7 @@ def add_block_mass_triton(mass: torch.Tensor, inputs: PolicyInputs) -> None:
     refuse_old_device(inputs.k_cache)
     q, k_cache, batch, k_scale = inputs.q, inputs.k_cache, inputs.batch, inputs.k_scale
     config = _config(inputs, decodes=True)
+    # `mass` stands in for absent scales, which the kernel does not read
     add_mass[tuple(mass.shape)](
         mass, q, q if inputs.sink_q is None else inputs.sink_q, k_cache, inputs.statistics, batch.block_table,
         batch.key_blocks, batch.num_columns, batch.window, batch.sinks, batch.start, batch.query_offset,
@@ -105,8 +106,8 @@ def _tiles(batch: PolicyBatch, config: TileConfig, decodes: bool, device: torch.
 
 MIN_DOT_ROWS = 16
 PROMPT_ROWS = 64
-# The most registers that a thread can have. Without this limit ptxas spills one or two of them so that one more program fits on
-# a multiprocessor.
+# The most registers that a thread can have. Without this limit ptxas, CUDA's assembler, spills one or two of them so that one more
+# program fits on a multiprocessor.
 MAX_REGISTERS = 255
 
 
