@@ -143,7 +143,7 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes another piece, in transformers' order: highest score first, then by lengths."""
+    """Return every pair of pieces that makes another piece, in transformers' order: highest score first, then the longer halves."""
     found = []
     for piece, i in vocabulary.items():
         if types[i] != _NORMAL:

@@ -69,7 +69,7 @@ def copy_literal(reader: MarkupReader, write: Write) -> Reading[None]:
                 break
             else:
                 raise MalformedMarkupError
-        else:
+        else:  # no bracket is open any more
             return
 
 

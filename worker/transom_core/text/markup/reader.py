@@ -49,16 +49,20 @@ class Markers:
         If no complete marker follows, the marker is None and the end is where an incomplete one may begin, or the end of `text`.
         """
         match = self._pattern.search(text, start)
-        if match is None:
+        if (
+            match is None
+        ):  # an incomplete marker has fewer than `_longest` characters, so only these last ones are searched
             return (len(text) if ended else self._begun(text, max(start, len(text) - self._longest + 1))), None
         if not ended and match.end() == len(text) and self._goes_on(match.group()):
             return match.start(), None
         return match.start(), match.group()
 
     def _goes_on(self, found: str) -> bool:
+        """Return whether the characters that come next may turn the marker `found` into a longer one."""
         return any(len(text) > len(found) and text.startswith(found) for text in self.texts)
 
     def _begun(self, text: str, start: int) -> int:
+        """Return where an incomplete marker at the end of `text` may begin, at `start` or later; the end of `text` if none may."""
         for match in self._first.finditer(text, start):
             rest = text[match.start() :]
             if any(marker.startswith(rest) for marker in self.texts):

@@ -56,6 +56,7 @@ class DeepSeekV31Tools(ToolMarkup):
         yield from reader.expect(self.before_name)
         text, end = yield from reader.text_until(_NAME_ENDS)
         name = text.strip(SPACE)
+        # What ends the name must be the beginning of `before_arguments`: V3.1's separator, or the line end before V3's code fence.
         if not name or end != self.before_arguments[: len(end)]:
             raise MalformedMarkupError
         calls.begin(name)

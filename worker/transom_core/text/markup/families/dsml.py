@@ -77,7 +77,7 @@ class DsmlTools(ToolMarkup):
 
 
 class _Tags:
-    """The tags inside a block; `space` is what its form has after `｜DSML｜`."""
+    """The tags inside a block; `space` is what comes after `｜DSML｜`: a space in V4.1's form, nothing in the others."""
 
     def __init__(self, space: str) -> None:
         self.invoke = f"<{_TOKEN}{space}invoke"

@@ -192,6 +192,8 @@ class _Notation:
             return f"({self._lark.terminal('name', _KEY)} {self._lark.literal(':')} {self.value(schema.additional)})?"
         names = sorted(schema.properties, key=lambda name: (name.lower(), name))
         members = [f"{self._lark.literal(name + ':')} {self.value(schema.properties[name])}" for name in names]
+        # From the last member to the first. `heads` has an expression for each member that can be the first one written: a member
+        # that comes after a required one cannot be.
         heads: list[str] = []
         rest = ""  # expression for the members after this one, each with its comma
         for name, member in reversed(list(zip(names, members, strict=True))):

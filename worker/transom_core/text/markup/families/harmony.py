@@ -9,8 +9,8 @@
 `<|call|>` and `<|return|>` end an answer.
 
 Wrong headers are read as far as possible: the last of two channels counts, and a message without `<|message|>` is shown as text. A
-message for a tool that the request does not have (gpt-oss was trained with `python` and `browser`) is not for the user. It is not
-shown, but counted as `MalformedMarkup`, which has its text.
+message for a tool that the request does not have (gpt-oss was trained with `python` and `browser`) is not for the user: it is not
+shown, but counted, as a `MalformedMarkup` with its text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Header:
     channel: str | None
     recipient: str | None
     is_sound: bool  # the whole header could be read
-    is_usual: bool  # and has only what the format prescribes
+    is_usual: bool  # the header has only what the format prescribes
 
 
 class HarmonyFormat(AnswerFormat):
@@ -126,7 +126,7 @@ class _Answer:
             self._writer.end()
 
     def _begins_header(self) -> Reading[bool]:
-        """Return whether the answer begins like a header, with a marker or a recipient; other text is a message without one."""
+        """Return whether the answer begins with a header: a marker or a recipient. Other text is a message without a header."""
         if (yield from self._reader.peek()) in self._marker_begins:
             return True
         return (yield from self._reader.next_is(" to=")) or (yield from self._reader.next_is("to="))
@@ -158,8 +158,8 @@ class _Answer:
         return recipient not in (None, "assistant") and not str(recipient).startswith(_FUNCTIONS)
 
     def _read_header(self, marker: str) -> Reading[tuple[_Header | None, str]]:
-        """Read a header, and return it with the marker at its end. If no message follows, return None instead of the header; text
-        in it has been shown.
+        """Read a header. Return it, or None if no message follows it, and the marker at its end. If a header without a message has
+        text, the header is shown.
         """
         sections: list[tuple[str, list[str]]] = [(START, [])]  # the marker before a text, and the text
         if marker == self._m[CHANNEL]:
@@ -198,14 +198,14 @@ class _Answer:
             self._writer.drop_unfinished(markup)
 
     def _read_text(self, write: Write) -> Reading[str]:
-        """Read a message's text, and the marker at its end, which is returned. Stray markers inside the text are left out."""
+        """Read a message's text. Return the marker at its end. Stray `<|message|>` and `<|constrain|>` in the text are left out."""
         end = self._m[MESSAGE]
         while end in self._strays:
             end = yield from self._reader.until(self._marks, write)
         return end
 
     def _read_call(self, name: str) -> Reading[str]:
-        """Read the arguments of a call, any text after them, and the marker at its end, which is returned."""
+        """Read the arguments of a call, and any text after them. Return the marker at the call's end."""
         self._writer.reads_call = True
         self._writer.begin_call(name)
         try:
