@@ -14,7 +14,12 @@ MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their
 
 
 class VirtualTime:
-    """Has `now` and the accounts of clients. While a client has requests, the user of this class may keep its service instead."""
+    """Has `now` and the accounts of clients. While a client has requests, the user of this class may keep its service instead.
+
+    service = time.account(client)                  a client's first request comes
+    time.take_turn(service)                         the client with the least service has its turn
+    time.remember(client, service + cost / weight)
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +33,7 @@ class VirtualTime:
         return self._accounts.get(client, 0.0)
 
     def account(self, client: str) -> float:
-        """Return the service with which a client begins that has had no request until now: at least `now`."""
+        """Return the service with which a client begins when it has its first request after a pause: at least `now`."""
         return max(self.now, self.own_account(client))
 
     def take_turn(self, service: float) -> None:

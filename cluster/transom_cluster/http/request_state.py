@@ -32,7 +32,7 @@ class RequestState:
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     client: str = ONLY_CLIENT  # the API key's owner, which may see the timeline
     sharer: str = ""  # takes turns with other sharers: the client, or the address if there are no keys; empty: unknown
-    weight: float = 1.0  # the sharer gets turns in proportion to it
+    weight: float = 1.0  # the sharer's share of the turns is proportional to its weight
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None

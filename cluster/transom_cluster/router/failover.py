@@ -62,8 +62,8 @@ class Loss:
 class LossRecord:
     """The losses that one request may have caused since it last made progress.
 
-    `num_free` of them gave no strike (`FREE_LOSSES`); `strikes` has the others. `num_migrations` counts all migrations after a
-    loss.
+    `num_free` of them gave no strike (`FREE_LOSSES`); `strikes` has the others. `num_migrations` counts all migrations of the
+    request after a loss or a gap in its output, but not those from a worker that drains.
     """
 
     num_migrations: int = 0
@@ -184,10 +184,10 @@ AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverDecision(Generic[AnyAttempt]):
-    """What happens to the attempts of a lost worker.
+    """What happens to attempts that cannot continue at their worker.
 
-    `migrating` attempts go to other workers; those that have begun to stream come first. `given_up` attempts were lost more than
-    `max_resumes` times. `culprits` are stopped as poison requests.
+    `migrating` attempts go to other workers; those that have begun to stream come first. `given_up` attempts have migrated
+    `max_resumes` times already. `culprits` are stopped as poison requests.
     """
 
     migrating: list[AnyAttempt]

@@ -38,7 +38,7 @@ logger = logging.getLogger("transom.router")
 T = TypeVar("T")
 Attempts = Sequence[tuple[InFlightRequest, Request]]
 
-DRAIN_LOOK_S = 1.0
+DRAIN_LOOK_S = 1.0  # how often the drain of a model's last worker checks whether another worker has come
 
 
 class ConnectionBroken(Exception):

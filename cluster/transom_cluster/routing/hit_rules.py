@@ -15,7 +15,7 @@ from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.window_repair import repair_start
 
 MAX_REPAIRS = 65_536  # cached starts of window repairs, of some 100 bytes each
-_EVERY_BLOCK = 1 << 40
+_EVERY_BLOCK = 1 << 40  # more blocks than any prompt has
 
 
 class LeadingRule(NamedTuple):

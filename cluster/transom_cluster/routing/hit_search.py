@@ -45,6 +45,7 @@ class HitSearch:
         for reach, those in self._reaches(workers, tiers).items():
             floor = self._rules.repaired_from(reach)
             for start, these in self._starts(reach, floor, those, tiers):
+                # At the floor, a window repair computes the tokens from there to `reach`, so `reach` stays the hit's boundary.
                 hit = Found(start, reach if start == floor > 0 else start)
                 found.update(dict.fromkeys(_holders(these), hit))
         return found
@@ -74,6 +75,7 @@ class HitSearch:
                 for run in self._runs(group, step, segment) if begin // step < last else ():
                     gone = left & ~_devices(run.holders, tiers)
                     if gone and run.begin < last:
+                        # The largest boundary that does not need block `run.begin`: one hash block before the block's end.
                         failed.append(((run.begin + 1) * step - 1, gone))
                         left ^= gone
                 have_all &= left

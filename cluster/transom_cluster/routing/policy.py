@@ -2,9 +2,8 @@
 
 - **candidate**: one worker with the facts that matter for this request: tokens to compute, queue, running slots, KV pool, and
   measured rates. The policies get all candidates together, as one array for each fact, since there may be hundreds.
-- **cost** (of the policy `kv`): the expected seconds until the first token, plus the expected wait for blocks or a running slot as
-a
-  part of the time that an answer takes.
+- **cost** (of the policy `kv`): the expected seconds until the first token, plus the expected seconds of waiting for KV blocks or a
+  running slot (`pressure`, which is a share of an answer's time, times the time of one answer).
 - **home**: the worker that the prompt's first uncached tokens hash to (rendezvous hashing): equal prompts have equal homes at all
   routers.
 - **key**: the client's `prompt_cache_key`, a hint that requests with the same key have a prefix in common. The **key's worker** is

@@ -94,7 +94,7 @@ class PrefixTable:
         while (at := code.clear_holders(self.parts[part], *self._of_sets, words, at)) != code.DONE:
             self._make_sets(2 * len(self.sets), self.num_words)
         _, capacity, count = self.parts[part]
-        if capacity > LEAST_SLOTS and 2 * count < capacity:
+        if capacity > LEAST_SLOTS and 2 * count < capacity:  # shrink to 75 % full
             self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
         return int(capacity)
 

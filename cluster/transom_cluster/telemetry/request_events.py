@@ -23,8 +23,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 FailoverOutcome = Literal["resumed", "gave_up", "poison"]
-"""What became of a request whose worker was lost: it migrated, it was given up after too many losses, or it was stopped as a poison
-request."""
+"""What happened to a request whose worker was lost: it migrated, it was given up after too many losses, or it was stopped as a
+poison request."""
 
 
 class ChoiceOutput(Protocol):

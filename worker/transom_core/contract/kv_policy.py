@@ -65,7 +65,7 @@ class WindowPolicy(_Policy):
     type = "window"
     bound = "window"
     depends_on_history = False
-    window: int  # apart from sinks, no key is further from its query, so a sequence may exceed the model's length
+    window: int  # keys, except sinks, are at most this far from their query, so a stream may exceed the model's length
 
     def __post_init__(self) -> None:
         _check_sizes(self, "window")

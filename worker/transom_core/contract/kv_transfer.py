@@ -30,7 +30,7 @@ class PrefixQuery:
     """
 
     chain: tuple[bytes, ...]
-    num_tokens: int  # that the router expects to be a hit at the source
+    num_tokens: int  # the length of the hit that the router expects at the source
     groups: tuple[GroupSpec, ...]
     block_size: int  # of a hash block, in tokens
     identity: str = ""  # of the target's model

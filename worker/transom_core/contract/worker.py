@@ -29,7 +29,7 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
-    fetch_bytes_per_s: float = 0.0  # at which prefixes came from other workers
+    fetch_bytes_per_s: float = 0.0  # the rate at which prefixes came from other workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,9 @@ class WorkerInfo:
 class WorkerMessage:
     """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
 
-    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None where
-    the index has not changed, and `load` is None where it was not measured again. `taken` has the ids of this router's requests
-    that the worker admitted before it measured `load`, and after the load before.
+    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None if the
+    index has not changed, and `load` is None if it was not measured again. `taken` has the ids of this router's requests that the
+    worker admitted after the previous load report and before this one.
     """
 
     events: tuple[OutputEvent, ...] = ()

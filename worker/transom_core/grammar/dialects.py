@@ -45,7 +45,7 @@ def lark_of_grammar(text: str, *, param: str) -> str:
         raise RequestError(f"{param} is nested too deeply; send a flatter grammar.", param=param) from None
     except Exception as error:  # the library raises bare Exception, and IndexError at an unexpected end
         reason = "it ends too early" if isinstance(error, IndexError) else str(error)
-        raise RequestError(f"{param} is no EBNF that can be read: {reason}.", param=param) from None
+        raise RequestError(f"{param} is EBNF that cannot be read: {reason}.", param=param) from None
 
 
 def lark_of_structural_tag(tag: Mapping[str, Any], *, marker_id: Callable[[str], int | None], param: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Assumed until steps, loads from the host tier and reads from the disk have been measured.
 UNMEASURED_TOKEN_NS = 1_000_000
 UNMEASURED_BYTES_PER_S = 8 * 2**30
 UNMEASURED_READ_BYTES_PER_S = 10**9

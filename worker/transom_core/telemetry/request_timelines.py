@@ -85,8 +85,9 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one if none has ended. A
-    client that has more than a quarter of those that have ended displaces its own.
+    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one if none has ended.
+
+    If a client has more than a quarter of the ended timelines, the client with the most of them loses its oldest one instead.
     """
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:

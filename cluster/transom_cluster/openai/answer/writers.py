@@ -123,7 +123,15 @@ class ChoiceOutput:
 
 class ChunkWriter(ResponseWriter):
     """Writes a response whose stream consists of chunks. With `include_usage` every chunk has a field `usage`, which is null in all
-    chunks but the last."""
+    chunks but the last.
+
+    The constant JSON around a choice and around its text is made once (here without `usage`):
+
+        data: {"id":...,"choices":[{"index":   0,   "delta":{"content":   " sky"   },"logprobs":null,"finish_reason":null   }]}
+        _opening                               0,   text_field[0]         TEXT     text_field[1] ...                        _closing
+
+    `_text_openings[0]` is all that comes before the text of choice 0, and `_text_closing` all that comes after a text.
+    """
 
     kind: str
     """The `object` type of whole responses."""
