@@ -72,7 +72,7 @@ class LimitedChildren:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the children that run."""
+        """Return the process ids of the children that run."""
         with self._lock:
             return tuple(process.pid for process in self._all)
 

@@ -124,7 +124,7 @@ def process_name() -> str:
 
 @contextlib.contextmanager
 def request_log_scope() -> Iterator[None]:
-    """A context that begins without a request, and ends the effect of every `about_request` inside it."""
+    """Open a context that begins without a request, and that ends the effect of every `about_request` inside it."""
     token = _request.set(("", ""))
     try:
         yield

@@ -82,7 +82,7 @@ class LocalRay:
 
     @property
     def local_url(self) -> str:
-        """The server's URL for clients on this machine."""
+        """Return the server's URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 

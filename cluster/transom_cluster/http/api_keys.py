@@ -67,7 +67,7 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether any keys are configured, so that requests need one."""
+        """Return whether any keys are configured, so that requests need one."""
         return bool(self._fixed) or self._path is not None
 
     def owner_of(self, presented: bytes) -> KeyOwner | None:

@@ -87,7 +87,7 @@ class ClientLimits:
 
     @property
     def num_clients(self) -> int:
-        """The number of clients that have a bucket and a counter here."""
+        """Return the number of clients that have a bucket and a counter here."""
         return len(self._clients)
 
     @contextlib.contextmanager

@@ -39,12 +39,12 @@ class RequestState:
 
     @property
     def counted_as(self) -> str:
-        """The client whose limits hold: the API key's owner, or the address if there are no keys."""
+        """Return the client whose limits hold: the API key's owner, or the address if there are no keys."""
         return self.sharer or self.client
 
     @property
     def age_s(self) -> float:
-        """Seconds since the request arrived, including the time to receive its body and to tokenise its prompt."""
+        """Return the seconds since the request arrived, including the time to receive its body and to tokenise its prompt."""
         return time.monotonic() - self.arrival_s
 
 

@@ -72,12 +72,12 @@ class LossRecord:
 
     @property
     def num_losses(self) -> int:
-        """The number of losses that this request may have caused."""
+        """Return the number of losses that this request may have caused."""
         return self.num_free + len(self.strikes)
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request has a strike."""
+        """Return whether the request has a strike."""
         return bool(self.strikes)
 
     def is_on_trial(self, max_lost_workers: int) -> bool:
@@ -172,11 +172,11 @@ class Attempt(Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether the worker may have the attempt."""
+        """Return whether the worker may have the attempt."""
 
     @property
     def awaits_reply(self) -> bool:
-        """Whether the worker has not replied to its submission."""
+        """Return whether the worker has not replied to its submission."""
 
 
 AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)

@@ -95,7 +95,7 @@ class RequestQueue:
 
     @property
     def num_submitting(self) -> int:
-        """The number of submissions to workers that run now; each has one request or several."""
+        """Return the number of submissions to workers that run now; each has one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:

@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """The facts about the worker that are the same for all requests: a value for each of `FACTS`."""
+        """Return the facts about the worker that are the same for all requests: a value for each of `FACTS`."""
         return (
             self.queue_tokens,
             self.num_requests,

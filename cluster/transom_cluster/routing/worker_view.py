@@ -27,7 +27,7 @@ class HitTokens(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The tokens from all places together."""
+        """Return the tokens from all places together."""
         return sum(self)
 
     @classmethod

@@ -34,7 +34,7 @@ class ChoiceOutput(Protocol):
 
     @property
     def num_hit_tokens(self) -> int:
-        """Prompt tokens that the first worker found in its prefix cache; 0 for all choices of a prompt but the first."""
+        """Return the number of prompt tokens that the first worker found in its prefix cache; 0 for a prompt's other choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Terms:
 
-    sinks    the first tokens of a sequence, which every policy keeps, because models put much attention on them whatever they say
+    sinks    the first tokens of a sequence, which every policy keeps, because models put much attention on them for any text
     window   the most recent tokens, the one that is computed included
     budget   the most tokens that a sequence keeps
 
@@ -48,7 +48,7 @@ class _Policy:
 
     @property
     def text(self) -> str:
-        """The policy's canonical text."""
+        """Return the policy's canonical text."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         sizes = (f"{name}={one if isinstance(one, Integral) else float(one)!r}" for name, one in values.items())
         return " ".join((self.type, *sizes))

@@ -85,12 +85,12 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, without the resumed output tokens."""
+        """Return the number of prompt tokens, without the resumed output tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may begin after a cached prefix, wherever that comes from.
+        """Return whether the request may begin after a cached prefix, wherever that comes from.
 
         Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
         policy keeps that depends on its history is in no cache.

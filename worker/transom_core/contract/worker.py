@@ -70,7 +70,7 @@ class WorkerInfo:
 
     @property
     def identity(self) -> str:
-        """The identity of the model and of all else that decides its numbers; empty if it is not known."""
+        """Return the identity of the model and of all else that decides its numbers; empty if it is not known."""
         return self.cache.identity
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader
 
-# llama.cpp's name of an architecture -> config.json's model_type. Of "olmo2", those with windows.
+# llama.cpp's name of an architecture -> config.json's model_type. "olmo2" names OLMo 2 and 3; only OLMo 3 has windows.
 FAMILIES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "cohere2", "smollm3")},
     "gemma3": "gemma3_text",

@@ -126,7 +126,7 @@ class TimelineStore:
 
     @property
     def num_events(self) -> int:
-        """The events of all timelines."""
+        """Return the number of events of all timelines."""
         return self._num_ended_events + sum(len(timeline.events) for timeline in self.running())
 
     def running(self) -> list[Timeline]:

@@ -73,7 +73,7 @@ class ResponseWriter(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """The response's `system_fingerprint`."""
+        """Return the response's `system_fingerprint`."""
         return system_fingerprint(self.identity)
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
@@ -111,7 +111,7 @@ class ChoiceOutput:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """Return all text so far."""
         return self._text.getvalue()
 
     def add(self, event: OutputEvent) -> None:

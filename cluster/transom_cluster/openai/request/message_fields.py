@@ -40,7 +40,7 @@ class ContentPart(WireModel, frozen=True, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether the part is text and has no other content."""
+        """Return whether the part is text and has no other content."""
         others = (self.image_url, self.input_audio, self.video_url, self.file, self.refusal)
         return self.type == "text" and self.text is not None and others == (NULL,) * len(others)
 
@@ -63,7 +63,7 @@ class ToolCall(WireModel, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Roughly how much work the call is, in characters of text."""
+        """Return roughly how much work the call is, in characters of text."""
         return CALL_CHARS + len(self.function.name) + len(memoryview(self.function.arguments))
 
 
@@ -85,7 +85,7 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Roughly how much work the message is, in characters of text. An empty one counts, too: the template renders it."""
+        """Return roughly how much work the message is, in characters of text. An empty message counts too, since it is rendered."""
         parts = self.content or ()
         text = len(parts) if isinstance(parts, str) else sum(PART_CHARS + len(part.text or "") for part in parts)
         others = (self.name, self.refusal, self.reasoning_content, self.reasoning)

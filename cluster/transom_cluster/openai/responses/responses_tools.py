@@ -38,7 +38,7 @@ class ToolName:
 
     @property
     def chat_name(self) -> str:
-        """The name of the tool's function in the chat."""
+        """Return the name of the tool's function in the chat."""
         return self.name if self.namespace is None else f"{self.namespace}{_SEPARATOR}{self.name}"
 
 
