@@ -14,7 +14,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 WorkerRole = Literal["prefill", "decode", "both"]
 
 NO_PARSER = "none"  # the parser setting that leaves tool calls, or reasoning, as ordinary text
-DEFAULT_CPU_KV_SHARE = 0.25  # of the host memory that is free after the model is loaded: the KV pool on CPUs
+DEFAULT_CPU_KV_SHARE = 0.25  # the KV pool on CPUs, as a share of the host memory that is free after loading the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class EngineConfig:
     log_format: LogFormat = "text"
 
 
-MAX_CHOICES = 128  # by default
+MAX_CHOICES = 128  # the default of `LimitsConfig.max_choices`
 RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
 
 

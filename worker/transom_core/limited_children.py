@@ -68,7 +68,7 @@ class LimitedChildren:
         self._unprepared: Message | None = None  # the answer of a child that could not prepare itself
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
-        self._prepared: set[subprocess.Popen[bytes]] = set()  # those that have got the first message
+        self._prepared: set[subprocess.Popen[bytes]] = set()  # the children that have got the first message
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class LimitedChildren:
 
         def give_up() -> None:
             is_late.set()
-            process.kill()  # which ends the reading and writing of the pipes, too
+            process.kill()  # this also ends the reading and writing of the pipes below
 
         timer = threading.Timer(self._wall_s, give_up)
         timer.daemon = True

@@ -93,7 +93,7 @@ class InFlightRequest:
         self.was_accepted = False  # some worker has accepted it
         self.is_migrating = False  # its worker was lost, and no other worker has accepted it yet
         self.record = LossRecord()
-        self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
+        self.refusals: dict[str, ErrorInfo] = {}  # worker -> why; not asked again before the next retry
         self.submitted_s = time.monotonic()
         self.queued_s = self.submitted_s  # when it last entered the request queue
         self.wait_until_s = 0.0  # when the request queue fails the request if it still waits

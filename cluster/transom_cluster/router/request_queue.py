@@ -247,7 +247,7 @@ class RequestQueue:
         if not request.was_accepted and request not in self._waiting and not self._makes_room(request):
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
-        if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
+        if is_quarantined:  # the request waits for suspects, not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]

@@ -58,7 +58,7 @@ class WorkerPool:
         self._tokenizer = tokenizer  # digest of the router's tokenizer; workers with another one get no requests
         self._present: Mapping[str, WorkerClient] = {}  # the directory's last list
         self._tasks = BackgroundTasks()
-        self._followers: dict[str, asyncio.Task[None]] = {}  # by worker id
+        self._followers: dict[str, asyncio.Task[None]] = {}  # worker id -> the task that follows its connection
 
     def start(self) -> None:
         """Begin to watch the directory."""

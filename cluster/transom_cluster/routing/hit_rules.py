@@ -47,7 +47,7 @@ class HitRules:
         self.leading = [LeadingRule(i, step, _EVERY_BLOCK) for i, step in self._full]
         self.leading += [LeadingRule(i, 1, one.num_sink_blocks) for i, one in self.sliding if one.num_sink_blocks]
         self._repairs = shape.window_repair and bool(full) and bool(self.sliding)
-        self._repaired_from: dict[int, int] = {}  # by boundary
+        self._repaired_from: dict[int, int] = {}  # boundary -> the hash block at which its repair starts
 
     def shared_ranges(self, boundary: int, *, is_repaired: bool) -> Iterator[SharedRange]:
         """Yield the blocks that a hit shares with the cache. If its windows are repaired, sliding groups share only sink blocks."""

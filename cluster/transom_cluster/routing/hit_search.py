@@ -35,9 +35,8 @@ class HitSearch:
 
     def __init__(self, table: PrefixTable, rules: HitRules, prompt: PromptChain, limit: int) -> None:
         self._table, self._rules, self._prompt, self._limit = table, rules, prompt, limit
-        self._segments: dict[
-            tuple[int, int, int], list[Run]
-        ] = {}  # (group, hash blocks per block, segment) -> its runs
+        # (group, hash blocks per block, segment) -> the segment's runs
+        self._segments: dict[tuple[int, int, int], list[Run]] = {}
 
     def find(self, workers: int, *, tiers: int) -> dict[int, Found]:
         """Return the hits on the workers' first `tiers` tiers, by holder."""

@@ -59,7 +59,7 @@ class Candidate:
     queue_tokens: int = 0  # tokens that the worker computes before those of the request
     num_requests: int = 0  # running and waiting
     max_num_seqs: int = 1
-    used_share: float = 0.0  # of the KV pool, by running sequences
+    used_share: float = 0.0  # share of the KV pool that running sequences use
     prefill_tokens_per_s: float = 0.0  # 0: not measured
     decode_step_s: float = 0.0  # 0: not measured
     fetch_bytes_per_s: float = 0.0  # 0: not measured
@@ -86,7 +86,7 @@ class Candidates:
     """All workers that may take a request; every array has an item for each of them."""
 
     num_to_compute: npt.NDArray[np.int64]
-    extra_s: npt.NDArray[np.float64]  # to load or fetch the cached prefix, before the other tokens can be computed
+    extra_s: npt.NDArray[np.float64]  # seconds to load or fetch the cached prefix, before the other tokens are computed
     facts: npt.NDArray[np.float64]  # [facts, workers]
     seeds: npt.NDArray[np.uint64]  # `worker_seed` of each
 

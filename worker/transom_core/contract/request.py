@@ -78,7 +78,7 @@ class Request:
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps
     prefix_source: PrefixSource | None = None
     prefill_only: bool = False
-    grammar: str | None = None  # of the whole output, in llguidance's dialect of Lark; None: any output
+    grammar: str | None = None  # the grammar of the whole output, in llguidance's dialect of Lark; None: any output
     grammar_bytes: int = 0  # 0: unknown
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION

@@ -25,7 +25,7 @@ class WorkerLoad:
     num_waiting: int = 0
     max_num_seqs: int = 1
     waiting_tokens: int = 0
-    used_share: float = 0.0  # of the KV pool's bytes, in blocks that sequences hold
+    used_share: float = 0.0  # share of the KV pool's bytes that are in blocks which sequences hold
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
@@ -58,7 +58,7 @@ class WorkerInfo:
     loaded_at_s: float = 0.0
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
-    block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
+    block_bytes: tuple[int, ...] = ()  # the most bytes of one block of each group, over all ranks; empty: not known
     can_fetch: bool = False  # fetch prefixes from other workers, and lend them its own
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     device: str = ""

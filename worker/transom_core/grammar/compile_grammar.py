@@ -21,12 +21,12 @@ MAX_REASON_CHARS = 300  # the library quotes the text that it refuses, which may
 
 # docs/structured_output.md has the measurements that these comments quote.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=300_000,  # of the regular expressions: a schema with 10,000 enumerated strings takes 200,000
-    max_items_in_row=5_000,  # of one place in a grammar: 1,200 optional properties, whose mask takes 10 ms
-    step_lexer_fuel=100_000,  # of a mask: about 7 ms
-    step_max_items=20_000,  # of a mask: about 1 ms
-    max_lexer_states=20_000,  # of an answer: about 2 kB each
-    max_grammar_size=50_000,  # symbols
+    initial_lexer_fuel=300_000,  # work on the regular expressions: a schema with 10,000 enumerated strings takes 200,000
+    max_items_in_row=5_000,  # items at one position: 1,200 optional properties reach it, and their mask takes 10 ms
+    step_lexer_fuel=100_000,  # work of the lexer for one mask: about 7 ms
+    step_max_items=20_000,  # items that the parser makes for one mask: about 1 ms
+    max_lexer_states=20_000,  # states that one answer may reach: about 2 kB each
+    max_grammar_size=50_000,  # symbols of the grammar
     verbose_errors=False,
 )
 _UNSUPPORTED_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")

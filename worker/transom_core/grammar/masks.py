@@ -36,7 +36,7 @@ class GrammarMasks:
     def __init__(self, vocab_size: int, *, num_threads: int | None = None) -> None:
         """`num_threads` is the number of threads; None: the number that this process may use, up to MAX_THREADS."""
         self._vocab_size = vocab_size
-        self._num_bytes = -(-vocab_size // 8)  # of a row in a plan
+        self._num_bytes = -(-vocab_size // 8)  # bytes of a row in a plan
         self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._executor: LLExecutor | None = None
         self._bits = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)  # [rows, ceil(V / 32)]

@@ -26,7 +26,8 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 
 BLOCK_ALIGNMENT_BYTES = 256
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}  # of an element
+# Bytes of one element.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 
 
 class Role(StrEnum):

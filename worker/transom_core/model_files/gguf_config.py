@@ -102,8 +102,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header, name),
         "vocab_size": _number(header, f"{name}.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors
-        and name != "qwen2",  # Qwen 2 has biases only on q, k and v
+        # Qwen 2 has biases only on q, k and v.
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors and name != "qwen2",
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
     }

@@ -22,8 +22,8 @@ from transom_core.clock import steady_time_s
 from transom_core.fair_cache import CLIENT_SHARE
 
 MAX_TIMELINES = 2000
-MAX_EVENTS = 200  # of one timeline; above it, events from the timeline's middle are merged
-MAX_ENDED_EVENTS = 40_000  # of all ended timelines together: about 14 MB
+MAX_EVENTS = 200  # events of one timeline; above it, events from the timeline's middle are merged
+MAX_ENDED_EVENTS = 40_000  # events of all ended timelines together: about 14 MB
 _NUM_FIRST = 50  # events that a long timeline keeps from its beginning
 _NUM_MERGED = 50  # events that are merged at once
 
@@ -96,7 +96,7 @@ class TimelineStore:
         self._running: dict[str, Timeline] = {}  # by request id, in order of arrival
         self._ended: dict[str, Timeline] = {}  # by request id, in order of their ends
         self._num_ended_events = 0
-        self._num_ended_of: Counter[str] = Counter()  # by client
+        self._num_ended_of: Counter[str] = Counter()  # client -> its ended timelines
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)

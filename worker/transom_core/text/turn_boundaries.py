@@ -58,7 +58,7 @@ class ChatTokens:
         """Return the turn boundaries; `ends` are the ascending positions in the text at which messages end."""
         found = {end: self._at_marker(end) for end in ends}
         unknown = [end for end, count in found.items() if count is None]
-        num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))  # that comparisons may still tokenise
+        num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))  # characters that may still be tokenised
         for end in [*unknown[:1], *reversed(unknown[1:])]:  # the first message, then the latest ones
             num_chars -= end
             if num_chars >= 0:

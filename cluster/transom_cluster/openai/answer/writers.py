@@ -27,7 +27,7 @@ from transom_core import __version__, contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 
 DONE = "data: [DONE]\n\n"
-FINGERPRINT_DIGITS = 16  # of the identity
+FINGERPRINT_DIGITS = 16  # digits of the model's identity that a fingerprint shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class ResponseWriter(ABC):
         self.metadata = metadata
         self.readers = readers
         self.usage = UsageTotals(requests, readers)
-        self.identity = ""  # of the model that computes the answer; set before the first chunk or the body
+        self.identity = ""  # the identity of the model that computes the answer; set before the first chunk or the body
 
     @property
     def fingerprint(self) -> str:

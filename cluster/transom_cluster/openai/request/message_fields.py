@@ -50,7 +50,7 @@ class CalledFunction(WireModel, frozen=True, kw_only=True):
 
     name: str
     arguments: Annotated[Raw, Meta(extra_json_schema={"type": "string"})] = any_json()
-    parsed_arguments: Raw = any_json()  # of OpenAI's client, ignored
+    parsed_arguments: Raw = any_json()  # OpenAI's client adds it; ignored
 
 
 class ToolCall(WireModel, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
     audio: None = None
     function_call: None = None
     annotations: Raw = any_json()
-    parsed: Raw = any_json()  # of OpenAI's client, ignored
+    parsed: Raw = any_json()  # OpenAI's client adds it; ignored
 
     @property
     def num_chars(self) -> int:

@@ -18,7 +18,7 @@ from transom_core.text.markup.schema_types import resolved, schema_types
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
 _MAX_ALTERNATIVES = 32  # kinds of objects of one schema; nested choices multiply, and each kind becomes a rule
-_MAX_DEPTH = 8  # of choices inside choices
+_MAX_DEPTH = 8  # how deeply choices may be inside choices
 _NOT_HELD = (
     "not",
     "if",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # an integer is a number
-_MAX_DEPTH = 16  # of references and combinations
+_MAX_DEPTH = 16  # references and combinations that are followed; a schema may refer to itself
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
