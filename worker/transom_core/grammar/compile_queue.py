@@ -7,10 +7,11 @@ sent them.
 
 Example: A sends the texts s, t and s, and then B sends u. The order is s, u, t, and A's third request needs no compiling.
 
-    queue.add(job)                                             a request comes
-    while job := queue.next_job():                             the thread that compiles
-        queue.compiled(job, outcome); queue.charge(job, s)
-        while known := queue.next_known(): ...                 the requests that get their outcomes
+    queue.add(job)                                        a request comes
+    if known := queue.next_known(): ...                   the compiler's thread, in a loop: first the requests with known outcomes,
+    elif job := queue.next_job():                         then the next text
+        queue.compiled(job, outcome)
+    queue.charge(job, seconds)
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class CompileQueue(Generic[Owner, Outcome]):
             self.cancel(owner)
 
     def _remove(self, job: CompileJob[Owner]) -> None:
+        """Remove a request, and forget its text and clients that no other request needs."""
         del self._clients[job.client].jobs[job]
         self._num_jobs -= 1
         jobs = self._jobs_of[job.owner]

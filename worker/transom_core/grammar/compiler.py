@@ -222,6 +222,7 @@ class GrammarCompiler(Generic[Owner]):
             return self._thread is me and not self._is_closed
 
     def _compile(self, job: CompileJob[Owner]) -> GrammarMatcher | RequestError:
+        """Compile a job's text. Cache the outcome, unless the error was unexpected or the thread was abandoned meanwhile."""
         begin_s = time.perf_counter()
         compiled: GrammarMatcher | RequestError
         is_kept = True

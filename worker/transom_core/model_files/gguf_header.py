@@ -83,6 +83,7 @@ def _read(path: Path, _mtime_ns: int, size: int) -> GgufHeader:
 
 
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
+    """Parse version, metadata and table of tensors. The tensors' data begins at the next multiple of the alignment."""
     cursor = _Cursor(data, 4)
     version = cursor.scalar("I")
     if version not in (2, 3):

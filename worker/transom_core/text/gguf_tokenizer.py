@@ -54,6 +54,7 @@ def read_gguf_vocabulary(path: Path) -> GgufVocabulary:
 
 
 def _build(header: GgufHeader, tokens: list[str]) -> Tokenizer:
+    """Build the tokenizer with its added tokens; if the file says so, it puts the bos token before each text."""
     is_sentencepiece = header.require("tokenizer.ggml.model") == "llama"
     rust = _sentencepiece(header, tokens) if is_sentencepiece else _byte_level(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])

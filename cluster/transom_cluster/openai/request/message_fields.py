@@ -131,6 +131,7 @@ def _template_message(message: ChatMessage, path: str, names: dict[str, str]) ->
 
 
 def _check_fields(message: ChatMessage, path: str) -> None:
+    """Raise RequestError for an unknown role, or for a field that belongs to messages of another role."""
     if message.role == "function":
         raise RequestError(
             f"{path}.role is 'function', of an older API; send role 'tool' with tool_call_id.", param=f"{path}.role"

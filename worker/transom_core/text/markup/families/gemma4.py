@@ -159,6 +159,7 @@ class _Notation:
         return self._rules[key]
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Yield an expression for each listed value, or for each JSON type that the schema allows."""
         listed = listed_values(schema)
         if listed is not None:
             yield from (self._listed(value) for value in listed)

@@ -51,6 +51,8 @@ _PROMPT_END = "<|start|>assistant"
 _FUNCTIONS = "functions."
 _CONTENT_TYPES = ("", "json", "code", "text")
 _CHANNELS = (None, "analysis", "commentary", "final")
+# The texts after START (role, recipient) and after CHANNEL (channel, recipient, content type), in which every part may be missing.
+# Instead of CONSTRAIN, models may write a text that begins with `<`.
 _ROLE = re.compile(r"\s*(?P<name>[\w.]+(?=\s|$))?\s*(?:to=(?P<recipient>[^\s<]+))?(?:<\S*)?\s*")
 _CHANNEL = re.compile(r"\s*(?P<name>\w+(?=\s|$))?\s*(?:to=(?P<recipient>[^\s<]+))?(?:<\S*)?\s*(?:json|code|text)?\s*")
 
@@ -266,6 +268,7 @@ def _call(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _parse(sections: Sequence[tuple[str, Sequence[str]]]) -> _Header:
+    """Return what a header says. `sections` has, for each marker of the header, the marker and the pieces of text after it."""
     role = _ROLE.fullmatch("".join(sections[0][1]))
     texts = ["".join(pieces) for marker, pieces in sections if marker == CHANNEL]
     content_types = ["".join(pieces).strip(SPACE) for marker, pieces in sections if marker == CONSTRAIN]

@@ -77,6 +77,7 @@ class _ArrayCalls(ToolMarkup):
 
 
 def _read_named(calls: CallReading) -> Reading[None]:
+    """Read one call in the form since v11. `[ARGS]` may be missing if the call has no id."""
     reader = calls.reader
     name = yield from _read_word(reader)
     if (yield from reader.skip(_CALL_ID)):

@@ -54,6 +54,7 @@ class Llama4Tools(PythonicTools):
 
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
+    """Read one call, `name(key=value, ...)`. A trailing comma is allowed, as in Python."""
     reader = calls.reader
     name = yield from reader.run(_NAME)
     yield from reader.skip_space()
