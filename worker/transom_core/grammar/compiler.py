@@ -47,7 +47,7 @@ class CompiledGrammar(NamedTuple, Generic[Owner]):
 
 
 class GrammarCompiler(Generic[Owner]):
-    """Compiles grammars; the engine's thread calls it. The first grammar starts the compiler's own thread and its vocabulary.
+    """Compiles grammars; the engine's thread calls it. The compiler's own thread starts with the first grammar.
 
     `seconds` is the time that compiling took; `num_compiled` and `num_cached` count the grammars that were compiled, and those that
     were found in the cache. Errors are cached too, so that a client that sends a broken schema again gets its error at once.

@@ -4,8 +4,8 @@ A writer belongs to one HTTP request. For a stream, `chunks` turns each event of
 response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of the
 writers whose streams consist of chunks of one kind (chats and completions).
 
-A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For
-example the text " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before the first token.
+A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For example, the text
+" sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ResponseMetadata:
 
 
 def system_fingerprint(identity: str) -> str:
-    """Return the text that names what computed an answer: the version of Transom, and the first digits of the model's identity if
-    the identity is known."""
+    """Return a text that changes when an answer's numbers may change: the version of Transom, and the first digits of the model's
+    identity if the identity is known."""
     return "-".join(filter(None, ("transom", __version__, identity[:FINGERPRINT_DIGITS])))
 
 
@@ -61,7 +61,7 @@ def data_line(payload: Mapping[str, object]) -> str:
 
 
 class ResponseWriter(ABC):
-    """Writes one response. `readers` has one parser per choice, or is empty if the answers need no parsing."""
+    """Writes one response. `readers` has one reader per choice, or is empty if the answers need no parsing."""
 
     def __init__(
         self, metadata: ResponseMetadata, requests: Sequence[Request], *, readers: Sequence[AnswerReader] = ()

@@ -1,4 +1,4 @@
-"""`MarkupParser`: feeds an answer's tokens to the code that reads its markup, and collects the parts.
+"""`MarkupParser`: feeds an answer's tokens to the code that reads the markup, and returns the parts of the answer.
 
 With `skip_special_tokens`, a special token adds no text to the answer. In two cases the parser reads the token's own text instead:
 if the token is one of the format's markers, or if it is inside a call's arguments, as when a model writes a file about chat markup.
