@@ -1,6 +1,7 @@
-"""`VirtualTime`: accounts of how much service each client has had, divided by its weight, of a resource that clients use in turns.
+"""`VirtualTime`: lets clients use a resource in fair turns. Each client has an account of its *service*: how much of the resource
+it has used, divided by its weight.
 
-The next turn is that of the client with the least *service*; *now* is the service of the client that had the last turn. A client
+The client with the least service has the next turn; *now* is the service of the client that had the last turn. A client
 that returns after a pause starts at `now`, so a pause earns no credit. Service beyond `now` stays on its account, so leaving and
 returning clears no debt. Start-time fair queueing (Goyal et al. 1996) and the virtual token counter ("Fairness in Serving Large
 Language Models", Sheng et al. 2024) keep these accounts.

@@ -1,4 +1,4 @@
-"""Limits each client at one router: token buckets for what it may use in a minute, and counters for what it may have at once.
+"""Limits each client at one router: token buckets limit what a client uses per minute, and counters what it has at once.
 
 Each kind of request has its own limits: requests with a body (POST), all others (GET), costly GETs, and streams of the block map.
 Since one POST may become a hundred sequences, the work of POSTs is limited as well (`WorkLimits`): sequences at once, and tokens of

@@ -1,5 +1,5 @@
-"""`LoadRates`: what computing a token, loading a block from the host tier, and reading a block from the disk tier cost, in whole
-nanoseconds.
+"""`LoadRates`: the costs, in whole nanoseconds, of computing a token, of loading a block from the host tier, and of reading a block
+from the disk tier.
 
 The hit search weighs them against each other (`prefix_search`). Worker and router must find the same hits, so the rates are
 integers, and each change of them is a numbered change of the prefix index.

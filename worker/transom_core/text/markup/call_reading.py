@@ -1,4 +1,4 @@
-"""`CallReading`: through it, the parser of a family of models reads tool calls and writes them. It handles malformed markup.
+"""`CallReading`: the methods with which a model family's parser reads and writes tool calls. It also handles malformed markup.
 
     yield from calls.run(marker, read)      `read` is the family's parser; for each call it does:
         calls.begin(name)

@@ -1,4 +1,4 @@
-"""Reads objects and choices from a JSON schema, for grammars of markup that writes a call's arguments not as JSON.
+"""Reads objects and choices from a JSON schema, for grammars of markup whose arguments are not JSON.
 
 Such a grammar enforces types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and patterns of
 strings. A schema with a keyword that the grammar cannot enforce (`_NOT_HELD`) is refused by an error that names the keyword, so

@@ -1,4 +1,4 @@
-"""`ParameterWriter`: writes a call's arguments as a JSON object, for markup that has them as named texts.
+"""`ParameterWriter`: writes a call's arguments as a JSON object, for markup whose arguments are named texts.
 
 Example: the texts `city` = `Paris` and `days` = `3`, with a schema in which `days` is an integer, become
 

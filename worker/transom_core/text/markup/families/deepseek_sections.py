@@ -1,4 +1,4 @@
-"""`deepseek_v3` and `deepseek_v31`: an answer's calls are in one section, each call between special tokens.
+"""The parsers `deepseek_v3` and `deepseek_v31`: an answer's calls are in one section, each call between special tokens.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json

@@ -1,4 +1,4 @@
-"""`gemma4`: a call's arguments are an object in the model's own notation, with unquoted keys and strings between `<|"|>`.
+"""The parser `gemma4`: a call's arguments are an object in the model's own notation, with unquoted keys, and strings in `<|"|>`.
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],at:{home:true}}<tool_call|>
 

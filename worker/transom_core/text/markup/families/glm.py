@@ -1,4 +1,4 @@
-"""`glm45` and `glm47`, of GLM 4.5 to 5: a call is a name followed by the arguments as keys and values.
+"""The parsers `glm45` and `glm47`, for GLM 4.5 to 5: a call is a name followed by the arguments as keys and values.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>

@@ -1,4 +1,4 @@
-"""`openai`, gpt-oss's harmony: an answer consists of messages, each with a header that names its channel and its recipient.
+"""The parser `openai`, for gpt-oss's harmony format: an answer consists of messages, whose headers name channel and recipient.
 
     <|channel|>analysis<|message|>Rain?<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>

@@ -1,4 +1,4 @@
-"""`mistral`: calls after `[TOOL_CALLS]`, in one of two forms, which the parser distinguishes by what follows the marker.
+"""The parser `mistral`: calls after `[TOOL_CALLS]`, in one of two forms. The text after the marker tells the form.
 
 Since tokenizer v11 (Mistral Small 3.2, Magistral, Devstral, Ministral 3), each call has a marker; its id is optional and dropped:
 

@@ -1,4 +1,4 @@
-"""`pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
+"""The parsers `pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
 
     [get_weather(city='San Francisco', metric='celsius'), get_time()]
 

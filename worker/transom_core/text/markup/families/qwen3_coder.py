@@ -1,4 +1,4 @@
-"""`qwen3_coder` (also `qwen3_xml`), of Qwen3-Coder and Qwen 3.5 and later: calls are XML-like tags, arguments are plain text.
+"""The parser `qwen3_coder` (or `qwen3_xml`), for Qwen3-Coder and Qwen 3.5 on: calls are XML-like tags, arguments plain text.
 
     <tool_call>
     <function=get_weather>
