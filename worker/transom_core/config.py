@@ -132,7 +132,7 @@ RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """Limits of one client; None: no limit. A client is one API key; without keys, one address."""
+    """Limits of each client and of each request; None: no limit. A client is one API key; without keys, one address."""
 
     requests_per_minute: int | None = None  # of each client
     concurrent_requests: int | None = None  # of each client

@@ -7,7 +7,7 @@
     │   ├── PromptTooLong      longer than the model's length               400
     │   └── RequestTooLarge    could never fit the KV pool                  400
     ├── Overloaded             queue full; try again after `retry_after_s`  503
-    ├── RateLimited            the client is over its own limit             429
+    │   └── RateLimited        the client is over its own limit             429
     ├── RequestTimeout         the request's deadline passed                408
     ├── WorkerLost             the worker is lost; another can take over    503
     │   └── EngineDead         its step loop has ended for good             503

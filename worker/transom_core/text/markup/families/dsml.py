@@ -7,8 +7,8 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-`｜DSML｜` is one token. A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes up
-to its end tag; other tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space
+`｜DSML｜` is one token. A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes
+up to its end tag; other tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space
 after `｜DSML｜`. Each parser reads all forms.
 """
 
