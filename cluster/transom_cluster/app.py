@@ -124,6 +124,7 @@ def build_local_app(settings: Mapping[str, Any]) -> serve.Application:
 
 
 def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> serve.Application:
+    """Check the settings, compute the resources of each group of workers, and bind the groups' deployments to the router's."""
     for name, place in SERVE_PROXY_SETTINGS.items():
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")

@@ -14,7 +14,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 WorkerRole = Literal["prefill", "decode", "both"]
 
 NO_PARSER = "none"  # the parser setting that leaves tool calls, or reasoning, as ordinary text
-DEFAULT_CPU_KV_SHARE = 0.25  # of the host memory that is free after the model is loaded: the KV pool on CPUs
+DEFAULT_CPU_KV_SHARE = 0.25  # the KV pool on CPUs, as a share of the host memory that is free after loading the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
     Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
-    `preemption_mode` says what happens to a preempted sequence's blocks where there is a host tier. If `steps_in_flight` is None,
-    the worker chooses it once it knows its device (`settings.device_defaults`); a scheduler without a worker, as in tests, takes 1.
+    `preemption_mode` says what happens to a preempted sequence's blocks if there is a host tier. If `steps_in_flight` is None, the
+    worker chooses it once it knows its device (`settings.device_defaults`); a scheduler without a worker, as in tests, takes 1.
     """
 
     max_num_seqs: int = 64
@@ -74,8 +74,8 @@ class SchedulerConfig:
 class RanksConfig:
     """The ranks of one worker: the processes that split every layer of its model.
 
-    Where there are several, `launcher` starts them as local processes or as Ray actors. A step that takes longer than
-    `step_timeout_s` counts as hung, even that of a single rank.
+    If there are several ranks, `launcher` starts them as local processes or as Ray actors. A step that takes longer than
+    `step_timeout_s` counts as hung, even if there is only one rank.
     """
 
     size: int = 1
@@ -85,7 +85,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Where spans are sent (OTLP over HTTP), and the share of requests to trace where the client's traceparent does not say."""
+    """Where spans are sent (OTLP over HTTP), and the share of requests to trace if no traceparent of the client decides."""
 
     endpoint: str
     sample_ratio: float = 1.0
@@ -126,13 +126,13 @@ class EngineConfig:
     log_format: LogFormat = "text"
 
 
-MAX_CHOICES = 128  # by default
+MAX_CHOICES = 128  # the default of `LimitsConfig.max_choices`
 RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """Limits of one client; None: no limit. A client is one API key; without keys, one address."""
+    """Limits of each client and of each request; None: no limit. A client is one API key; without keys, one address."""
 
     requests_per_minute: int | None = None  # of each client
     concurrent_requests: int | None = None  # of each client
@@ -189,7 +189,7 @@ class ServerConfig:
     tool_call_parser: str | None = None  # None: by the model's family
     reasoning_parser: str | None = None  # None: by the model's family
     enable_auto_tool_choice: bool = True
-    allowed_origins: tuple[str, ...] = ()  # whose pages browsers let call this API; "*" allows all
+    allowed_origins: tuple[str, ...] = ()  # browsers let pages of these origins call this API; "*" allows all
     limits: LimitsConfig = LimitsConfig()
     priorities: PriorityConfig = PriorityConfig()
     failover: FailoverConfig = FailoverConfig()

@@ -7,7 +7,7 @@
     │   ├── PromptTooLong      longer than the model's length               400
     │   └── RequestTooLarge    could never fit the KV pool                  400
     ├── Overloaded             queue full; try again after `retry_after_s`  503
-    ├── RateLimited            the client is over its own limit             429
+    │   └── RateLimited        the client is over its own limit             429
     ├── RequestTimeout         the request's deadline passed                408
     ├── WorkerLost             the worker is lost; another can take over    503
     │   └── EngineDead         its step loop has ended for good             503
@@ -86,10 +86,10 @@ class RateLimited(Overloaded):
 
 
 class WorkerLost(TransomError):
-    """The worker died, starts again or is being replaced. Its requests can migrate to any worker, and to itself once it runs
-    again.
+    """The worker died, starts again or is being replaced. Its requests can migrate to any worker, even to the same one once it
+    runs again.
 
-    `num_lost` is the number of requests that the worker had begun to compute when it was lost, where the worker says so.
+    `num_lost` is the number of requests that the worker had begun to compute when it was lost; None if it did not report that.
     """
 
     def __init__(self, message: str, *, loss_cause: LossCause = "unknown", num_lost: int | None = None) -> None:

@@ -52,7 +52,7 @@ class FairCache(Generic[Key, Value]):
         return self._client_bytes.get(client, 0)
 
     def get(self, key: Key) -> Value | None:
-        """Return the value of a key, and note that it was used; None if there is none, or not any more."""
+        """Return the value of a key, and note that it was used; None if there is none, or if its `keep_s` have passed."""
         entry = self._entries.get(key)
         if entry is None:
             return None

@@ -1,11 +1,11 @@
-"""Child processes that run what comes from outside, under limits of CPU time, time and memory.
+"""Child processes that run untrusted work of requests under limits of CPU time, wall-clock time and memory.
 
 Some work of a request cannot be bounded from within: a chat template is a program, and a JSON schema can make the library that
-compiles it work for hours. So it runs in a child process, which a signal ends when a task takes too long; the parent then starts
-another. The first task starts a child, and later ones reuse it. A child does one task at a time: while `MAX_PROCESSES` children are
-busy, further tasks wait. A child that does not answer for `wall_s` (because it is stopped, or gets no CPU time) is killed, and
-another one gets the task. Children run at a lower priority (`nice`) than the processes that serve requests. They end with their
-parent.
+compiles it work for hours. So this work runs in a child process. A signal ends a child whose task takes too long, and the parent
+then starts another one. The first task starts a child, and later tasks reuse it. A child does one task at a time: while
+`MAX_PROCESSES` children are busy, further tasks wait. A child that does not answer for `wall_s` (because it is stopped, or gets no
+CPU time) is killed, and another one gets the task. Children run at a lower priority (`nice`) than the processes that serve
+requests. They end with their parent.
 
 A child runs this module as its main program, `python -m transom_core.limited_children MODULE CPU_S MEMORY_BYTES`, and ends when
 its standard input is closed. Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII.
@@ -13,8 +13,8 @@ its standard input is closed. Both pipes carry messages: four bytes with the len
     first message    the child calls `prepare(first)` of MODULE, which returns the function `respond`; there are no limits yet
     each task        the child calls `respond(task)` under the limits, and sends the answer, which is any object
 
-The answer `{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced. A
-child that cannot prepare itself answers `{"unprepared": "..."}`; since no other child could either, none is started again.
+The answer `{"too_large": "it needs more than ..."}` says that the task has exceeded a limit; the child is then replaced. If
+`prepare` fails, the child answers `{"unprepared": "..."}`; it would fail in any other child too, so no other one is started.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class LimitedChildren:
         self._unprepared: Message | None = None  # the answer of a child that could not prepare itself
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
-        self._prepared: set[subprocess.Popen[bytes]] = set()  # those that have got the first message
+        self._prepared: set[subprocess.Popen[bytes]] = set()  # the children that have got the first message
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the children that run."""
+        """Return the process ids of the children that run."""
         with self._lock:
             return tuple(process.pid for process in self._all)
 
@@ -133,7 +133,7 @@ class LimitedChildren:
 
         def give_up() -> None:
             is_late.set()
-            process.kill()  # which ends the reading and writing of the pipes, too
+            process.kill()  # this also ends the reading and writing of the pipes below
 
         timer = threading.Timer(self._wall_s, give_up)
         timer.daemon = True
@@ -155,6 +155,7 @@ class LimitedChildren:
         return answer
 
     def _reason(self, status: int, *, is_late: bool) -> Message:
+        """Return the answer to a task whose child has ended with this exit status instead of answering."""
         if is_late and status == -signal.SIGKILL:
             return {"killed": f"its process did not answer for {self._wall_s:g} s"}
         memory = f"its memory is limited to {self._memory_bytes >> 20} MiB"
@@ -203,8 +204,8 @@ def _serve(module: str, cpu_s: float, memory_bytes: int) -> None:
     try:
         respond: Respond = task_module.prepare(first)
     except MemoryError:
-        raise  # there may be more memory for the next one
-    except BaseException as error:  # of native code as well, whose panics are no Exceptions
+        raise  # there may be more memory for the next child
+    except BaseException as error:  # panics of native code are not subclasses of Exception
         _send(answers, {"unprepared": f"{type(error).__name__}: {error}"[:_MAX_REASON]})
         return
     limit = memory_bytes + _address_space_bytes()

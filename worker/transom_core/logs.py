@@ -28,7 +28,7 @@ _request: ContextVar[tuple[str, str]] = ContextVar("transom_request", default=("
 
 
 class TextLines(logging.Formatter):
-    """Formats a line as text, with `[request id]` in front of the message where the line is about a request."""
+    """Formats a line as text, with `[request id]` before the message if the line is about a request."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT)
@@ -124,7 +124,7 @@ def process_name() -> str:
 
 @contextlib.contextmanager
 def request_log_scope() -> Iterator[None]:
-    """A context that begins without a request, and ends the effect of every `about_request` inside it."""
+    """Open a context that begins without a request, and that ends the effect of every `about_request` inside it."""
     token = _request.set(("", ""))
     try:
         yield

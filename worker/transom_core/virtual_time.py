@@ -1,6 +1,7 @@
-"""`VirtualTime`: accounts of how much service each client has had, divided by its weight, of a resource that clients use in turns.
+"""`VirtualTime`: lets clients use a resource in fair turns. Each client has an account of its *service*: how much of the resource
+it has used, divided by its weight.
 
-The next turn is that of the client with the least *service*; *now* is the service of the client that had the last turn. A client
+The client with the least service has the next turn; *now* is the service of the client that had the last turn. A client
 that returns after a pause starts at `now`, so a pause earns no credit. Service beyond `now` stays on its account, so leaving and
 returning clears no debt. Start-time fair queueing (Goyal et al. 1996) and the virtual token counter ("Fairness in Serving Large
 Language Models", Sheng et al. 2024) keep these accounts.
@@ -14,7 +15,12 @@ MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their
 
 
 class VirtualTime:
-    """Has `now` and the accounts of clients. While a client has requests, the user of this class may keep its service instead."""
+    """Has `now` and the accounts of clients. While a client has requests, the user of this class may keep its service instead.
+
+    service = time.account(client)                  a client's first request comes
+    time.take_turn(service)                         the client with the least service has its turn
+    time.remember(client, service + cost / weight)
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +34,7 @@ class VirtualTime:
         return self._accounts.get(client, 0.0)
 
     def account(self, client: str) -> float:
-        """Return the service with which a client begins that has had no request until now: at least `now`."""
+        """Return the service with which a client begins when it has its first request after a pause: at least `now`."""
         return max(self.now, self.own_account(client))
 
     def take_turn(self, service: float) -> None:

@@ -1,5 +1,5 @@
-"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults; shows
-what is wrong with them."""
+"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults. Also
+shows the errors of wrong settings."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ SETTLE_S = 0.1  # the proxy needs this time to send the last bytes that routers 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors without GPUs keep CUDA_VISIBLE_DEVICES as it is
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_enable_metrics_collection": "0",  # Ray's own metrics are on a port that is open to all; Transom's are at /metrics
     # Without these reports, which nothing reads here, an idle server seldom wakes up.
@@ -82,7 +82,7 @@ class LocalRay:
 
     @property
     def local_url(self) -> str:
-        """The server's URL for clients on this machine."""
+        """Return the server's URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
@@ -179,7 +179,8 @@ class LocalRay:
         return {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            # For which a client may send nothing of a request that it has begun, or read nothing; a silent worker does not count.
+            # HAProxy closes a connection whose client has sent nothing of a begun request, or read nothing, for this time. The time
+            # in which a worker sends nothing does not count.
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
             **ports,
         }
@@ -244,7 +245,8 @@ def keep_signal_handlers() -> Iterator[None]:
     """Restore the signal handlers after Ray's start: Ray installs a SIGTERM handler that raises SystemExit in Python, and a native
     one that dumps a stack.
 
-    Ray's processes inherit that SIGHUP is blocked: the end of a terminal reaches all processes of its group, and this one decides.
+    SIGHUP is blocked while Ray starts, and Ray's processes inherit that: when a terminal closes, all processes of its group get
+    SIGHUP, and only this process may decide how the server ends.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -60,7 +60,7 @@ class LogFollower:
                     self._out.flush()
 
     def _new_lines(self, path: Path) -> list[bytes]:
-        """Return the whole lines that were written to a file since the last call, at most `max_read_bytes` of them."""
+        """Return the whole lines that were written to a file since the last call, at most `max_read_bytes` bytes."""
         begin = self._num_read_bytes.get(path, 0)
         try:
             with path.open("rb") as file:

@@ -67,7 +67,7 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether any keys are configured, so that requests need one."""
+        """Return whether any keys are configured, so that requests need one."""
         return bool(self._fixed) or self._path is not None
 
     def owner_of(self, presented: bytes) -> KeyOwner | None:
@@ -84,6 +84,7 @@ class ApiKeys:
         return [_digest_and_owner(*one) for one in read_key_file(path, flag=self._flag).items()]
 
     def _reload_if_changed(self) -> None:
+        """Read the key file again if it has changed; look at most once every `FILE_CHECK_PERIOD_S`."""
         now_s = self._clock()
         if self._path is None or now_s < self._next_check_s:
             return

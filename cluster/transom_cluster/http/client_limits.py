@@ -1,4 +1,4 @@
-"""Limits each client at one router: token buckets for what it may use in a minute, and counters for what it may have at once.
+"""Limits each client at one router: token buckets limit what a client uses per minute, and counters what it has at once.
 
 Each kind of request has its own limits: requests with a body (POST), all others (GET), costly GETs, and streams of the block map.
 Since one POST may become a hundred sequences, the work of POSTs is limited as well (`WorkLimits`): sequences at once, and tokens of
@@ -25,8 +25,8 @@ from transom_core.contract import Request
 from transom_core.errors import Overloaded, RateLimited, RequestError
 from transom_core.fair_cache import CLIENT_SHARE
 
-HELD_BODY_BYTES = 1 << 30  # that the bodies of all requests at one router may have together
-MAX_CLIENT_REQUESTS = 7_500  # at once without a setting; Serve gives a router 10,000 (`app.MAX_ONGOING_REQUESTS`)
+HELD_BODY_BYTES = 1 << 30  # the limit of the bodies of all requests at one router together
+MAX_CLIENT_REQUESTS = 7_500  # of one client at once, if not set; a router takes 10,000 (`app.MAX_ONGOING_REQUESTS`)
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0
 
@@ -87,7 +87,7 @@ class ClientLimits:
 
     @property
     def num_clients(self) -> int:
-        """The number of clients that have a bucket and a counter here."""
+        """Return the number of clients that have a bucket and a counter here."""
         return len(self._clients)
 
     @contextlib.contextmanager
@@ -176,8 +176,8 @@ class LimitSet:
 class HeldBodies:
     """The bytes of the bodies of all requests that have not ended.
 
-    All may hold `max_bytes`. A client that holds more than a quarter gets no more once half of that is in use: one alone may hold
-    half, and others find room beside it.
+    All clients together may hold `max_bytes`. Once half of that is in use, a client that holds more than a quarter gets no more. So
+    one client alone may hold half, and there is room for the others.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -29,8 +29,8 @@ from transom_core.errors import Overloaded, RequestError, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
-MANY_TOKENS = 256  # an event with this many tokens takes milliseconds to parse; afterwards other requests get a turn
-OTHERS_TURN = ""  # a piece of a stream that gives other requests a turn on the event loop
+MANY_TOKENS = 256  # an event with this many tokens takes milliseconds to parse; after it, other requests get a turn
+OTHERS_TURN = ""  # an empty piece of a stream: before the next piece, other requests get a turn on the event loop
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

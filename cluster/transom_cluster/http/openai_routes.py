@@ -41,7 +41,7 @@ _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 
 
 class OpenAiRoutes:
-    """Route handlers for one router. They parse bodies themselves, whatever the content type, so that errors can name fields."""
+    """Route handlers for one router. They parse bodies of any content type themselves, so that errors can name fields."""
 
     def __init__(self, router: Router, threads: RequestThreads, work: WorkLimits) -> None:
         self._router = router

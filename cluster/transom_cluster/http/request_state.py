@@ -32,19 +32,19 @@ class RequestState:
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     client: str = ONLY_CLIENT  # the API key's owner, which may see the timeline
     sharer: str = ""  # takes turns with other sharers: the client, or the address if there are no keys; empty: unknown
-    weight: float = 1.0  # the sharer gets turns in proportion to it
+    weight: float = 1.0  # the sharer's share of the turns is proportional to its weight
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None
 
     @property
     def counted_as(self) -> str:
-        """The client whose limits hold: the API key's owner, or the address if there are no keys."""
+        """Return the client whose limits hold: the API key's owner, or the address if there are no keys."""
         return self.sharer or self.client
 
     @property
     def age_s(self) -> float:
-        """Seconds since the request arrived, including the time to receive its body and to tokenise its prompt."""
+        """Return the seconds since the request arrived, including the time to receive its body and to tokenise its prompt."""
         return time.monotonic() - self.arrival_s
 
 

@@ -80,7 +80,7 @@ class TokenizeRoutes:
         tokenizer = self._router.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        variables = body.template_variables()  # a prompt does not use them, but they are checked all the same
+        variables = body.template_variables()  # checked even if the body has a prompt, which does not use them
         if body.messages is not None:
             if body.add_special_tokens:
                 raise RequestError(

@@ -74,7 +74,7 @@ def complete_openapi_document(
                 operation["requestBody"] = {"required": True, "content": _json(_add_body(path, schemas))}
     for path in admin_paths:
         error = _json(_add(response_types.ErrorBody, schemas))
-        document["paths"][path]["get"]["responses"]["403"] = {"description": "The key is no admin's.", "content": error}
+        document["paths"][path]["get"]["responses"]["403"] = {"description": "Not an admin key.", "content": error}
         document["paths"][path]["get"]["security"] = [{"key": []}]
     if needs_key or admin_paths:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

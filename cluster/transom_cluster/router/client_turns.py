@@ -46,8 +46,9 @@ def charge(accounts: VirtualTime, request: InFlightRequest) -> None:
 class TurnQueue:
     """A queue whose requests leave it by turns of their clients: first all requests whose streams have begun, then new ones.
 
-    A client's place is set when its first request comes and after each of its turns, so that a turn costs O(log clients). A place
-    is out of date if another request of the client is next now, or if its account has grown; `take` corrects it when it comes up.
+    A *place* is a client's entry in a heap that `take` reads from the smallest account up. A client gets a place when its first
+    request comes and after each of its turns, so that a turn costs O(log clients). A place is out of date if another request of the
+    client is next now, or if the client's account has grown; `take` corrects it when it reaches the top of the heap.
     """
 
     def __init__(self, turns: VirtualTime, policy: SchedulingPolicy) -> None:
@@ -147,9 +148,9 @@ class WaitingRequests:
     ) -> InFlightRequest | None:
         """Return the request that makes room for a newcomer in a queue that is full with `max_requests` or `max_tokens`.
 
-        It is the newest new request of the client with the highest level that has one. A client's *level* is the share of the queue
-        that it has, by requests or by tokens, whichever is larger, divided by its weight. None if no such client has a higher level
-        than the newcomer's client would then have, so that the newcomer itself must go.
+        A client's *level* is its share of the queue, by requests or by tokens, whichever is larger, divided by its weight. Of the
+        clients that have new requests, the one with the highest level loses its newest new request. Return None if no such client
+        has a higher level than the newcomer's client would have with the newcomer: then the newcomer itself must go.
         """
 
         def level(num_requests: int, num_tokens: int, weight: float) -> float:

@@ -62,8 +62,8 @@ class Loss:
 class LossRecord:
     """The losses that one request may have caused since it last made progress.
 
-    `num_free` of them gave no strike (`FREE_LOSSES`); `strikes` has the others. `num_migrations` counts all migrations after a
-    loss.
+    `num_free` of them gave no strike (`FREE_LOSSES`); `strikes` has the others. `num_migrations` counts all migrations of the
+    request after a loss or a gap in its output, but not those from a worker that drains.
     """
 
     num_migrations: int = 0
@@ -72,12 +72,12 @@ class LossRecord:
 
     @property
     def num_losses(self) -> int:
-        """The number of losses that this request may have caused."""
+        """Return the number of losses that this request may have caused."""
         return self.num_free + len(self.strikes)
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request has a strike."""
+        """Return whether the request has a strike."""
         return bool(self.strikes)
 
     def is_on_trial(self, max_lost_workers: int) -> bool:
@@ -172,11 +172,11 @@ class Attempt(Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether the worker may have the attempt."""
+        """Return whether the worker may have the attempt."""
 
     @property
     def awaits_reply(self) -> bool:
-        """Whether the worker has not replied to its submission."""
+        """Return whether the worker has not replied to its submission."""
 
 
 AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)
@@ -184,10 +184,10 @@ AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverDecision(Generic[AnyAttempt]):
-    """What happens to the attempts of a lost worker.
+    """What happens to attempts that cannot continue at their worker.
 
-    `migrating` attempts go to other workers; those that have begun to stream come first. `given_up` attempts were lost more than
-    `max_resumes` times. `culprits` are stopped as poison requests.
+    `migrating` attempts go to other workers; those that have begun to stream come first. `given_up` attempts have migrated
+    `max_resumes` times already. `culprits` are stopped as poison requests.
     """
 
     migrating: list[AnyAttempt]

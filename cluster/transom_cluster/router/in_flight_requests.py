@@ -93,7 +93,7 @@ class InFlightRequest:
         self.was_accepted = False  # some worker has accepted it
         self.is_migrating = False  # its worker was lost, and no other worker has accepted it yet
         self.record = LossRecord()
-        self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
+        self.refusals: dict[str, ErrorInfo] = {}  # worker -> why; not asked again before the next retry
         self.submitted_s = time.monotonic()
         self.queued_s = self.submitted_s  # when it last entered the request queue
         self.wait_until_s = 0.0  # when the request queue fails the request if it still waits
@@ -104,17 +104,17 @@ class InFlightRequest:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the worker may have the attempt."""
+        """Return whether the worker may have the attempt."""
         return self.state in _AT_A_WORKER
 
     @property
     def awaits_reply(self) -> bool:
-        """Whether the worker has not replied to the submission."""
+        """Return whether the worker has not replied to the submission."""
         return self.state is AttemptState.SENT
 
     @property
     def has_ended(self) -> bool:
-        """Whether no more output comes."""
+        """Return whether no more output comes."""
         return self.state is AttemptState.ENDED
 
     def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
@@ -124,7 +124,7 @@ class InFlightRequest:
 
     @property
     def num_hit_tokens(self) -> int:
-        """Prompt tokens that the first worker found in its prefix cache; 0 for all choices of a prompt but the first."""
+        """Return the number of prompt tokens that the first worker found in its prefix cache; 0 for a prompt's other choices."""
         is_first_choice = self.original.choice_index == 0
         return self._usage.num_cached_tokens if self._usage is not None and is_first_choice else 0
 
@@ -309,12 +309,12 @@ class InFlightRequests:
 
     @property
     def request_ids(self) -> list[str]:
-        """The request ids of all attempts."""
+        """Return the request ids of all attempts."""
         return list(self._requests)
 
     @property
     def requests(self) -> Iterable[InFlightRequest]:
-        """The requests of all attempts."""
+        """Return the requests of all attempts."""
         return self._requests.values()
 
     def get(self, request_id: str) -> InFlightRequest | None:

@@ -26,7 +26,7 @@ class ModelLimitsTracker:
 
     @property
     def current(self) -> ModelLimits:
-        """The limits that were reported last.
+        """Return the limits that were reported last.
 
         Raises:
             EngineDead: no worker has connected so far.

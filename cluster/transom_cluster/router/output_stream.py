@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from transom_core.contract import ErrorInfo, LogprobTable, OutputEvent, Request
 
-MAX_BUFFERED = 512  # with more waiting events than this, plus one per choice, those of each choice are joined
+MAX_BUFFERED = 512  # if more events wait than this, plus one per choice, the events of each choice are joined
 # An event with this many tokens is not joined with further events, because a whole event is parsed at once.
 MAX_JOINED_TOKENS = 1024
 

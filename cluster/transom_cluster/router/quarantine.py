@@ -26,7 +26,7 @@ class Quarantine:
 
     @property
     def has_trials(self) -> bool:
-        """Whether requests are on trial."""
+        """Return whether requests are on trial."""
         return bool(self._trials)
 
     def watch(self, requests: Iterable[InFlightRequest]) -> None:

@@ -11,6 +11,10 @@ A worker may not take a request if
 - the worker is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other
   workers are connected;
 - the quarantine forbids it, because the request or another one is a suspect (`failover`, `quarantine`): a worker has at most one.
+
+The queue tries a new request once, and then waiting ones in **sweeps**: a sweep tries every waiting request once, at most
+`MAX_PLACED_AT_ONCE` per turn of the event loop. A sweep follows each event that may let a worker take a request (`place_soon`), and
+each retry.
 """
 
 from __future__ import annotations
@@ -76,10 +80,10 @@ class RequestQueue:
         self._waiting = WaitingRequests()
         self._sweep: TurnQueue | None = None  # waiting requests that the present sweep has still to try to place
         self._sweeps_again = False
-        # client -> workers that refused a request of it which waits; emptied at each retry
+        # client -> workers that refused a request of the client which still waits; emptied at each retry
         self._refusing: dict[str, set[str]] = {}
         self._placing_arrived: asyncio.Handle | None = None
-        self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
+        self._placing: asyncio.Handle | None = None  # the call that begins or continues a sweep
         self._retry: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -91,7 +95,7 @@ class RequestQueue:
 
     @property
     def num_submitting(self) -> int:
-        """The number of submissions to workers that run now; each has one request or several."""
+        """Return the number of submissions to workers that run now; each has one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
@@ -162,8 +166,8 @@ class RequestQueue:
         """Give each request to the best worker that may take it; requests that no worker may take wait.
 
         A worker that refused a request which still waits gets no later request of this client, because that would overtake the
-        waiting one. The requests of each client are a submission of their own, of which a worker accepts all or none: it may refuse
-        a client that has its share.
+        waiting one. A worker accepts all or none of a submission, and it may refuse one client, which has its share of the worker
+        already; so each submission has the requests of one client only.
         """
         groups: dict[tuple[str, str], list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
@@ -243,7 +247,7 @@ class RequestQueue:
         if not request.was_accepted and request not in self._waiting and not self._makes_room(request):
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
-        if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
+        if is_quarantined:  # the request waits for suspects, not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]
@@ -255,14 +259,15 @@ class RequestQueue:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
     def _keeps_from_others(self, request: InFlightRequest) -> bool:
-        """Return whether a request may go only to one identity, at which other choices of its answer are, while workers of another
-        one have not refused it. If these choices were not there, it could go to them, so that it waits instead of failing."""
+        """Return whether a worker of another identity could take a request that its answer's other choices pin to one identity.
+
+        Such a request waits instead of failing: without the other choices, the worker might have taken it."""
         pinned = request.output.identity
         others = [one for one in self._available() if one.identity != pinned and one.worker_id not in request.refusals]
         return pinned is not None and bool(others)
 
     def _makes_room(self, newcomer: InFlightRequest) -> bool:
-        """Return whether the queue has room for a newcomer, after requests of clients that have more of it were failed."""
+        """Make room for a newcomer in a full queue: fail requests of clients with larger shares. Return whether there is room."""
         while self._is_full:
             error = Overloaded(TOO_MANY.format(n=len(self._waiting)))
             displaced = self._waiting.one_to_displace(newcomer, max_requests=MAX_WAITING, max_tokens=MAX_WAITING_TOKENS)

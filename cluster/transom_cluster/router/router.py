@@ -135,12 +135,12 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router takes requests: a worker's stream is open, and the router is not being stopped."""
+        """Return whether the router takes requests: a worker's stream is open, and the router is not being stopped."""
         return not self.is_draining and any(connection.takes_requests for connection in self.connections.values())
 
     @property
     def served(self) -> dict[str, list[WorkerConnection]]:
-        """The workers that take requests, by the identity of their model, the newest identity first."""
+        """Return the workers that take requests, by the identity of their model, the newest identity first."""
         return by_identity(one for one in self.connections.values() if one.takes_requests)
 
     def state(self) -> RouterState:

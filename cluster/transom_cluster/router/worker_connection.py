@@ -38,7 +38,7 @@ logger = logging.getLogger("transom.router")
 T = TypeVar("T")
 Attempts = Sequence[tuple[InFlightRequest, Request]]
 
-DRAIN_LOOK_S = 1.0
+DRAIN_LOOK_S = 1.0  # how often the drain of a model's last worker checks whether another worker has come
 
 
 class ConnectionBroken(Exception):
@@ -112,44 +112,44 @@ class WorkerConnection:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests may be sent here."""
+        """Return whether new requests may be sent here."""
         return self.is_open and not self.is_draining and self.speaks_our_tokens
 
     @property
     def speaks_our_tokens(self) -> bool:
-        """Whether the worker has the router's tokenizer. While one model replaces another, it may have a different one."""
+        """Return whether the worker has the router's tokenizer. While one model replaces another, it may have a different one."""
         theirs = "" if self.info is None else self.info.tokenizer
         return not theirs or not self._tokenizer or theirs == self._tokenizer
 
     @property
     def identity(self) -> str:
-        """The identity of the worker's model; empty if it is not known."""
+        """Return the identity of the worker's model; empty if it is not known."""
         return "" if self.info is None else self.info.identity
 
     @property
     def loaded_at_s(self) -> float:
-        """When the worker began to load its model; 0 if that is not known."""
+        """Return the time at which the worker began to load its model; 0 if that is not known."""
         return 0.0 if self.info is None else self.info.loaded_at_s
 
     @property
     def max_num_seqs(self) -> int:
-        """How many requests the worker runs at once; 1 until it has reported its load."""
+        """Return how many requests the worker runs at once; 1 until it has reported its load."""
         return 1 if self.load is None else self.load.max_num_seqs
 
     @property
     def num_requests(self) -> int:
-        """How many requests the worker has: of all routers, by its last report, or of this router, if these are more."""
+        """Return how many requests the worker has: by its last report, which counts all routers', or this router's if more."""
         reported = 0 if self.load is None else self.load.num_running + self.load.num_waiting
         return max(reported, len(self.in_flight))
 
     @property
     def state(self) -> Literal["open", "closed", "draining"]:
-        """The connection's state, for metrics and the list of workers."""
+        """Return the connection's state, for metrics and the list of workers."""
         return "draining" if self.is_draining else "open" if self.is_open else "closed"
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The limits of the worker's model; None until the stream has been opened once."""
+        """Return the limits of the worker's model; None until the stream has been opened once."""
         if self.info is None:
             return None
         return ModelLimits(

@@ -111,7 +111,7 @@ class WorkerEvents:
         try:
             self._placer.remove_worker(connection.worker_id)
             self._metrics.worker_changes.of("drained" if connection.is_closing else "lost").inc()
-        except Exception as bug:  # the lost requests must migrate all the same
+        except Exception as bug:  # the lost requests must migrate even so
             logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
 
     def _received(self, connection: WorkerConnection, message: WorkerMessage) -> None:

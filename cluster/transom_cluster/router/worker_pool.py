@@ -58,7 +58,7 @@ class WorkerPool:
         self._tokenizer = tokenizer  # digest of the router's tokenizer; workers with another one get no requests
         self._present: Mapping[str, WorkerClient] = {}  # the directory's last list
         self._tasks = BackgroundTasks()
-        self._followers: dict[str, asyncio.Task[None]] = {}  # by worker id
+        self._followers: dict[str, asyncio.Task[None]] = {}  # worker id -> the task that follows its connection
 
     def start(self) -> None:
         """Begin to watch the directory."""
@@ -104,6 +104,10 @@ class WorkerPool:
         logger.info("Worker %s has appeared.", worker_id)
 
     async def _drain(self, connection: WorkerConnection) -> None:
+        """Drain a connection, have its remaining requests migrate, and close it.
+
+        A worker that still answers at the end has drained; any other worker was lost, and its follower handles the loss.
+        """
         logger.info("Worker %s has disappeared (%d requests).", connection.worker_id, len(connection.in_flight))
         moved = await connection.drain(has_another=lambda: self._has_another(connection.identity))
         if moved.requests:

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from transom_core.config import AutoscalingConfig
 from transom_core.contract import WorkerLoad
 
-FULL_BLOCKS_SHARE = 0.85  # of the KV pool; above it requests are preempted and cached prefixes evicted
-FULL_SEQS_SHARE = 0.9  # of max_num_seqs
-FIT_SHARE = 0.7
+# A worker counts as full at this share of its KV pool (above it, requests are preempted and cached prefixes evicted), and at this
+# share of `max_num_seqs` (above it, requests soon wait for a running slot).
+FULL_BLOCKS_SHARE = 0.85
+FULL_SEQS_SHARE = 0.9
+FIT_SHARE = 0.7  # see the module's docstring
 
 
 def wanted_replicas(

@@ -15,7 +15,7 @@ from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.window_repair import repair_start
 
 MAX_REPAIRS = 65_536  # cached starts of window repairs, of some 100 bytes each
-_EVERY_BLOCK = 1 << 40
+_EVERY_BLOCK = 1 << 40  # more blocks than any prompt has
 
 
 class LeadingRule(NamedTuple):
@@ -47,7 +47,7 @@ class HitRules:
         self.leading = [LeadingRule(i, step, _EVERY_BLOCK) for i, step in self._full]
         self.leading += [LeadingRule(i, 1, one.num_sink_blocks) for i, one in self.sliding if one.num_sink_blocks]
         self._repairs = shape.window_repair and bool(full) and bool(self.sliding)
-        self._repaired_from: dict[int, int] = {}  # by boundary
+        self._repaired_from: dict[int, int] = {}  # boundary -> the hash block at which its repair starts
 
     def shared_ranges(self, boundary: int, *, is_repaired: bool) -> Iterator[SharedRange]:
         """Yield the blocks that a hit shares with the cache. If its windows are repaired, sliding groups share only sink blocks."""

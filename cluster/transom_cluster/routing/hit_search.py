@@ -35,9 +35,8 @@ class HitSearch:
 
     def __init__(self, table: PrefixTable, rules: HitRules, prompt: PromptChain, limit: int) -> None:
         self._table, self._rules, self._prompt, self._limit = table, rules, prompt, limit
-        self._segments: dict[
-            tuple[int, int, int], list[Run]
-        ] = {}  # (group, hash blocks per block, segment) -> its runs
+        # (group, hash blocks per block, segment) -> the segment's runs
+        self._segments: dict[tuple[int, int, int], list[Run]] = {}
 
     def find(self, workers: int, *, tiers: int) -> dict[int, Found]:
         """Return the hits on the workers' first `tiers` tiers, by holder."""
@@ -45,6 +44,7 @@ class HitSearch:
         for reach, those in self._reaches(workers, tiers).items():
             floor = self._rules.repaired_from(reach)
             for start, these in self._starts(reach, floor, those, tiers):
+                # At the floor, a window repair computes the tokens from there to `reach`, so `reach` stays the hit's boundary.
                 hit = Found(start, reach if start == floor > 0 else start)
                 found.update(dict.fromkeys(_holders(these), hit))
         return found
@@ -74,6 +74,7 @@ class HitSearch:
                 for run in self._runs(group, step, segment) if begin // step < last else ():
                     gone = left & ~_devices(run.holders, tiers)
                     if gone and run.begin < last:
+                        # The largest boundary that does not need block `run.begin`: one hash block before the block's end.
                         failed.append(((run.begin + 1) * step - 1, gone))
                         left ^= gone
                 have_all &= left

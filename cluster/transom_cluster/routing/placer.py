@@ -55,22 +55,22 @@ class PlacementObserver:
     """
 
     def joined(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker takes requests from now on. It may have been connected before."""
+        """Note that a worker takes requests from now on. It may have been connected before."""
 
     def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
-        """The policy chose a worker for a request, which took the router `cost_s` seconds."""
+        """Note that the policy chose a worker for a request, which took the router `cost_s` seconds."""
 
     def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
-        """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
+        """Note that the first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
 
     def mirror_changed(self, worker: str, *, num_blocks: int, version: int) -> None:
-        """The mirror of a worker's prefix index changed."""
+        """Note that the mirror of a worker's prefix index changed."""
 
     def mirror_reset(self, worker: str) -> None:
-        """A mirror missed an update; the router asks the worker for its whole index."""
+        """Note that a mirror missed an update; the router asks the worker for its whole index."""
 
     def forget(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker has left or was lost, so metric series with its label should end."""
+        """Note that a worker has left or was lost, so metric series with its label should end."""
 
 
 class Placer:
@@ -89,7 +89,7 @@ class Placer:
 
     @property
     def workers(self) -> Mapping[str, WorkerView]:
-        """The workers by id."""
+        """Return the workers by id."""
         return self._table.workers
 
     def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
@@ -131,8 +131,10 @@ class Placer:
         known = among if sources is None else {*among, *sources}
         selection = self._table.select(known)
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
+        # The hit of each worker, and its facts if it uses only its own cache.
         hits = self._hits(request, num_tokens, selection)
         alone = self._table.candidates(selection, num_tokens - hits.start, hits.load_s)
+        # The workers for which fetching the prefix from another worker pays, and the facts with these fetches.
         fetches = Fetches.none(selection)
         if request.reads_prefix_cache:
             fetches = find_fetches(
@@ -140,6 +142,7 @@ class Placer:
             )
         start = np.where(fetches.pays, fetches.start, hits.start)
         extra_s = np.where(fetches.pays, fetches.seconds, hits.load_s)
+        # The workers that may take the request, by the caller's choice and by their roles.
         allowed = np.array(sorted(selection.positions[worker_id] for worker_id in among))
         candidates = replace(alone, num_to_compute=num_tokens - start, extra_s=extra_s)
         split = Takers(allowed)

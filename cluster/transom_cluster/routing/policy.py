@@ -2,9 +2,8 @@
 
 - **candidate**: one worker with the facts that matter for this request: tokens to compute, queue, running slots, KV pool, and
   measured rates. The policies get all candidates together, as one array for each fact, since there may be hundreds.
-- **cost** (of the policy `kv`): the expected seconds until the first token, plus the expected wait for blocks or a running slot as
-a
-  part of the time that an answer takes.
+- **cost** (of the policy `kv`): the expected seconds until the first token, plus the expected seconds of waiting for KV blocks or a
+  running slot (`pressure`, which is a share of an answer's time, times the time of one answer).
 - **home**: the worker that the prompt's first uncached tokens hash to (rendezvous hashing): equal prompts have equal homes at all
   routers.
 - **key**: the client's `prompt_cache_key`, a hint that requests with the same key have a prefix in common. The **key's worker** is
@@ -60,14 +59,14 @@ class Candidate:
     queue_tokens: int = 0  # tokens that the worker computes before those of the request
     num_requests: int = 0  # running and waiting
     max_num_seqs: int = 1
-    used_share: float = 0.0  # of the KV pool, by running sequences
+    used_share: float = 0.0  # share of the KV pool that running sequences use
     prefill_tokens_per_s: float = 0.0  # 0: not measured
     decode_step_s: float = 0.0  # 0: not measured
     fetch_bytes_per_s: float = 0.0  # 0: not measured
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """The facts about the worker that are the same for all requests: a value for each of `FACTS`."""
+        """Return the facts about the worker that are the same for all requests: a value for each of `FACTS`."""
         return (
             self.queue_tokens,
             self.num_requests,
@@ -87,7 +86,7 @@ class Candidates:
     """All workers that may take a request; every array has an item for each of them."""
 
     num_to_compute: npt.NDArray[np.int64]
-    extra_s: npt.NDArray[np.float64]  # to load or fetch the cached prefix, before the other tokens can be computed
+    extra_s: npt.NDArray[np.float64]  # seconds to load or fetch the cached prefix, before the other tokens are computed
     facts: npt.NDArray[np.float64]  # [facts, workers]
     seeds: npt.NDArray[np.uint64]  # `worker_seed` of each
 

@@ -47,17 +47,17 @@ class PrefixTable:
 
     @property
     def num_words(self) -> int:
-        """The length of a set of holders in 64-bit words."""
+        """Return the length of a set of holders in 64-bit words."""
         return int(self.sets.shape[1])
 
     @property
     def num_entries(self) -> int:
-        """The number of blocks that are stored; a block that several holders have counts once."""
+        """Return the number of blocks that are stored; a block that several holders have counts once."""
         return int(self.parts[:, code.COUNT].sum())
 
     @property
     def size_bytes(self) -> int:
-        """The memory of all arrays."""
+        """Return the memory of all arrays."""
         sets = sum(array.nbytes for array in self._of_sets)
         return sets + self.parts.nbytes + sum(slots.nbytes for slots in self._slots)
 
@@ -94,7 +94,7 @@ class PrefixTable:
         while (at := code.clear_holders(self.parts[part], *self._of_sets, words, at)) != code.DONE:
             self._make_sets(2 * len(self.sets), self.num_words)
         _, capacity, count = self.parts[part]
-        if capacity > LEAST_SLOTS and 2 * count < capacity:
+        if capacity > LEAST_SLOTS and 2 * count < capacity:  # shrink to 75 % full
             self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
         return int(capacity)
 

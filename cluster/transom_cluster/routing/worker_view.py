@@ -27,7 +27,7 @@ class HitTokens(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The tokens from all places together."""
+        """Return the tokens from all places together."""
         return sum(self)
 
     @classmethod
@@ -91,8 +91,7 @@ class WorkerView:
         whose output has begun count nothing.
 
         - `recent`: this router's requests that no report has counted, each with all its tokens to compute (without its hit).
-        - `settled`: this router's reported requests, with their tokens to compute, but together at most the reported waiting
-        tokens.
+        - `settled`: this router's reported requests, with their tokens to compute; together at most the reported waiting tokens.
         - Other routers' requests: the reported waiting tokens beyond the whole lengths of this router's reported requests.
         """
         waiting, recent, settled, whole = self._load.waiting_tokens, 0, 0, 0

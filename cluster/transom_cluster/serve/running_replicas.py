@@ -54,8 +54,8 @@ def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
 
 
 async def running_replicas(handles: Sequence[Any]) -> AsyncGenerator[dict[str, tuple[Any, Any]], None]:
-    """Yield the running replicas of some deployments at once and again at every change: worker id -> its deployment's handle,
-    replica."""
+    """Yield the running replicas of some deployments at once and again at every change: worker id -> (the handle of the replica's
+    deployment, the replica)."""
     changed = asyncio.Event()
     sources = []
     for handle in handles:

@@ -63,7 +63,7 @@ class WorkerResources:
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """The options of the replica's actor. Its ranks' actors inherit the runtime environment, if there is one."""
+        """Return the options of the replica's actor. Its ranks' actors inherit the runtime environment, if there is one."""
         return {
             "num_cpus": self.num_cpus,
             **({"num_gpus": self.num_gpus} if self.num_gpus else {}),
@@ -72,12 +72,12 @@ class WorkerResources:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the worker's ranks run on GPUs."""
+        """Return whether the worker's ranks run on GPUs."""
         return bool(self.num_gpus) or any("GPU" in bundle for bundle in self.bundles or ())
 
     @property
     def can_start_one_more(self) -> bool:
-        """Whether one more worker can start during a redeploy: shares of cores leave room for it, but GPUs may all be in use."""
+        """Return whether one more worker can start in a redeploy: shares of cores leave room for it, but GPUs may all be in use."""
         return not self.has_gpus
 
 

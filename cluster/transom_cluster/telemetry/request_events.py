@@ -23,8 +23,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 FailoverOutcome = Literal["resumed", "gave_up", "poison"]
-"""What became of a request whose worker was lost: it migrated, it was given up after too many losses, or it was stopped as a poison
-request."""
+"""What happened to a request whose worker was lost: it migrated, it was given up after too many losses, or it was stopped as a
+poison request."""
 
 
 class ChoiceOutput(Protocol):
@@ -34,7 +34,7 @@ class ChoiceOutput(Protocol):
 
     @property
     def num_hit_tokens(self) -> int:
-        """Prompt tokens that the first worker found in its prefix cache; 0 for all choices of a prompt but the first."""
+        """Return the number of prompt tokens that the first worker found in its prefix cache; 0 for a prompt's other choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

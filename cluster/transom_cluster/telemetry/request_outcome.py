@@ -52,7 +52,7 @@ class RequestOutcome:
 
     @property
     def status(self) -> int:
-        """The status that metrics count.
+        """Return the status that metrics count.
 
         For a broken response it is the error's status, for a client that disconnected 499, and otherwise the status that was sent.
         """
@@ -62,12 +62,12 @@ class RequestOutcome:
 
     @property
     def break_reason(self) -> str | None:
-        """Why the response broke, one of `BREAK_REASONS`; None if it did not break."""
+        """Return why the response broke, one of `BREAK_REASONS`; None if it did not break."""
         if self._error is not None:
             return self._error.code if self._error.code in STREAM_CODES else REQUEST_REFUSED
         return CLIENT_DISCONNECTED if self._client_disconnected else None
 
     @property
     def _client_disconnected(self) -> bool:
-        """Whether the client disconnected after the response's first byte and before its last."""
+        """Return whether the client disconnected after the response's first byte and before its last."""
         return self.has_begun and not self._is_complete and not self._is_endless

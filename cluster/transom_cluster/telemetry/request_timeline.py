@@ -80,7 +80,7 @@ class RequestTimeline(Timeline):
 
     @property
     def state(self) -> str:
-        """The request's state in a summary: running, finished, failed or client left."""
+        """Return the request's state in a summary: running, finished, failed or client left."""
         if not self.end_s:
             return "running"
         return "client left" if self.has_left else "failed" if self.error else "finished"

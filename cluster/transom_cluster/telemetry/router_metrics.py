@@ -154,7 +154,7 @@ class RouterMetrics:
         )
 
     def receive(self, event: RequestEvent) -> None:
-        """Count how long requests waited in the queue, and what became of requests whose worker was lost."""
+        """Record how long a request waited in the queue, and count the outcomes of requests whose worker was lost."""
         match event:
             case Sent(waited_s=waited_s):
                 self._wait_s.observe(waited_s)

@@ -1,7 +1,7 @@
 """The messages with which a worker keeps a router's mirror of its prefix index up to date, so that both find the same hits.
 
 The prefix index maps the digest of each cached block (a hash of its tokens and all tokens before them) to the block, per KV cache
-group and tier (`tiers`). For the disk tier it has only the digests of the blocks that have files (`disk.index`). The *version* of
+group and tier (`tiers`). For the disk tier it has only the digests of the blocks that have files. The *version* of
 the index is the number of its changes since the worker's start.
 """
 

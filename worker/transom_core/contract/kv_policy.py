@@ -2,7 +2,7 @@
 
 Terms:
 
-    sinks    the first tokens of a sequence, which every policy keeps, because models put much attention on them whatever they say
+    sinks    the first tokens of a sequence, which every policy keeps, because models put much attention on them for any text
     window   the most recent tokens, the one that is computed included
     budget   the most tokens that a sequence keeps
 
@@ -48,7 +48,7 @@ class _Policy:
 
     @property
     def text(self) -> str:
-        """The policy's canonical text."""
+        """Return the policy's canonical text."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         sizes = (f"{name}={one if isinstance(one, Integral) else float(one)!r}" for name, one in values.items())
         return " ".join((self.type, *sizes))
@@ -65,7 +65,7 @@ class WindowPolicy(_Policy):
     type = "window"
     bound = "window"
     depends_on_history = False
-    window: int  # apart from sinks, no key is further from its query, so a sequence may exceed the model's length
+    window: int  # keys, except sinks, are at most this far from their query, so a stream may exceed the model's length
 
     def __post_init__(self) -> None:
         _check_sizes(self, "window")

@@ -30,10 +30,10 @@ class PrefixQuery:
     """
 
     chain: tuple[bytes, ...]
-    num_tokens: int  # that the router expects to be a hit at the source
+    num_tokens: int  # the length of the hit that the router expects at the source
     groups: tuple[GroupSpec, ...]
-    block_size: int  # of a hash block, in tokens
-    identity: str = ""  # of the target's model
+    block_size: int  # tokens of a hash block
+    identity: str = ""  # the identity of the target's model
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
 
 

@@ -114,8 +114,8 @@ class OutputEvent:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     text_offset: int = 0
-    logprobs: Sequence[TokenLogprobs] | None = None  # one per token id; a LogprobTable where they are many
-    prompt_logprobs: LogprobTable | None = None  # of the prompt's second token and all after it; once
+    logprobs: Sequence[TokenLogprobs] | None = None  # one per token id; a LogprobTable if there are many
+    prompt_logprobs: LogprobTable | None = None  # for the prompt's second token and all after it, on one event
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
     usage: Usage | None = None  # on the first and the last event

@@ -45,19 +45,19 @@ class Request:
     compete for a scarce resource, each gets a share in proportion to its `client_weight`. Requests whose client is unknown ("")
     count as those of one client.
 
-    With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. Whatever goes
-    wrong with that, the request runs all the same and computes its prompt.
+    With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. If the fetch
+    fails for any reason, the request computes its prompt instead.
 
     With `prefill_only` the worker ends the attempt after the first token that it samples, so that another worker continues; that
     token's event has `is_handover` set, unless it is the last one of the output anyway.
 
-    With a `grammar` every token follows it, from the first one of the output, resumed ones included. The output ends with "stop"
-    where the grammar leaves nothing that could follow, and end of text is sampled only where the grammar accepts the output.
-    A grammar that cannot be used, or that becomes too complex, ends the request with an error; output is never sampled without
-    it. `grammar_bytes` is the memory that the compiled grammar takes, as the router has measured it.
+    A `grammar` constrains every token of the output, resumed tokens included. The output ends with "stop" if the grammar allows no
+    further token, and end of text is sampled only if the grammar accepts the output so far. A grammar that cannot be used, or that
+    becomes too complex, ends the request with an error; the worker never samples without it. `grammar_bytes` is the memory that the
+    compiled grammar takes, as the router has measured it.
 
-    The clocks of two hosts may differ by any amount, so the times are durations, as of the moment at which the router gave the
-    request to the worker: `waited_s` is how long the router had had it by then, and `time_left_s` how long it may still take.
+    The clocks of two hosts may differ by any amount, so the times are durations that count from the moment at which the router gave
+    the request to the worker: it had been at the router for `waited_s`, and may take `time_left_s` from then on.
     """
 
     request_id: str
@@ -78,19 +78,19 @@ class Request:
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps
     prefix_source: PrefixSource | None = None
     prefill_only: bool = False
-    grammar: str | None = None  # of the whole output, in llguidance's dialect of Lark; None: any output
+    grammar: str | None = None  # the grammar of the whole output, in llguidance's dialect of Lark; None: any output
     grammar_bytes: int = 0  # 0: unknown
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, without the resumed output tokens."""
+        """Return the number of prompt tokens, without the resumed output tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may begin after a cached prefix, wherever that comes from.
+        """Return whether the request may begin after a cached prefix, wherever that comes from.
 
         Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
         policy keeps that depends on its history is in no cache.

@@ -84,7 +84,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken: at temperature 0, and where dividing by the temperature would overflow."""
+        """Return whether the most likely token is taken: at temperature 0, and where dividing by the temperature would overflow."""
         return self.temperature < LEAST_TEMPERATURE
 
     def single(self) -> SamplingParams:

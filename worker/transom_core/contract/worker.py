@@ -25,11 +25,11 @@ class WorkerLoad:
     num_waiting: int = 0
     max_num_seqs: int = 1
     waiting_tokens: int = 0
-    used_share: float = 0.0  # of the KV pool's bytes, in blocks that sequences hold
+    used_share: float = 0.0  # share of the KV pool's bytes that are in blocks which sequences hold
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
-    fetch_bytes_per_s: float = 0.0  # at which prefixes came from other workers
+    fetch_bytes_per_s: float = 0.0  # the rate at which prefixes came from other workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class WorkerInfo:
     loaded_at_s: float = 0.0
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
-    block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
+    block_bytes: tuple[int, ...] = ()  # the most bytes of one block of each group, over all ranks; empty: not known
     can_fetch: bool = False  # fetch prefixes from other workers, and lend them its own
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     device: str = ""
@@ -70,7 +70,7 @@ class WorkerInfo:
 
     @property
     def identity(self) -> str:
-        """The identity of the model and of all else that decides its numbers; empty if it is not known."""
+        """Return the identity of the model and of all else that decides its numbers; empty if it is not known."""
         return self.cache.identity
 
 
@@ -78,9 +78,9 @@ class WorkerInfo:
 class WorkerMessage:
     """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
 
-    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None where
-    the index has not changed, and `load` is None where it was not measured again. `taken` has the ids of this router's requests
-    that the worker admitted before it measured `load`, and after the load before.
+    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None if the
+    index has not changed, and `load` is None if it was not measured again. `taken` has the ids of this router's requests that the
+    worker admitted after the previous load report and before this one.
     """
 
     events: tuple[OutputEvent, ...] = ()

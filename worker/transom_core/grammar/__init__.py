@@ -1,14 +1,17 @@
-"""Grammars: which tokens an answer may continue with. The library `llguidance` parses them and computes the masks.
+"""Constrains answers by grammars: finds the tokens with which an answer may continue, with the library `llguidance`.
 
 A grammar is a text in llguidance's dialect of Lark, with JSON schemas as `%json {...}`, regular expressions, and special tokens as
 `<|name|>` or `<[id]>`. Routers write one grammar for a whole answer, markup included; a worker knows nothing but the grammar.
 
-    vocabulary   the model's tokens as bytes, as the library needs them
-    compile      a text becomes a `GrammarMatcher`, within limits of size
-    compiler     compiles on a thread of its own, and keeps the most recent grammars
-    matcher      one answer's place in its grammar
-    masks        the tokens that each of many answers may continue with, computed in parallel
-    checker      compiles texts from outside in a child process first, under limits of time and memory
+    dialects          converts grammars that clients send (GBNF, structural tags) to Lark
+    checker           compiles a client's grammar in a child process first, under limits of time and memory
+    vocabulary        the model's tokens as bytes, for the library
+    compile_grammar   makes a `GrammarMatcher` of a text, within limits of size
+    compiler          compiles on a thread of its own, and caches the most recent grammars
+    compile_queue     the requests that wait for the compiler
+    grammars_in_use   the memory of the grammars that running requests have
+    matcher           one answer's position in its grammar
+    masks             the tokens with which each of many answers may continue, computed in parallel
 """
 
 from transom_core.grammar.checker import CheckedGrammar, GrammarChecker

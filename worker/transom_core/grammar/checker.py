@@ -1,13 +1,14 @@
-"""`GrammarChecker`: finds out whether a grammar can be used, before a request is accepted, at a bounded cost.
+"""`GrammarChecker`: finds out at a bounded cost whether a grammar can be used, before its request is accepted.
 
-Some schemas of a hundred bytes take the grammar library minutes or gigabytes, in code that nothing can interrupt (two
-`multipleOf` with a large common multiple, many `anyOf` inside `allOf`). So a router compiles each grammar in a child process
-first, where a limit ends it. A grammar that compiles may still take more memory than it should (`MAX_COMPILED_BYTES`).
-What it takes is measured there, and goes to the worker with the request. What was found is kept by digest: agents send the
-same tools with every request.
-A refusal because of the limits is kept for a minute only, since a busy machine may be why.
+For some schemas of a hundred bytes the grammar library takes minutes or gigabytes, in code that nothing can interrupt (two
+`multipleOf` with a large common multiple, many `anyOf` inside `allOf`). So a router compiles each grammar in a child process first,
+which the limits of time and memory end. The child also measures the memory of the compiled grammar: one that takes more than
+`MAX_COMPILED_BYTES` is refused, and for any other grammar the request tells the worker this number.
 
-The child's first message (`limited_children`) has the tokens, and each task a grammar:
+The verdict on a grammar is cached by the text's digest, because agents send the same tools with every request. A refusal because of
+the limits is cached for a minute only, since a busy machine may be the cause.
+
+The child's first message (`limited_children`) has the tokenizer, and each task has a grammar:
 
     {"tokenizer": "{...}", "eos_token_ids": [2]}
     {"grammar": "start: ..."}
@@ -15,8 +16,9 @@ The child's first message (`limited_children`) has the tokens, and each task a g
 The answer is `{"num_bytes": 1048576}` if the grammar can be used, with the memory that the compiled grammar takes;
 `{"refused": "The grammar of the answer cannot be used: ..."}` if not; or `{"too_large": "..."}`.
 
-The memory is measured: what the child has resident grows by it, if malloc gives the pages back that it does not need before and
-after compiling. A text says little of it: `(a{1000}){1000}` takes 50 MiB, and a schema with 10,000 words 4 MiB.
+A compiled grammar takes as much memory as the child's resident memory grows by; before each of the two measurements, malloc returns
+the pages that it does not need. The length of a text says little about its memory: `(a{1000}){1000}` takes 50 MiB, and a schema
+with 10,000 words takes 4 MiB.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from transom_core.text.tokenizer import Tokenizer
 
 CPU_S = 5.0  # for one grammar; an object with 5,000 optional properties takes 1.7 s
 MEMORY_BYTES = 1 << 30  # for one grammar
-KEPT_BYTES = 8 << 20  # a client's quarter has some 6,000 results
-KEPT_ENTRY_BYTES = 300  # the digest, and an entry of the cache
-KEPT_LIMIT_S = 60.0  # a refusal because of the limits of time and memory
+KEPT_BYTES = 8 << 20  # of all verdicts; a client may fill a quarter of it, which holds some 6,000
+KEPT_ENTRY_BYTES = 300  # of one verdict: the digest, and an entry of the cache
+KEPT_LIMIT_S = 60.0  # how long a refusal because of the limits of time and memory is cached
 _TOO_LARGE = (
     "The grammar of the answer cannot be used: {}; send a smaller schema, with fewer alternatives, shorter repetitions and smaller "
     "numbers."
@@ -59,16 +61,17 @@ class CheckedGrammar(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found of a grammar: what is wrong with it, empty if nothing is, and the bytes that it takes when it is compiled."""
+    """The result of checking a grammar: what is wrong with it ("" if nothing is), and the bytes that it takes when compiled."""
 
     problem: str
     num_bytes: int
 
 
 class GrammarChecker:
-    """Any thread may call it; `check` waits for the child, so an event loop must not, unless `is_known`.
+    """Checks grammars in child processes; any thread may call it.
 
-    The first check starts a child, which takes a second or two to read the vocabulary; `warm_up` does that in time.
+    `check` waits for a child, so an event loop may call it only if `is_known` says that the verdict is cached. The first check
+    starts a child, which takes a second or two to read the vocabulary; `warm_up` does that before there are requests.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class GrammarChecker:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The child processes that run."""
+        """Return the ids of the child processes that run."""
         return self._children.pids
 
     def warm_up(self) -> None:
@@ -100,15 +103,15 @@ class GrammarChecker:
             self.check('start: "a"')
 
     def is_known(self, grammar: str) -> bool:
-        """Return whether `check` answers at once."""
+        """Return whether the verdict is cached, so that `check` returns at once."""
         with self._lock:
             return self.kept.get(_digest(grammar)) is not None
 
     def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> CheckedGrammar:
-        """Return a grammar that can be used. What is found counts for `client` in the cache.
+        """Return the grammar with its size in memory. A new verdict counts for `client` in the cache.
 
         Raises:
-            RequestError: it cannot; the message says why, and `param` is the error's.
+            RequestError: the grammar cannot be used; the message says why. `param` is the request field that the error names.
         """
         digest = _digest(grammar)
         with self._lock:
@@ -116,7 +119,7 @@ class GrammarChecker:
             asking = self._asking.get(digest)
             if verdict is None and asking is None:
                 self._asking[digest] = threading.Event()
-        if verdict is None and asking is not None:  # another thread asks about the same text
+        if verdict is None and asking is not None:  # another thread asks about the same text: use what it finds
             asking.wait()
             return self.check(grammar, param=param, client=client)
         if verdict is None:
@@ -134,7 +137,7 @@ class GrammarChecker:
         self._children.close()
 
     def _ask(self, grammar: str, digest: bytes, client: str) -> Verdict:
-        """Have a child find out what is wrong with a grammar."""
+        """Have a child check a grammar, and cache its verdict."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
             return Verdict(
                 f"The grammar of the answer cannot be used: it has {len(grammar)} characters and {MAX_GRAMMAR_BYTES} bytes are "
@@ -144,7 +147,7 @@ class GrammarChecker:
         answer = self._children.ask({"grammar": grammar})
         if "unprepared" in answer:
             return Verdict(f"Grammars cannot be used with this model's vocabulary: {answer['unprepared']}.", 0)
-        if "killed" in answer:  # from outside, twice: that says nothing about the grammar
+        if "killed" in answer:  # the child was killed from outside, twice, which says nothing about the grammar
             return Verdict(f"The grammar of the answer could not be checked: {answer['killed']}. Try again.", 0)
         verdict, keep_s = Verdict(answer.get("refused", ""), answer.get("num_bytes", 0)), float("inf")
         if "too_large" in answer:
@@ -163,13 +166,14 @@ def _digest(grammar: str) -> bytes:
 
 
 def prepare(first: Message) -> Respond:
-    """Read the vocabulary in a child, and return the function that does the child's tasks."""
+    """Read the vocabulary from the first message, in a child, and return the function that does the child's tasks."""
     rust = RustTokenizer.from_str(first["tokenizer"])
     eos_token_ids = tuple(first["eos_token_ids"])
     tokenizer = Tokenizer(rust, named_tokens={}, chat_template=None, eos_token_ids=eos_token_ids)
     vocab_size = 1 + max(rust.get_vocab(with_added_tokens=True).values())
     vocabulary = GrammarVocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-    compile_grammar("start: /(.|\\n)*/", vocabulary)  # the slices of the vocabulary are made by the first one
+    # The first grammar makes the library slice the vocabulary, which must not count as a task's time or memory.
+    compile_grammar("start: /(.|\\n)*/", vocabulary)
 
     def respond(task: Message) -> Message:
         before = _resident_bytes()

@@ -1,9 +1,9 @@
 """Compiles the text of a grammar, within limits of size, and says what is wrong with a text that cannot be compiled.
 
-The limits bound what one grammar costs: its memory, the time of compiling it, and the time of one mask. A text that exceeds one of
-the first two is refused; an answer whose masks exceed the last one ends with an error (`GrammarMatcher`). The library spends no
-limit while it combines numbers of a JSON schema (`multipleOf`) and disjoint names (`patternProperties`), so that texts from outside
-are compiled in a child process first (`GrammarChecker`).
+The limits bound the cost of one grammar: its memory, the time of compiling it, and the time of computing one mask (the tokens
+allowed next). A text that exceeds one of the first two is refused; an answer whose masks exceed the last one ends with an error
+(`GrammarMatcher`). The library's limits do not count some of its work (combining `multipleOf` numbers and the disjoint names of
+`patternProperties`), so a client's grammar is compiled in a child process first (`GrammarChecker`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transom_core.grammar.vocabulary import GrammarVocabulary
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_REASON_CHARS = 300  # the library quotes the text that it refuses, which may have a million characters
 
-# Figures of the comments: docs/structured_output.md.
+# docs/structured_output.md has the measurements that these comments quote.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=300_000,  # of the regular expressions: a schema with 10,000 enumerated strings takes 200,000
-    max_items_in_row=5_000,  # of one place in a grammar: 1,200 optional properties, whose mask takes 10 ms
-    step_lexer_fuel=100_000,  # of a mask: about 7 ms
-    step_max_items=20_000,  # of a mask: about 1 ms
-    max_lexer_states=20_000,  # of an answer: about 2 kB each
-    max_grammar_size=50_000,  # symbols
+    initial_lexer_fuel=300_000,  # work on the regular expressions: a schema with 10,000 enumerated strings takes 200,000
+    max_items_in_row=5_000,  # items at one position: 1,200 optional properties reach it, and their mask takes 10 ms
+    step_lexer_fuel=100_000,  # work of the lexer for one mask: about 7 ms
+    step_max_items=20_000,  # items that the parser makes for one mask: about 1 ms
+    max_lexer_states=20_000,  # states that one answer may reach: about 2 kB each
+    max_grammar_size=50_000,  # symbols of the grammar
     verbose_errors=False,
 )
 _UNSUPPORTED_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -34,12 +34,12 @@ _POSITION = re.compile(r"^at \d+\(\d+\): ")
 
 
 def compile_grammar(text: str, vocabulary: GrammarVocabulary) -> GrammarMatcher:
-    """Return a matcher at the beginning of the grammar, whose first mask was computed.
+    """Return a matcher at the beginning of the grammar, after computing its first mask.
 
-    Python's global lock is released meanwhile, but for the reading of the text.
+    The library releases the GIL, except while it reads the text.
 
     Raises:
-        RequestError: the text is too long, is no grammar, asks for what is not supported, exceeds a limit, or allows no answer.
+        RequestError: the text is too long, is not a grammar, needs something unsupported, exceeds a limit, or allows no answer.
     """
     try:
         num_bytes = len(text.encode())
@@ -64,7 +64,7 @@ def _refused(reason: str) -> RequestError:
 
 
 def _reason(error: str) -> str:
-    """Return the library's message in one line, without the place in the text, which the client has not written."""
+    """Return the library's message in one line, without its position in the text: the router wrote the text, not the client."""
     if error.startswith("panic"):
         return "it is too large; send a smaller schema"
     if keys := _UNSUPPORTED_KEYS.search(error):

@@ -1,11 +1,17 @@
-"""`CompileQueue`: requests that wait for their grammars. Clients take turns, and a text that several want is compiled once.
+"""`CompileQueue`: the requests that wait for their grammars. Clients take turns, and a text of several requests is compiled once.
 
-Each client has a queue of its own. The client whose grammars have taken the least time so far, for its weight, is next
-(`virtual_time`). When a text has been compiled, its outcome is *known* to all requests that wait with this text. A request leaves
-its client's queue when it is the first one and its outcome is known, so that each client gets its grammars in the order in which
-it sent them.
+Each client has a queue of its own. Next is the client whose grammars have taken the least compile time so far, divided by the
+client's weight (`virtual_time`). The *outcome* of a text is its compiled grammar, or an error. A request leaves its client's queue
+when it is the first one there and the outcome of its text is known, so that each client gets its grammars in the order in which it
+sent them.
 
 Example: A sends the texts s, t and s, and then B sends u. The order is s, u, t, and A's third request needs no compiling.
+
+    queue.add(job)                                        a request comes
+    if known := queue.next_known(): ...                   the compiler's thread, in a loop: first the requests with known outcomes,
+    elif job := queue.next_job():                         then the next text
+        queue.compiled(job, outcome)
+    queue.charge(job, seconds)
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import Generic, TypeVar
 from transom_core.errors import Overloaded
 from transom_core.virtual_time import VirtualTime
 
-MAX_CHARS = 64 << 20  # of texts that wait
+MAX_CHARS = 64 << 20  # of all texts that wait
 
 Owner = TypeVar("Owner")
 Outcome = TypeVar("Outcome")
@@ -38,15 +44,15 @@ class CompileJob(Generic[Owner]):
 
 @dataclass(slots=True)
 class _Client(Generic[Owner]):
-    seconds: float  # that compiling its texts took, divided by its weight
-    jobs: dict[CompileJob[Owner], None] = field(default_factory=dict)  # the first one first
-    num_texts: int = 0  # that it was the first one to wait for
-    num_chars: int = 0  # of these texts
+    seconds: float  # the time that compiling its texts took, divided by its weight
+    jobs: dict[CompileJob[Owner], None] = field(default_factory=dict)  # a set in the order of arrival
+    num_texts: int = 0  # texts that this client was the first one to wait for
+    num_chars: int = 0  # characters of these texts
 
 
 @dataclass(slots=True)
 class _Text(Generic[Outcome]):
-    """A text that `num_jobs` requests wait for, first one of `client`; its outcome once that is known."""
+    """A text that `num_jobs` requests wait for, the first of which is `client`'s; `outcome` is None until it is known."""
 
     client: str
     num_jobs: int = 0
@@ -54,7 +60,7 @@ class _Text(Generic[Outcome]):
 
 
 class CompileQueue(Generic[Owner, Outcome]):
-    """Not thread-safe. `recall` returns the outcome of a text that was compiled before and is kept, else None."""
+    """The queues of all clients. Not thread-safe. `recall` returns the cached outcome of a text, or None."""
 
     def __init__(self, recall: Callable[[str], Outcome | None], *, max_chars: int = MAX_CHARS) -> None:
         self._recall, self._max_chars = recall, max_chars
@@ -69,10 +75,13 @@ class CompileQueue(Generic[Owner, Outcome]):
         return self._num_jobs
 
     def check_room(self, client: str, text: str) -> None:
-        """Check that one more text may wait. One client's texts may fill the queue, but others still have their share of it.
+        """Check that one more text may wait.
+
+        One client may fill the queue. A full queue accepts only the texts of clients that stay within their share, which is
+        `max_chars` divided by the number of clients.
 
         Raises:
-            Overloaded: too many characters wait already, this client's share of them among others.
+            Overloaded: the queue is full, and the client would have more than its share.
         """
         num_chars = self._num_chars + len(text)
         if num_chars <= self._max_chars or text in self._texts:
@@ -86,7 +95,7 @@ class CompileQueue(Generic[Owner, Outcome]):
             )
 
     def add(self, job: CompileJob[Owner]) -> None:
-        """Let a request wait."""
+        """Add a request to its client's queue."""
         client = self._clients.get(job.client)
         if client is None:
             client = self._clients[job.client] = _Client(self._time.account(job.client))
@@ -102,7 +111,7 @@ class CompileQueue(Generic[Owner, Outcome]):
         self._num_jobs += 1
 
     def cancel(self, owner: Owner) -> None:
-        """Forget a request that has ended, if it waits: a text that no request wants is not compiled."""
+        """Forget a request that has ended, if it waits. A text that no other request waits for will not be compiled."""
         for job in list(self._jobs_of.get(owner, ())):
             self._remove(job)
 
@@ -124,7 +133,7 @@ class CompileQueue(Generic[Owner, Outcome]):
     def next_job(self, may_compile: Callable[[CompileJob[Owner]], bool] = lambda _: True) -> CompileJob[Owner] | None:
         """Return the request whose text is compiled next; it stays in the queue until its outcome is known.
 
-        `may_compile` says so of the first one of a client. None: none waits that may.
+        A client takes part only if `may_compile` is true for its first request. Return None if there is no such client.
         """
         able = (one for one in self._clients.values() if one.jobs and may_compile(next(iter(one.jobs))))
         client = min(able, key=lambda one: one.seconds, default=None)
@@ -152,6 +161,7 @@ class CompileQueue(Generic[Owner, Outcome]):
             self.cancel(owner)
 
     def _remove(self, job: CompileJob[Owner]) -> None:
+        """Remove a request, and forget its text and clients that no other request needs."""
         del self._clients[job.client].jobs[job]
         self._num_jobs -= 1
         jobs = self._jobs_of[job.owner]

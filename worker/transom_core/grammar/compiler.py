@@ -1,8 +1,13 @@
-"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, by turns of clients, and keeps the most recent ones
-of each client.
+"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own. Clients take turns, and each client's most recent
+grammars are cached.
 
-Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor a step may wait for one. A request
-waits outside of the queue (it is *held*) until its grammar is ready, and other requests run meanwhile.
+Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor an engine step may wait for one. A
+request enters the scheduler's queue when its grammar is ready; other requests run meanwhile.
+
+    compiler.begin(owner, text)                          a request arrives
+    for owner, matcher, error in compiler.take_ready():  once per step
+        compiler.hold(owner, text)                       the request runs with its matcher
+    compiler.cancel(owner)                               the request has ended, in any state
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
 CACHE_BYTES = 256 << 20
-MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # of one grammar, for `GrammarChecker`
-TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so that only a grammar that no router has seen takes it
-TIMEOUT_KEPT_S = 60.0  # a refusal because of that: a busy machine may have been why
-# What a compiled grammar counts for in the cache: `_LEAST_BYTES` at least, so that small ones are not too many. If no router has
-# measured what it takes, `_BYTES_PER_TEXT_BYTE` for each byte of its text: a schema takes 110 to 380.
+MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # what the cache keeps of a client; `GrammarChecker` refuses more
+TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so only an unchecked grammar takes so long
+TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause
+# The bytes that a compiled grammar counts in the cache: at least `_LEAST_BYTES`, which bounds the number of small grammars. If no
+# router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380.
 _LEAST_BYTES = 1 << 20
 _BYTES_PER_TEXT_BYTE = 400
 
@@ -42,10 +47,10 @@ class CompiledGrammar(NamedTuple, Generic[Owner]):
 
 
 class GrammarCompiler(Generic[Owner]):
-    """The engine's thread calls it. The compiler's own thread starts with the first grammar, and so does the vocabulary's making.
+    """Compiles grammars; the engine's thread calls it. The compiler's own thread starts with the first grammar.
 
     `seconds` is the time that compiling took; `num_compiled` and `num_cached` count the grammars that were compiled, and those that
-    were found. What compiling gave is kept, also an error: a client that sends a hopeless schema again waits for nothing.
+    were found in the cache. Errors are cached too, so that a client that sends a broken schema again gets its error at once.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class GrammarCompiler(Generic[Owner]):
         self._in_use: GrammarsInUse[Owner] = GrammarsInUse(in_use_bytes)
         self._running: CompileJob[Owner] | None = None
         self._running_since_s = 0.0
-        self._is_replaying = False  # the running job's grammar is there, and consumes what the request has resumed
+        self._is_replaying = False  # the running job's grammar is compiled, and its matcher consumes the resumed output
         self._ready: list[CompiledGrammar[Owner]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -77,12 +82,12 @@ class GrammarCompiler(Generic[Owner]):
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the compiled grammars that are kept, as far as it was measured."""
+        """Return the memory of the cached grammars, as far as it was measured."""
         return self._entries.num_bytes
 
     @property
     def is_busy(self) -> bool:
-        """Whether a grammar is being compiled, waits for that, or is ready to be taken."""
+        """Return whether a grammar is being compiled, waits to be compiled, or is ready to be taken."""
         return bool(self._jobs or self._running or self._ready)
 
     def check_room(self, client: str, text: str) -> None:
@@ -102,7 +107,7 @@ class GrammarCompiler(Generic[Owner]):
     ) -> None:
         """Have a request's grammar compiled; `take_ready` returns the outcome. Clients take turns by their weights.
 
-        `num_bytes`: the memory that the compiled grammar takes, as it was measured; 0: unknown.
+        `num_bytes` is the memory that the compiled grammar takes, as a router measured it; 0 if that is unknown.
         """
         job = CompileJob(
             owner=owner,
@@ -124,11 +129,11 @@ class GrammarCompiler(Generic[Owner]):
             self._in_use.hold(owner, client, text, num_bytes or _BYTES_PER_TEXT_BYTE * len(text))
 
     def cancel(self, owner: Owner) -> None:
-        """Forget a request that has ended. A grammar that no other one waits for is not compiled, unless it is already."""
+        """Forget a request that has ended. Its grammar is not compiled if no other request waits for it and it has not begun."""
         with self._changed:
             self._jobs.cancel(owner)
             self._in_use.release(owner)
-            self._changed.notify_all()  # there may be room for another one
+            self._changed.notify_all()  # there may be memory for another grammar now
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, for `seconds` at most; return at once if none is being compiled."""
@@ -137,7 +142,7 @@ class GrammarCompiler(Generic[Owner]):
                 self._changed.wait(seconds)
 
     def take_ready(self) -> list[CompiledGrammar[Owner]]:
-        """Return what has become ready since the last call. A grammar that takes longer than the time limit is an error."""
+        """Return the grammars that have become ready since the last call; an error for one that has exceeded the time limit."""
         if not self.is_busy:
             return []
         with self._changed:
@@ -147,7 +152,7 @@ class GrammarCompiler(Generic[Owner]):
             return ready
 
     def close(self) -> None:
-        """End the thread when it has compiled what it compiles now; idempotent."""
+        """End the thread after the grammar that it compiles now; idempotent."""
         with self._changed:
             self._is_closed = True
             self._jobs.clear()
@@ -158,7 +163,7 @@ class GrammarCompiler(Generic[Owner]):
         self._thread.start()
 
     def _give_up(self, job: CompileJob[Owner]) -> None:
-        """Leave the thread alone with a grammar that it may never finish; the next ones have another thread."""
+        """Abandon the thread, which cannot be interrupted and may never finish; a new thread compiles the next grammars."""
         error = RequestError(
             f"The grammar of the answer cannot be used: compiling it takes more than {self._timeout_s:g} s; send a smaller schema.",
             param="grammar",
@@ -173,14 +178,17 @@ class GrammarCompiler(Generic[Owner]):
         self._start()
 
     def _run(self) -> None:
-        """Give the requests their outcomes that are known; compile a text where there are none."""
+        """Give requests the outcomes that are known; if none is, compile the next text. Runs on the compiler's thread.
+
+        The thread ends when `_give_up` has replaced it: `self._thread` is then another thread.
+        """
         me = threading.current_thread()
-        compiled_for: CompileJob[Owner] | None = None  # the last request whose text was compiled, not found
+        compiled_for: CompileJob[Owner] | None = None  # the last request whose text was not in the cache
         while self._wait_for_job(me):
             with self._changed:
                 known = self._jobs.next_known()
                 job = self._jobs.next_job(self._may_compile) if known is None else known[0]
-                if job is None:  # it was cancelled, or its client's requests hold as much as they may
+                if job is None:  # it was cancelled, or its client's grammars in use leave no memory for another one
                     if self._jobs and not self._is_closed and self._thread is me:
                         self._changed.wait()
                     continue
@@ -198,7 +206,7 @@ class GrammarCompiler(Generic[Owner]):
                     continue
                 if job is not compiled_for:
                     self.num_cached += 1
-                self._entries.get(job.text)  # it is used now
+                self._entries.get(job.text)  # marks the cache's entry as recently used
                 matcher, error = (None, outcome) if isinstance(outcome, RequestError) else (outcome, None)
                 self._ready.append(CompiledGrammar(job.owner, matcher, error))
                 self._changed.notify_all()
@@ -214,6 +222,7 @@ class GrammarCompiler(Generic[Owner]):
             return self._thread is me and not self._is_closed
 
     def _compile(self, job: CompileJob[Owner]) -> GrammarMatcher | RequestError:
+        """Compile a job's text. Cache the outcome, unless the error was unexpected or the thread was abandoned meanwhile."""
         begin_s = time.perf_counter()
         compiled: GrammarMatcher | RequestError
         is_kept = True
@@ -223,7 +232,7 @@ class GrammarCompiler(Generic[Owner]):
             compiled = compile_grammar(job.text, self._vocabulary)
         except RequestError as error:
             compiled = error
-        except Exception as error:  # any error of a text is that of its requests alone
+        except Exception as error:  # an unexpected error must end only the requests with this text
             compiled, is_kept = _unusable(error), False
         with self._changed:
             self.seconds += time.perf_counter() - begin_s
@@ -235,7 +244,7 @@ class GrammarCompiler(Generic[Owner]):
     def _keep(
         self, job: CompileJob[Owner], compiled: GrammarMatcher | RequestError, *, keep_s: float = float("inf")
     ) -> None:
-        """Keep what compiling a job's text gave for its client."""
+        """Cache the outcome of a job's text; it counts for the job's client."""
         num_bytes = len(job.text)
         if isinstance(compiled, GrammarMatcher):
             num_bytes += max(_LEAST_BYTES, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
@@ -243,7 +252,7 @@ class GrammarCompiler(Generic[Owner]):
 
 
 def _matcher_for(job: CompileJob[Owner], compiled: GrammarMatcher | RequestError) -> GrammarMatcher | RequestError:
-    """Return a matcher for one request, which has consumed what it has resumed, or the error that ends the request."""
+    """Return a matcher for one request, which has consumed the request's resumed output; or the error that ends the request."""
     if isinstance(compiled, RequestError):
         return compiled
     try:

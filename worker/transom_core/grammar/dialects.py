@@ -1,8 +1,8 @@
 """Converts the grammars that clients send to llguidance's dialect of Lark: GBNF (the EBNF of llama.cpp), and structural tags.
 
 A **structural tag** lets a model write free text in which certain beginnings start a structure. Example: with the trigger
-`<function=` and the structure `{"begin": "<function=add>", "schema": {...}, "end": "</function>"}` the text is free until it has
-`<function=`; then it goes on with `add>`, an object that the schema allows, and `</function>`; then it is free again.
+`<function=` and the structure `{"begin": "<function=add>", "schema": {...}, "end": "</function>"}` the text is free up to
+`<function=`. After it come `add>`, an object that the schema allows, and `</function>`; then the text is free again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FREE_TEXT = r"/(.|\n)*/"
 
 
 def lark_of_grammar(text: str, *, param: str) -> str:
-    """The Lark text of a grammar that is Lark, or else EBNF with rules like `root ::= "a" | "b"`.
+    """Return the Lark text of a client's grammar, which is Lark, or GBNF with rules like `root ::= "a" | "b"`.
 
     Raises:
-        RequestError: it is EBNF and wrong, or too long; `param` is the field that has it.
+        RequestError: the grammar is GBNF, and is wrong or too long; `param` is the request field that has it.
     """
     if not _GBNF_RULE.search(text):
         return text
@@ -45,11 +45,11 @@ def lark_of_grammar(text: str, *, param: str) -> str:
         raise RequestError(f"{param} is nested too deeply; send a flatter grammar.", param=param) from None
     except Exception as error:  # the library raises bare Exception, and IndexError at an unexpected end
         reason = "it ends too early" if isinstance(error, IndexError) else str(error)
-        raise RequestError(f"{param} is no EBNF that can be read: {reason}.", param=param) from None
+        raise RequestError(f"{param} is EBNF that cannot be read: {reason}.", param=param) from None
 
 
 def lark_of_structural_tag(tag: Mapping[str, Any], *, marker_id: Callable[[str], int | None], param: str) -> str:
-    """The Lark text of a structural tag: an object with `structures` and `triggers`, or with `format` of the type
+    """Return the Lark text of a structural tag: an object with `structures` and `triggers`, or with a `format` of the type
     `triggered_tags`, xgrammar's newer form of the same. A trigger that is one token is matched by that token alone.
 
     Raises:
@@ -85,7 +85,7 @@ def lark_of_structural_tag(tag: Mapping[str, Any], *, marker_id: Callable[[str],
 def _rules(
     index: int, trigger: str, rest: str, schema: Mapping[str, Any], end: str, *, token_id: int | None
 ) -> list[str]:
-    """The rules of one structure: free text up to its trigger, and what follows that."""
+    """Return the rules of one structure: free text up to its trigger, and what follows the trigger."""
     name = f"tag_{index}"
     body = " ".join(part for part in (_literal(rest), f"%json {json.dumps(schema)}", _literal(end)) if part)
     if token_id is not None:
@@ -120,7 +120,7 @@ def _tag(entry: object, path: str) -> tuple[str, Mapping[str, Any], str]:
 
 
 def _trigger_of(begin: str, triggers: list[Any], path: str) -> str:
-    """The trigger that a structure's beginning begins with."""
+    """Return the trigger that is the first part of a structure's `begin`."""
     found = next((one for one in triggers if isinstance(one, str) and one and begin.startswith(one)), None)
     if found is None:
         raise RequestError(f"{path} is {begin[:80]!r}, which begins with none of the triggers.", param=path)

@@ -1,9 +1,10 @@
-"""`GrammarsInUse`: how much memory the grammars take that the requests of an engine hold, and whether a client may have one more.
+"""`GrammarsInUse`: counts the memory of the grammars that requests hold, and decides whether a client may have one more.
 
-A request holds its compiled grammar from when it is ready to the request's end, also while it waits for its turn in the scheduler.
-The cache of compiled grammars has a bound, but what a request holds stays in memory when the cache drops it: 1,000 waiting requests
-with grammars of 50 MiB each would take 50 GiB. So a further text is not compiled while its client's grammars take their share of
-`max_bytes`; its request waits until some of the client's others have ended. Each client may hold one grammar in any case.
+A request holds its compiled grammar from the moment it is ready to the request's end, even while it waits in the scheduler's queue.
+The cache of compiled grammars is bounded, but a grammar that a request holds stays in memory after the cache has evicted it: 1,000
+waiting requests with grammars of 50 MiB each would take 50 GiB. So while a client's grammars take its share of `max_bytes`, no
+other text of the client is compiled; its request waits until other requests of the client have ended. Each client may hold one
+grammar in any case.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Owner = TypeVar("Owner")
 
 @dataclass(slots=True)
 class _Text:
-    client: str  # the one that it counts for, which was the first to hold it
+    client: str  # its bytes count for this client, which was the first one to hold it
     num_bytes: int
     num_owners: int = 0
 
 
 class GrammarsInUse(Generic[Owner]):
-    """Not thread-safe."""
+    """The texts whose compiled grammars requests hold: `hold` when a request gets one, `release` when it ends. Not thread-safe."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -35,7 +36,7 @@ class GrammarsInUse(Generic[Owner]):
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all grammars that requests hold."""
+        """Return the memory of all grammars that requests hold."""
         return self._client_bytes.total()
 
     def has_room(self, client: str, text: str, num_bytes: int) -> bool:
@@ -57,7 +58,7 @@ class GrammarsInUse(Generic[Owner]):
         self._text_of[owner] = text
 
     def release(self, owner: Owner) -> None:
-        """Note that a request has ended; any other one is ignored."""
+        """Note that a request has ended; a request without a grammar is ignored."""
         text = self._text_of.pop(owner, None)
         if text is None:
             return

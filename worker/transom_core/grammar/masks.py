@@ -1,6 +1,6 @@
-"""`GrammarMasks`: the tokens that may come next in each of many answers, as rows of bits.
+"""`GrammarMasks`: computes the tokens that may come next in each of many answers, as rows of bits.
 
-Legend: M matchers that have a row, S rows of a step that sample a token, V vocabulary.
+Legend: S rows of a step that sample a token, V vocabulary. A *plan* is what the engine has a step compute.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from transom_core.grammar.matcher import GrammarMatcher
 
 MAX_THREADS = 8
 LEAST_ROWS = 16
-INLINE_S = 0.001
-MEASURED_PERIOD = 16  # one call in this many is computed on the calling thread in any case, which measures the masks
-NEWEST_SHARE = 0.3  # with which a measurement changes the estimate
+INLINE_S = 0.001  # a step whose masks take less CPU time than this has them computed on the calling thread
+MEASURED_PERIOD = 16  # one call in 16 runs on the calling thread in any case, to measure the CPU time of a mask
+NEWEST_SHARE = 0.3  # the weight of the newest measurement in the estimate, which is an exponential average
 
 
 class GrammarMasks:
-    """Keeps a row for each matcher, and computes the rows of many at once, without Python's global lock.
+    """Keeps a row for each matcher, and computes the rows of many matchers at once, without the GIL.
 
-    A mask mostly takes a few microseconds, so those of a step take less than waking up another thread does on a busy machine:
-    only where they take longer than INLINE_S are they computed on several threads.
+    A mask mostly takes a few microseconds, so all masks of a step take less time than waking up another thread on a busy machine.
+    Several threads compute them only if they are expected to take longer than INLINE_S.
 
-    A row is computed when a token was consumed, and read by every plan that samples the next one: a plan that is made again
-    after a preemption needs no new mask. `seconds` is the time that computing took, and `num_computed` how many rows.
+    A matcher's row is computed after each token, and read by every plan that samples the next token: a plan that is made again
+    after a preemption needs no new mask. `seconds` is the time that computing took; `num_computed` counts the rows.
     """
 
     def __init__(self, vocab_size: int, *, num_threads: int | None = None) -> None:
         """`num_threads` is the number of threads; None: the number that this process may use, up to MAX_THREADS."""
         self._vocab_size = vocab_size
-        self._num_bytes = -(-vocab_size // 8)  # of a row in a plan
+        self._num_bytes = -(-vocab_size // 8)  # bytes of a row in a plan
         self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._executor: LLExecutor | None = None
         self._bits = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)  # [rows, ceil(V / 32)]
         self._rows: dict[GrammarMatcher, int] = {}
         self._free: list[int] = []
-        self._mask_s = 0.0  # CPU time of a mask, lately
+        self._mask_s = 0.0  # recent average CPU time of one mask
         self._num_calls = 0
         self.seconds = 0.0
         self.num_computed = 0
@@ -51,7 +51,7 @@ class GrammarMasks:
         return len(self._rows)
 
     def compute(self, matchers: Sequence[GrammarMatcher]) -> None:
-        """Compute the rows of these matchers, none of which `is_complete`. One may fail (`has_failed`)."""
+        """Compute the rows of these matchers, none of which may be complete. Matchers may fail by it (`has_failed`)."""
         if not matchers:
             return
         begin_s = time.perf_counter()
@@ -68,7 +68,7 @@ class GrammarMasks:
         self.num_computed += len(rows)
 
     def _compute_here(self, rows: Sequence[tuple[LLMatcher, int]]) -> None:
-        """Compute rows on this thread, and learn what a mask takes."""
+        """Compute rows on this thread, and update the average time of a mask."""
         begin_s = time.thread_time()
         for library_matcher, row in rows:
             fill_next_token_bitmask(library_matcher, self._bits, row)
@@ -76,7 +76,7 @@ class GrammarMasks:
         self._mask_s += NEWEST_SHARE * (mask_s - self._mask_s)
 
     def forbid(self, matcher: GrammarMatcher, token_ids: Collection[int]) -> bool:
-        """Take tokens out of a matcher's row; False if no token is left."""
+        """Remove tokens from a matcher's row. Return False if no token is left."""
         bits = self._bytes(matcher)
         for token_id in token_ids:
             bits[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
@@ -104,7 +104,7 @@ class GrammarMasks:
             self._free.append(row)
 
     def _bytes(self, matcher: GrammarMatcher) -> NDArray[np.uint8]:
-        """The row of a matcher, [ceil(V / 8)]; its last byte may have bits beyond the vocabulary."""
+        """Return a matcher's row, [ceil(V / 8)]. Its last byte may have bits beyond the vocabulary, which mean nothing."""
         row: NDArray[np.uint8] = self._bits[self._rows[matcher]].view(np.uint8)[: self._num_bytes]
         return row
 

@@ -1,4 +1,4 @@
-"""`GrammarMatcher`: one answer's place in its grammar."""
+"""`GrammarMatcher`: one answer's position in its grammar."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transom_core.errors import RequestError, StepFailed
 if TYPE_CHECKING:
     from transom_core.grammar.vocabulary import GrammarVocabulary
 
-_REFUSED = "doesn't satisfy the grammar"  # in the library's error; any other one is a limit
+_REFUSED = "doesn't satisfy the grammar"  # the library's error for a refused token has this; other errors are limits
 
 
 class GrammarMatcher:
     """Follows one answer through its grammar, token by token. Not thread-safe.
 
-    What a matcher allows is a function of the grammar and the tokens that it has consumed. So an answer that goes on after a
-    preemption, or on another worker, is held to its grammar exactly as one that was never interrupted.
+    The tokens that a matcher allows depend only on the grammar and on the tokens that it has consumed. So an answer that continues
+    after a preemption, or at another worker, is constrained exactly like one that was never interrupted.
     """
 
     def __init__(self, library_matcher: LLMatcher, vocabulary: GrammarVocabulary) -> None:
@@ -28,28 +28,28 @@ class GrammarMatcher:
         self.num_consumed = 0
 
     def copy(self) -> GrammarMatcher:
-        """Return a matcher at the same place. It shares what compiling made, and takes about 10 kB of its own."""
+        """Return a matcher at the same position. It shares the compiled grammar, and takes about 10 kB of its own."""
         copied = GrammarMatcher(self.library_matcher.deep_copy(), self.vocabulary)
         copied.num_consumed = self.num_consumed
         return copied
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow: the answer is whole."""
+        """Return whether no token can follow, because the answer is complete."""
         return self.library_matcher.is_stopped() and not self.has_failed
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer may end here; it may have a continuation as well."""
+        """Return whether the answer may end here. The grammar may allow a continuation too."""
         return self.library_matcher.is_accepting()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a limit was exceeded, or a token was consumed that the grammar does not allow. It stays so."""
+        """Return whether a limit was exceeded, or a token was consumed that the grammar does not allow. A failure is final."""
         return self.library_matcher.is_error()
 
     def consume(self, token_id: int) -> None:
-        """Move on by one token, which the last mask allowed.
+        """Advance by one token, which the last mask allowed.
 
         Raises:
             RequestError: the grammar has become too complex at this token.
@@ -60,7 +60,7 @@ class GrammarMatcher:
             raise self.failure(refused_token_id=token_id)
 
     def replay(self, token_ids: Iterable[int]) -> None:
-        """Move on by tokens that another worker sampled under the same grammar.
+        """Advance by tokens that another worker sampled under the same grammar. End-of-text tokens after the answer are ignored.
 
         Raises:
             RequestError: the grammar does not allow them, or has become too complex.

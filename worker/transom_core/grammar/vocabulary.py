@@ -12,11 +12,10 @@ _MARK = b"\xff"
 
 
 class GrammarVocabulary:
-    """The tokens of one model. Making it takes about 10 us a token.
+    """The tokens of one model. The constructor takes about 10 us per token.
 
-    A token is *special* if the tokenizer says so, or if it is an added token whose text has the form `<...>`, as many
-    models' markers have that are not declared as special. A grammar allows a special token only where it names it, never
-    as text.
+    A token is *special* if the tokenizer says so, or if it is an added token whose text has the form `<...>`: many models have
+    such markers that are not declared as special. A grammar allows a special token only where it names it, never as text.
 
     The vocabulary has as many tokens as the model has logits. Ids that the tokenizer does not know have no bytes, and no
     grammar allows them; tokens beyond the logits are left out.
@@ -33,13 +32,13 @@ class GrammarVocabulary:
 
 
 class _Tokens:
-    """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
+    """The attributes and the call that `llguidance.TokenizerWrapper` needs of a tokenizer."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        # The library has no vocabulary without end of text. Token 0 stands in for it in a model that has none; it is then
-        # allowed where an answer may end.
+        # The library requires an end-of-text token. For a model without one, token 0 is given; it is then allowed where an
+        # answer may end.
         self.eos_token_ids = list(eos_token_ids) or [0]
         self.eos_token_id = self.eos_token_ids[0]
         # The library marks special tokens with the byte 0xFF, which no text in UTF-8 has; tokens with it are in no answer.
@@ -55,8 +54,9 @@ class _Tokens:
 
 
 def _from_json(tokenizer: Tokenizer, tokens: _Tokens) -> LLTokenizer | None:
-    """Return the library's own reading of the tokenizer, which splits text that a grammar demands into tokens without Python's
-    global lock; None where it reads tokens in another way than this tokenizer, as it does some of SentencePiece's.
+    """Return the library's own version of the tokenizer, which tokenises text that a grammar demands without the GIL.
+
+    Return None if that version has other bytes for a token than this tokenizer, as it has for some SentencePiece vocabularies.
     """
     num_known = tokenizer.vocab_size
     if num_known > len(tokens.tokens) or not all(tokenizer.token_bytes(i) for i in range(num_known)):

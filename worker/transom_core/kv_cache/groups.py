@@ -50,12 +50,12 @@ class GroupSpec:
 
     @property
     def num_sink_blocks(self) -> int:
-        """Sink blocks: the first logical blocks, which hold the sink tokens and never slide out."""
+        """Return the number of sink blocks: the first logical blocks, which hold the sink tokens and never slide out."""
         return -(-self.sinks // self.block_size) if self.kind is GroupKind.SINKS_WINDOW else 0
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether no block is freed while the sequence runs (a *full group*); the other groups are *sliding groups*."""
+        """Return whether no block is freed while the sequence runs (a *full group*); the other groups are *sliding groups*."""
         return self.kind in (
             GroupKind.FULL,
             GroupKind.LATENT,

@@ -17,5 +17,5 @@ class KvShares:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.groups)

@@ -26,7 +26,8 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 
 BLOCK_ALIGNMENT_BYTES = 256
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}  # of an element
+# Bytes of one element.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 
 
 class Role(StrEnum):
@@ -62,14 +63,14 @@ class LayerTensors:
 
     @property
     def format(self) -> str:
-        """The number format as a user names it: fp8, int8, int4, or torch's name."""
+        """Return the number format as a user names it: fp8, int8, int4, or torch's name."""
         if self.dtype == "uint8":
             return "fp8" if self.k_scale_offset is None else "int4"
         return "fp8" if self.dtype == "float8_e4m3fn" else self.dtype
 
     @property
     def hadamard(self) -> bool:
-        """Whether keys are stored multiplied by a Hadamard matrix, which spreads their outlier channels; queries are then
+        """Return whether keys are stored multiplied by a Hadamard matrix, which spreads their outlier channels; queries are then
         multiplied by it too."""
         return self.format == "int4"
 
@@ -85,22 +86,22 @@ class GroupLayout:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that one row of the group's tensors stands for: 1, or the tokens of a compressed entry."""
+        """Return the number of tokens that one row of the group's tensors stands for: 1, or the tokens of a compressed entry."""
         return self.spec.ratio if self.spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER) else 1
 
     @property
     def rows_per_block(self) -> int:
-        """Rows of each tensor in a block."""
+        """Return the number of rows of each tensor in a block."""
         return self.spec.block_size // self.tokens_per_row
 
     @property
     def format(self) -> str:
-        """The number format of the group's keys and values, or of its first tensor; "" if no tensors are known."""
+        """Return the number format of the group's keys and values, or of its first tensor; "" if no tensors are known."""
         return self.layers[0].format if self.layers else ""
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a block per token, with scales and without padding."""
+        """Return the bytes of a block per token, with scales and without padding."""
         return self.block_bytes / self.spec.block_size
 
 
@@ -114,12 +115,12 @@ class ArenaLayout:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pages."""
+        """Return the bytes of all pages."""
         return self.page_bytes * self.num_pages
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes to allocate: the pages and the dump blocks after them."""
+        """Return the bytes to allocate: the pages and the dump blocks after them."""
         return max(
             ((self.dump_block(g) + 1) * group.stride_bytes for g, group in enumerate(self.groups)),
             default=0,

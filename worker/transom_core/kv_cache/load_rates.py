@@ -1,5 +1,5 @@
-"""`LoadRates`: what computing a token, loading a block from the host tier, and reading a block from the disk tier cost, in whole
-nanoseconds.
+"""`LoadRates`: the costs, in whole nanoseconds, of computing a token, of loading a block from the host tier, and of reading a block
+from the disk tier.
 
 The hit search weighs them against each other (`prefix_search`). Worker and router must find the same hits, so the rates are
 integers, and each change of them is a numbered change of the prefix index.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Assumed until steps, loads from the host tier and reads from the disk have been measured.
 UNMEASURED_TOKEN_NS = 1_000_000
 UNMEASURED_BYTES_PER_S = 8 * 2**30
 UNMEASURED_READ_BYTES_PER_S = 10**9

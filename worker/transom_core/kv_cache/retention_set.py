@@ -34,5 +34,5 @@ class RetentionSet(tuple[Retention, ...]):
 
     @property
     def slides(self) -> bool:
-        """Whether there is a sliding group."""
+        """Return whether there is a sliding group."""
         return bool(self.sliding_groups)

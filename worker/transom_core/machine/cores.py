@@ -1,8 +1,8 @@
 """Divides a machine's cores among the workers, or among the ranks of one worker, and keeps threads on their share.
 
-Where two workers with four threads each run on eight cores, the system may put threads of both on one core while another core is
-idle, and a step waits for its slowest thread. So the threads of each worker keep to cores of their own. Inside their share threads
-may move, since the router and other programs need cores too. Threads whose share would be a single cpu are not restricted.
+If two workers with four threads each run on eight cores, the system may put threads of both on one core while another core is idle,
+and a step waits for its slowest thread. So the threads of each worker keep to cores of their own. Inside their share threads may
+move, since the router and other programs need cores too. Threads whose share would be a single cpu are not restricted.
 
     cpu          a logical processor of the system; a core with two hardware threads has two cpus, which are siblings
     CoreShare    part `index` of `count` equal parts of the cpus; siblings are in one part where the sizes allow it

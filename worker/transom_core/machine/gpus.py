@@ -188,9 +188,8 @@ def _compiler_problem(environment: Mapping[str, str], python_include: str) -> st
 
 def _python_include() -> str:
     scheme = sysconfig.get_default_scheme()
-    return sysconfig.get_path(
-        "include", "posix_prefix" if scheme == "posix_local" else scheme
-    )  # as Triton does on Debian
+    # As Triton does on Debian.
+    return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""Settings of OpenMP, whose threads run torch's CPU operators, for the processes of workers and ranks.
+"""Sets how OpenMP threads, which run torch's CPU operators, wait in the processes of workers and ranks.
 
 Between two operators an OpenMP thread waits for its next piece of work. It *spins* (looks again and again) for a number of rounds,
 and then sleeps. Waking a sleeping thread takes 35 to 100 microseconds, as long as a small operator; a thread that spins takes a

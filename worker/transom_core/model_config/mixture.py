@@ -59,6 +59,7 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
 
 
 def _read(family: str, config: Config, num_layers: int) -> Mixture:
+    """Return the experts of a config that has all fields of its family."""
     experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
     plain = Mixture(
         num_experts=int(experts),

@@ -78,6 +78,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
 
 
 def _rope(config: Config, layer: LayerAttention) -> Rope:
+    """Return the RoPE of a layer. Fields that the config lacks have transformers' defaults."""
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)

@@ -1,8 +1,8 @@
 """Computes a digest of the contents of a model's files: equal digests mean equal weights, config and tokenizer.
 
 Names, sizes and times do not tell two models apart: a fine-tune has the shapes of its base, copies and archives may keep times, and
-a blob in the Hugging Face cache keeps its name even if somebody writes through the link. So every byte is read, on a few threads,
-while the weights are loaded, which needs the same pages of the page cache. The files are cut into *pieces*, and the ranks on one
+a blob in the Hugging Face cache keeps its name even if a program writes through the link. So every byte is read, on a few threads,
+while the weights are loaded: loading needs the same pages of the page cache. The files are cut into *pieces*, and the ranks on one
 host divide them: the rank with index `i mod ranks on the host` reads piece `i`. So every host reads all of its copy, and hosts
 with different weights are found. The digest is the same for any number of ranks:
 

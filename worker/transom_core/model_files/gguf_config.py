@@ -9,7 +9,7 @@ from typing import Any
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader
 
-# llama.cpp's name of an architecture -> config.json's model_type. Of "olmo2", those with windows.
+# llama.cpp's name of an architecture -> config.json's model_type. "olmo2" names OLMo 2 and 3; only OLMo 3 has windows.
 FAMILIES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "cohere2", "smollm3")},
     "gemma3": "gemma3_text",
@@ -102,8 +102,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header, name),
         "vocab_size": _number(header, f"{name}.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors
-        and name != "qwen2",  # Qwen 2 has biases only on q, k and v
+        # Qwen 2 has biases only on q, k and v.
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors and name != "qwen2",
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
     }

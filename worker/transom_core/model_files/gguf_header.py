@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
-_MAX_ELEMENTS = 1 << 24  # of an array: eight times the largest known vocabulary with its merges
+_MAX_ELEMENTS = 1 << 24  # elements of an array: eight times the largest known vocabulary with its merges
 # value type -> struct letter, as GGUF numbers them
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -83,6 +83,7 @@ def _read(path: Path, _mtime_ns: int, size: int) -> GgufHeader:
 
 
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
+    """Parse version, metadata and table of tensors. The tensors' data begins at the next multiple of the alignment."""
     cursor = _Cursor(data, 4)
     version = cursor.scalar("I")
     if version not in (2, 3):

@@ -1,7 +1,7 @@
 """Reads the text files of a model's folder, which may come from anywhere: JSON, `tokenizer.json` and chat templates.
 
 They must be regular files of bounded size: a pipe would hang the start. They must lie in the folder, or where a hub's cache has put
-them: a cloned repository can hold links, and what they lead to is none of the model's business.
+them: a cloned repository can have links, and these could lead to any file of this host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_text(path: Path, folder: Path) -> str:
     """Read a file of a model's folder, which may lie in a folder below it.
 
     Raises:
-        ModelError: the file is missing, unreadable, too large, no regular file, no UTF-8, or a link out of the folder.
+        ModelError: the file is missing, unreadable, too large, not a regular file, not UTF-8, or a link out of the folder.
     """
     try:
         status = path.stat()

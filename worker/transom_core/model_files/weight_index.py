@@ -1,4 +1,4 @@
-"""Reads `model.safetensors.index.json`, which says, for a model whose weights are in several files, which file has which tensor."""
+"""Reads `model.safetensors.index.json`, which maps each tensor to its file if a model's weights are in several files."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, value
 
 
 def crossed(rows: Mapping[str, Mapping[str, float]]) -> Samples:
-    """Return the samples of a table: row label -> column label -> value."""
+    """Return the samples of a table (row label -> column label -> value): one for each pair of a row's and a column's label."""
     return [((row, column), value) for row, columns in rows.items() for column, value in columns.items()]
 
 

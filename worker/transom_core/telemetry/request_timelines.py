@@ -22,8 +22,8 @@ from transom_core.clock import steady_time_s
 from transom_core.fair_cache import CLIENT_SHARE
 
 MAX_TIMELINES = 2000
-MAX_EVENTS = 200  # of one timeline; above it, events from the timeline's middle are merged
-MAX_ENDED_EVENTS = 40_000  # of all ended timelines together: about 14 MB
+MAX_EVENTS = 200  # events of one timeline; above it, events from the timeline's middle are merged
+MAX_ENDED_EVENTS = 40_000  # events of all ended timelines together: about 14 MB
 _NUM_FIRST = 50  # events that a long timeline keeps from its beginning
 _NUM_MERGED = 50  # events that are merged at once
 
@@ -85,8 +85,9 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one if none has ended. A
-    client that has more than a quarter of those that have ended displaces its own.
+    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one if none has ended.
+
+    If a client has more than a quarter of the ended timelines, the client with the most of them loses its oldest one instead.
     """
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
@@ -95,7 +96,7 @@ class TimelineStore:
         self._running: dict[str, Timeline] = {}  # by request id, in order of arrival
         self._ended: dict[str, Timeline] = {}  # by request id, in order of their ends
         self._num_ended_events = 0
-        self._num_ended_of: Counter[str] = Counter()  # by client
+        self._num_ended_of: Counter[str] = Counter()  # client -> its ended timelines
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -125,7 +126,7 @@ class TimelineStore:
 
     @property
     def num_events(self) -> int:
-        """The events of all timelines."""
+        """Return the number of events of all timelines."""
         return self._num_ended_events + sum(len(timeline.events) for timeline in self.running())
 
     def running(self) -> list[Timeline]:

@@ -154,7 +154,7 @@ def _refuse(index: int, problem: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks the parts that training learns from. In a prompt it only yields its content."""
+    """The tag `{% generation %}`, which marks the parts of a chat that training learns from. In a prompt it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 

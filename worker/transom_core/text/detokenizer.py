@@ -1,8 +1,8 @@
 """Turns output tokens into text, one token at a time.
 
-A token may end in the middle of a UTF-8 character. The character's bytes are then held back until later tokens complete it. The
-state is only these bytes, three at most, and the token ids alone determine it. So replaying the ids of a migrated request rebuilds
-the state, and the cost of a token does not grow with the output.
+A token may end in the middle of a UTF-8 character. The character's bytes are then held back until later tokens complete it. These
+bytes, three at most, are the whole state. So replaying the token ids of a migrated request rebuilds the state, and the cost of a
+token does not grow with the output.
 """
 
 from __future__ import annotations

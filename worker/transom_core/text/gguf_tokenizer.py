@@ -54,6 +54,7 @@ def read_gguf_vocabulary(path: Path) -> GgufVocabulary:
 
 
 def _build(header: GgufHeader, tokens: list[str]) -> Tokenizer:
+    """Build the tokenizer with its added tokens; if the file says so, it puts the bos token before each text."""
     is_sentencepiece = header.require("tokenizer.ggml.model") == "llama"
     rust = _sentencepiece(header, tokens) if is_sentencepiece else _byte_level(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])
@@ -143,7 +144,7 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes another piece, in transformers' order: highest score first, then by lengths."""
+    """Return every pair of pieces that makes another piece, in transformers' order: highest score first, then the longer halves."""
     found = []
     for piece, i in vocabulary.items():
         if types[i] != _NORMAL:

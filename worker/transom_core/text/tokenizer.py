@@ -3,8 +3,8 @@
 transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
 `tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so any thread may call it.
 
-The library's `encode` holds the GIL; `encode_batch_fast` releases it, and makes neither offsets nor texts of tokens. This module
-calls only the latter, so that other threads continue while a long text is tokenised (docs/performance.md).
+The library's `encode` holds the GIL. This module calls only `encode_batch_fast`, which releases the GIL and makes neither offsets
+nor texts of tokens, so that other threads continue while a long text is tokenised (docs/performance.md).
 
 Two kinds of vocabulary are supported:
 
@@ -153,7 +153,7 @@ class Tokenizer:
         """
         if self._template is None:
             return
-        renderer = TemplateRenderer()  # its own, which ends here: the process that checks a start renders no other chat
+        renderer = TemplateRenderer()  # not the shared one: the process that checks a start renders no other chat
         try:
             renderer.render(self._template, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
         except TemplateTooExpensive as error:
@@ -344,9 +344,9 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
 
 
 def _cuts_text(token: AddedToken, *, normalizes: bool) -> bool:
-    """Return whether every occurrence of this added token splits the text, so that the text before it has the tokens it has alone.
+    """Return whether every occurrence of this added token splits the text, so that the text before it is tokenised as if alone.
 
-    `normalizes` says that the tokenizer has a normaliser, which changes text before tokens declared as normalized are searched.
+    `normalizes`: the tokenizer has a normaliser. It changes the text before added tokens declared as `normalized` are searched.
     """
     return not (token.single_word or token.lstrip or (token.normalized and normalizes))
 

@@ -7,8 +7,8 @@ anything else, so no token crosses a marker, and the n-th occurrence of a marker
     text     <|im_start|>user↵Hi<|im_end|>↵<|im_start|>assistant↵     the first message ends at the second <|im_start|>
     tokens   1           4093 198 17 2    198 1           520 198     token 6 is the second 1: the turn boundary is 6
 
-So one pass over text and tokens finds every boundary, without the tokens' offsets: the tokenizer would make Python objects of every
-token's offsets, and hold the GIL meanwhile.
+So one pass over text and tokens finds every boundary without the tokens' offsets, for which the tokenizer would make Python objects
+while it holds the GIL.
 
 Without a marker, the text up to the message's end is tokenised alone and compared. Each comparison takes time in proportion to that
 text, so only the first message and the latest ones are compared, up to a total length.
@@ -57,8 +57,8 @@ class ChatTokens:
         """Return the turn boundaries; `ends` are the ascending positions in the text at which messages end."""
         found = {end: self._at_marker(end) for end in ends}
         unknown = [end for end, count in found.items() if count is None]
-        num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))
-        for end in [*unknown[:1], *reversed(unknown[1:])]:
+        num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))  # characters that may still be tokenised
+        for end in [*unknown[:1], *reversed(unknown[1:])]:  # the first message, then the latest ones
             num_chars -= end
             if num_chars >= 0:
                 found[end] = self._compared(end)

@@ -63,7 +63,7 @@ class AnswerMarkup:
 
     @property
     def description(self) -> str:
-        """One line for the log that says how answers are parsed."""
+        """Return one line for the log that says how answers are parsed."""
         tools, reasoning = self.tool_parser or "ordinary text", self.reasoning_parser or "ordinary text"
         return f"tool calls as {tools}, reasoning as {reasoning}"
 

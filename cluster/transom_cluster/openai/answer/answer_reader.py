@@ -116,7 +116,7 @@ class AnswerReader:
 
     @property
     def state(self) -> AnswerState:
-        """The kind of content that the parser is in now, such as reasoning or the message."""
+        """Return the kind of content that the parser is in now, such as reasoning or the message."""
         return self._parser.state
 
     def is_reasoning(self, position: int) -> bool:

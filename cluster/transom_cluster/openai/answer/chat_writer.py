@@ -1,7 +1,10 @@
 """Writes responses of /v1/chat/completions: `chat.completion` as a whole, `chat.completion.chunk` in a stream.
 
+    stream:  chunks(index, event) for each event, then stream_end()
+    whole:   add(index, event) for each event, then body()
+
 If an answer can only be text, the text goes from the engine's event to the client unchanged. If the answer may have reasoning or
-tool calls, an `AnswerReader` parses it, and its parts become deltas or a message.
+tool calls, an `AnswerReader` parses it, and the parts of the answer become deltas (`chat_deltas`) or a message (`ChatMessage`).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from transom_core.text.tokenizer import Tokenizer
 
 
 class ChatWriter(ChunkWriter):
-    """Writes chat completions. With `num_top_logprobs` None the response has no log-probabilities. `answers` has one parser per
+    """Writes chat completions. With `num_top_logprobs` None the response has no log-probabilities. `answers` has one reader per
     choice, or is empty if the choices need no parsing."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -155,5 +158,6 @@ class ChatWriter(ChunkWriter):
 
 
 def _chat_logprobs(entries: list[ChosenToken]) -> str:
+    """Return the JSON of the field `logprobs` of one chunk."""
     logprobs: ChatLogprobs = {"content": entries, "refusal": None}
     return json.dumps(logprobs)

@@ -67,8 +67,8 @@ class CompletionWriter(ChunkWriter):
             self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
         # Choice -> number of its prompt, counted from 1: every prompt's first choice has index 0.
         self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))
-        self._prompt_logprobs: dict[int, LogprobTable] = {}  # by prompt
-        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of a prompt's other choices, by prompt
+        self._prompt_logprobs: dict[int, LogprobTable] = {}  # prompt -> the log-probabilities of its tokens
+        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # prompt -> (choice, event) of its other choices
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
         """Return the event, without its token if `echo_only`."""

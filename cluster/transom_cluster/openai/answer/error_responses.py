@@ -49,7 +49,7 @@ class WireError:
 
     @property
     def body(self) -> ErrorBody:
-        """OpenAI's error object. Its texts are cut to a maximum length, since they may quote what the client sent."""
+        """Return OpenAI's error object. Its texts are cut to a maximum length, since they may quote what the client sent."""
         message, param = _cut(self.message, MAX_MESSAGE_CHARS), self.param and _cut(self.param, MAX_PARAM_CHARS)
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 

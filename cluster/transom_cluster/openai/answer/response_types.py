@@ -230,6 +230,6 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether requests can be served."""
+    """Return whether requests can be served."""
 
     status: str

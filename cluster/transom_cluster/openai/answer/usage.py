@@ -32,7 +32,7 @@ class UsageTotals:
 
     @property
     def body(self) -> UsageObject:
-        """OpenAI's usage object, and the field `kv_quality` if a request asked for it."""
+        """Return OpenAI's usage object, and the field `kv_quality` if a request asked for it."""
         prompt_tokens = cached_tokens = 0
         for request, usage in zip(self._requests, self._last_usage, strict=True):
             if request.choice_index == 0:  # all choices of a prompt share its tokens

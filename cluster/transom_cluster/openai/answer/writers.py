@@ -4,8 +4,8 @@ A writer belongs to one HTTP request. For a stream, `chunks` turns each event of
 response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of the
 writers whose streams consist of chunks of one kind (chats and completions).
 
-A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For
-example the text " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before the first token.
+A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For example, the text
+" sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transom_core import __version__, contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 
 DONE = "data: [DONE]\n\n"
-FINGERPRINT_DIGITS = 16  # of the identity
+FINGERPRINT_DIGITS = 16  # digits of the model's identity that a fingerprint shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class ResponseMetadata:
 
 
 def system_fingerprint(identity: str) -> str:
-    """Return the text that names what computed an answer: the version of Transom, and the first digits of the model's identity if
-    the identity is known."""
+    """Return a text that changes when an answer's numbers may change: the version of Transom, and the first digits of the model's
+    identity if the identity is known."""
     return "-".join(filter(None, ("transom", __version__, identity[:FINGERPRINT_DIGITS])))
 
 
@@ -61,7 +61,7 @@ def data_line(payload: Mapping[str, object]) -> str:
 
 
 class ResponseWriter(ABC):
-    """Writes one response. `readers` has one parser per choice, or is empty if the answers need no parsing."""
+    """Writes one response. `readers` has one reader per choice, or is empty if the answers need no parsing."""
 
     def __init__(
         self, metadata: ResponseMetadata, requests: Sequence[Request], *, readers: Sequence[AnswerReader] = ()
@@ -69,11 +69,11 @@ class ResponseWriter(ABC):
         self.metadata = metadata
         self.readers = readers
         self.usage = UsageTotals(requests, readers)
-        self.identity = ""  # of the model that computes the answer; set before the first chunk or the body
+        self.identity = ""  # the identity of the model that computes the answer; set before the first chunk or the body
 
     @property
     def fingerprint(self) -> str:
-        """The response's `system_fingerprint`."""
+        """Return the response's `system_fingerprint`."""
         return system_fingerprint(self.identity)
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
@@ -111,7 +111,7 @@ class ChoiceOutput:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """Return all text so far."""
         return self._text.getvalue()
 
     def add(self, event: OutputEvent) -> None:
@@ -123,7 +123,15 @@ class ChoiceOutput:
 
 class ChunkWriter(ResponseWriter):
     """Writes a response whose stream consists of chunks. With `include_usage` every chunk has a field `usage`, which is null in all
-    chunks but the last."""
+    chunks but the last.
+
+    The constant JSON around a choice and around its text is made once (here without `usage`):
+
+        data: {"id":...,"choices":[{"index":   0,   "delta":{"content":   " sky"   },"logprobs":null,"finish_reason":null   }]}
+        _opening                               0,   text_field[0]         TEXT     text_field[1] ...                        _closing
+
+    `_text_openings[0]` is all that comes before the text of choice 0, and `_text_closing` all that comes after a text.
+    """
 
     kind: str
     """The `object` type of whole responses."""

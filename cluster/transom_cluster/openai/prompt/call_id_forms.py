@@ -41,7 +41,8 @@ def with_learnt_call_ids(messages: Iterable[dict[str, Any]], tool_parser: str | 
 
 
 def _rewritten(messages: Iterable[dict[str, Any]], form: CallIdForm) -> Iterator[dict[str, Any]]:
-    learnt: dict[str, str] = {}  # by the client's id
+    """Yield the messages with their ids in the form `form`; a result gets the id of its call."""
+    learnt: dict[str, str] = {}  # the client's id -> the id in the learnt form
     number = 0
     for message in messages:
         calls = []

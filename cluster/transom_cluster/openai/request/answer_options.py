@@ -29,7 +29,7 @@ class AnswerOptions:
 
     @property
     def prompt_variables(self) -> dict[str, Any]:
-        """The variables for the chat template, including the tools."""
+        """Return the variables for the chat template, including the tools."""
         if self.tools_demand is None:
             return dict(self.template_variables)
         return {**self.template_variables, "tools": template_tools(self.tools)}

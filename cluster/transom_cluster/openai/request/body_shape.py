@@ -17,7 +17,7 @@ from transom_core.errors import RequestError
 
 SMALL_BODY_BYTES = 64 * 2**10
 """The server parses a body of up to this size on the event loop and does not check its shape; parsing takes 2 ms at most."""
-MAX_STRINGS = 65_536  # with the names of fields: 4,096 messages of one text part have 7 strings each, 28,672 in all
+MAX_STRINGS = 65_536  # names of fields count: 4,096 messages with one text part have 7 strings each, 28,672 in all
 MAX_CONTAINERS = 16_384  # arrays and objects
 PIECE_BYTES = 128 * 2**10  # what one call scans while it holds the GIL
 MAX_DEPTH = 100  # nested arrays and objects in a field that takes any JSON, because recursive functions walk them

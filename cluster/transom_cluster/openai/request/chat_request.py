@@ -65,7 +65,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def num_option_bytes(self) -> int:
-        """The number of bytes of the JSON texts that `answer_options` parses."""
+        """Return the number of bytes of the JSON texts that `answer_options` parses."""
         return self.num_form_bytes + sum(
             len(memoryview(text)) for text in (self.tools, self.tool_choice, self.chat_template_kwargs)
         )

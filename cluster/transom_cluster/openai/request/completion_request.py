@@ -32,7 +32,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def echo_only(self) -> bool:
-        """Whether the client wants only the prompt back, with its log-probabilities: `echo` with `max_tokens` 0."""
+        """Return whether the client wants only the prompt back, with its log-probabilities: `echo` with `max_tokens` 0."""
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self, limits: ModelLimits) -> list[str] | list[list[int]]:
@@ -90,7 +90,7 @@ class TokenizeRequest(BodyModel, frozen=True, kw_only=True):
 
     @property
     def num_variable_bytes(self) -> int:
-        """The length of the JSON that `template_variables` reads."""
+        """Return the length of the JSON that `template_variables` reads."""
         return len(memoryview(self.tools)) + len(memoryview(self.chat_template_kwargs))
 
     def template_variables(self) -> dict[str, Any]:

@@ -80,11 +80,8 @@ def _shown(text: Raw | bytes, path: str, fields: msgspec.json.Decoder[Any] | Non
             if len(memoryview(text)) > MAX_SEARCHED_BYTES:
                 return ""
             text = _OBJECT.decode(text)[field] if field else _ARRAY.decode(text)[int(index)]
-    except (
-        ValueError,
-        LookupError,
-        RecursionError,
-    ):  # the rest is not valid JSON, or the path has `[...]` for an object's key
+    # The rest is not valid JSON, or the path has `[...]` for an object's key.
+    except (ValueError, LookupError, RecursionError):
         return ""
     # A character takes up to 4 bytes in UTF-8.
     shown = bytes(memoryview(text)[: 4 * MAX_SHOWN_CHARS]).decode(errors="replace")

@@ -40,7 +40,7 @@ class ContentPart(WireModel, frozen=True, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether the part is text and has no other content."""
+        """Return whether the part is text and has no other content."""
         others = (self.image_url, self.input_audio, self.video_url, self.file, self.refusal)
         return self.type == "text" and self.text is not None and others == (NULL,) * len(others)
 
@@ -50,7 +50,7 @@ class CalledFunction(WireModel, frozen=True, kw_only=True):
 
     name: str
     arguments: Annotated[Raw, Meta(extra_json_schema={"type": "string"})] = any_json()
-    parsed_arguments: Raw = any_json()  # of OpenAI's client, ignored
+    parsed_arguments: Raw = any_json()  # OpenAI's client adds it; ignored
 
 
 class ToolCall(WireModel, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class ToolCall(WireModel, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Roughly how much work the call is, in characters of text."""
+        """Return roughly how much work the call is, in characters of text."""
         return CALL_CHARS + len(self.function.name) + len(memoryview(self.function.arguments))
 
 
@@ -81,11 +81,11 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
     audio: None = None
     function_call: None = None
     annotations: Raw = any_json()
-    parsed: Raw = any_json()  # of OpenAI's client, ignored
+    parsed: Raw = any_json()  # OpenAI's client adds it; ignored
 
     @property
     def num_chars(self) -> int:
-        """Roughly how much work the message is, in characters of text. An empty one counts, too: the template renders it."""
+        """Return roughly how much work the message is, in characters of text. An empty message counts too, since it is rendered."""
         parts = self.content or ()
         text = len(parts) if isinstance(parts, str) else sum(PART_CHARS + len(part.text or "") for part in parts)
         others = (self.name, self.refusal, self.reasoning_content, self.reasoning)
@@ -131,6 +131,7 @@ def _template_message(message: ChatMessage, path: str, names: dict[str, str]) ->
 
 
 def _check_fields(message: ChatMessage, path: str) -> None:
+    """Raise RequestError for an unknown role, or for a field that belongs to messages of another role."""
     if message.role == "function":
         raise RequestError(
             f"{path}.role is 'function', of an older API; send role 'tool' with tool_call_id.", param=f"{path}.role"

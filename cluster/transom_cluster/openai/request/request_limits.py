@@ -45,12 +45,12 @@ class ModelLimits:
 
     @property
     def longest(self) -> int:
-        """The most tokens, prompt and output together, that a request with these limits may have."""
+        """Return the most tokens, prompt and output together, that a request with these limits may have."""
         return self.max_stream_len or self.max_model_len
 
     @property
     def longest_prompt(self) -> int:
-        """The smallest number of prompt tokens that is refused even if the request asks for little output."""
+        """Return the smallest number of prompt tokens that is refused even if the request asks for little output."""
         return max_prompt_len(self.longest, self.max_model_len)
 
     def with_kv_policy(self, policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None) -> ModelLimits:

@@ -86,12 +86,12 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
+        """Return whether the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def num_form_bytes(self) -> int:
-        """The length of the JSON of `form_texts`."""
+        """Return the length of the JSON of `form_texts`."""
         return sum(len(memoryview(text)) for text in self.form_texts.values())
 
     @property

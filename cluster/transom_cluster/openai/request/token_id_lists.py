@@ -89,5 +89,5 @@ def _check_between(text: bytes, expected: bytes, name: str, index: int) -> None:
     if text.strip() != expected:
         path = f"{name}[{index}]"
         raise RequestError(
-            f"{path} is no array of token ids, as the element before it is; send one of these.", param=path
+            f"{path} is not an array of token ids, but the element before it is; send only arrays.", param=path
         )

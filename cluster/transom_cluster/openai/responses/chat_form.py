@@ -68,7 +68,7 @@ class ChatForm:
 
     @property
     def warning_header(self) -> str:
-        """The warnings as the value of a header: printable ASCII, at most MAX_WARNING_CHARS characters."""
+        """Return the warnings as the value of a header: printable ASCII, at most MAX_WARNING_CHARS characters."""
         shown = "; ".join(self.warnings).encode("ascii", "replace").decode()
         return "".join(char if char.isprintable() else "?" for char in shown)[:MAX_WARNING_CHARS]
 

@@ -58,7 +58,7 @@ class OutputItems:
 
     @property
     def bodies(self) -> list[OutputItem]:
-        """All items, for the response object."""
+        """Return all items, for the response object."""
         return [item.body for item in self._items]
 
     def add(self, part: AnswerPart, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Event]:
@@ -119,7 +119,7 @@ class _Item(ABC):
     @property
     @abstractmethod
     def body(self) -> OutputItem:
-        """The item's JSON object, with its content so far."""
+        """Return the item's JSON object, with its content so far."""
 
     def opening(self) -> Iterator[Event]:
         """Yield the events for the item's beginning. The item has no content yet."""

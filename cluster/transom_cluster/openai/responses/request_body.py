@@ -116,17 +116,17 @@ class ResponsesRequest(SharedFields, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """The length of the JSON that the conversion to a chat parses."""
+        """Return the length of the JSON that the conversion to a chat parses."""
         return sum(len(memoryview(text)) for text in (self.input, self.tools, self.tool_choice))
 
     @property
     def includes_logprobs(self) -> bool:
-        """Whether the client asks for log-probabilities of the message's tokens."""
+        """Return whether the client asks for log-probabilities of the message's tokens."""
         return LOGPROBS in (self.include or ())
 
     @property
     def includes_encrypted_reasoning(self) -> bool:
-        """Whether reasoning items have `encrypted_content`, the only field of theirs that some clients send back."""
+        """Return whether reasoning items have `encrypted_content`, the only field of theirs that some clients send back."""
         return ENCRYPTED_REASONING in (self.include or ())
 
     def check_stateless(self) -> None:

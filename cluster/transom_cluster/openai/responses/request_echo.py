@@ -1,6 +1,6 @@
-"""Makes the fields of a request that its response repeats.
+"""Makes the JSON of the request fields that a response of /v1/responses repeats.
 
-A stream repeats them in three events, and a client's tools may be long, so each field becomes JSON text only once.
+A stream repeats these fields in three events, and a client's tools may be long, so each field becomes JSON text only once.
 """
 
 from __future__ import annotations

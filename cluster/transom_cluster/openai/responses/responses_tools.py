@@ -38,7 +38,7 @@ class ToolName:
 
     @property
     def chat_name(self) -> str:
-        """The name of the tool's function in the chat."""
+        """Return the name of the tool's function in the chat."""
         return self.name if self.namespace is None else f"{self.namespace}{_SEPARATOR}{self.name}"
 
 
@@ -130,6 +130,7 @@ def read_tool_choice(text: Raw) -> Chosen | None:
 def _read_list(
     texts: list[Raw], path: str, namespace: str | None, names: ToolNames, warnings: list[str]
 ) -> dict[str, dict[str, Any]]:
+    """Return the tools of one list, by their paths: of the field `tools`, or of a namespace in it."""
     if len(texts) > MAX_TOOLS:
         raise RequestError(f"{path} has {len(texts):,} tools; at most {MAX_TOOLS:,} are allowed.", param=path)
     tools: dict[str, dict[str, Any]] = {}
@@ -162,6 +163,7 @@ def _function(text: Raw, path: str, namespace: str | None, names: ToolNames) -> 
 
 
 def _custom(text: Raw, path: str, namespace: str | None, names: ToolNames, warnings: list[str]) -> dict[str, Any]:
+    """Return the function that stands for a custom tool. Only a regular expression of its grammar is enforced."""
     tool = decode_field(_CUSTOM, text, path)
     name = _added(ToolName(name=tool.name, kind="custom", namespace=namespace), path, names)
     description, text_schema = tool.description or "", {"type": "string"}

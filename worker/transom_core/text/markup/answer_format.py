@@ -71,7 +71,8 @@ class AnswerFormat:
         lark = LarkText(
             tokenizer, inner_tokens=[text for part in (self._tools, reasoning) if part for text in part.inner_tokens]
         )
-        # If a call may end the reasoning, the reasoning must not contain an opener: the call after it would escape the grammar.
+        # If a call may end the reasoning, the grammar's reasoning must not contain an opener: the grammar would take the call after
+        # the opener for reasoning, and would not constrain its arguments.
         without = self._tools.openers if tools and self._tools and self._tools.ends_reasoning else ()
         begin = reasoning.rule(lark, context.prompt_end, without=without) if reasoning else ""
         choices = [] if isinstance(message, FreeAnswer) else [message_expression(lark, message)]
@@ -183,7 +184,7 @@ class _Answer:
         self._after_reasoning = Markers(self._ends + self._ending_openers)
 
     def _calls_start_here(self) -> Reading[bool]:
-        """Return whether a message without text so far continues with a character that begins calls."""
+        """Return whether the message has no text yet and continues with a character that begins calls without a marker."""
         starters = self._tools.starters if self._tools else ""
         while starters and not self._writer.has_text:
             following = yield from self._reader.peek()

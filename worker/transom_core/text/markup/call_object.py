@@ -1,8 +1,8 @@
 """Reads a tool call that is one JSON object: `{"name": "get_weather", "arguments": {"city": "Paris"}}`, keys in any order.
 
-Once the name is known, arguments are passed on as they come; arguments before the name are held until then. Other keys (`type`,
-`id`) are read and dropped. Missing or null arguments become `{}`. If the arguments are a string that contains a JSON object, as
-some models write them, they become that object.
+After the name, arguments are passed on as they come; arguments that come before the name are held until the name is complete. Other
+keys (`type`, `id`) are read and dropped. Missing or null arguments become `{}`. If the arguments are a string that contains a JSON
+object, as some models write them, they become that object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[N
     """Read one call.
 
     Without a marker before it (`is_marked` False), an object is a call only if it has arguments and the name of one of the
-    request's tools. The first other key shows that an object is not a call, so that JSON answers are not held back for long.
+    request's tools. Such an object counts as ordinary text from the first key that a call cannot have before its name, so that the
+    text of a JSON answer is not held back for long.
 
     Raises:
         MalformedMarkupError: the text is not a JSON object, or has no name.
@@ -40,13 +41,13 @@ def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[N
         if (yield from reader.peek()) != "}":
             yield from reader.expect(",")
             yield from reader.skip_space()
-            if (yield from reader.peek()) == "}":
+            if (yield from reader.peek()) == "}":  # JSON has no trailing comma
                 raise MalformedMarkupError
     call.end()
 
 
 def object_rule(lark: LarkText, tools: Sequence[ToolSpec], *, arguments_key: str) -> str:
-    """Return a grammar's expression for one such object, which calls one of `tools`."""
+    """Return a grammar's expression for one call object, which calls one of `tools`."""
     return f"({' | '.join(_object_of(lark, tool, arguments_key) for tool in tools)})"
 
 
@@ -61,7 +62,7 @@ def read_call_array(calls: CallReading) -> Reading[None]:
 
 
 def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-    """Return a grammar's expression for such an array: of one call, or of several if `parallel`."""
+    """Return a grammar's expression for an array of call objects: one call, or several if `parallel`."""
     call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
     return lark.list_of(call, has_several=parallel)
 
@@ -88,7 +89,7 @@ class _CallObject:
         self._name: str | None = None
         self._held: list[str] = []  # arguments that came before the name
         self._has_arguments = False
-        self._has_begun = False
+        self._has_begun = False  # the name was passed on
 
     def read_member(self) -> Reading[None]:
         """Read a key and its value."""
@@ -163,4 +164,4 @@ def _read_null(reader: MarkupReader) -> Reading[None]:
 
 
 def _leave_out(text: str) -> None:
-    """Drop the value of another key of a call."""
+    """Drop the value of a key that is neither the call's name nor its arguments."""

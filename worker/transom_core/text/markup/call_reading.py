@@ -1,11 +1,16 @@
-"""`CallReading`: the object through which a family's parser reads tool calls and writes them, and which handles malformed markup.
+"""`CallReading`: the methods with which a model family's parser reads and writes tool calls. It also handles malformed markup.
+
+    yield from calls.run(marker, read)      `read` is the family's parser; for each call it does:
+        calls.begin(name)
+        calls.arguments(piece)              once or several times
+        calls.end()
 
 Malformed markup is handled in the same way for all families:
 
-- If it is malformed before the call's name is complete, its text from the marker on becomes `MalformedMarkup`, and then ordinary
-  text.
+- If it is malformed before the call's name is complete, its text from the marker on is counted as `MalformedMarkup`, and shown as
+  ordinary text.
 - If it is malformed after the name, the call ends incomplete (`CallEnd(is_complete=False)`), and what follows is ordinary text.
-- If the answer ends inside the markup, the same happens, except that an unfinished call is not shown as text.
+- If the answer ends inside the markup, the same happens, except that the text of an unfinished call is counted but not shown.
 
 Text that turns out not to be a call is ordinary text, not malformed, if it has no marker (in families whose call is just JSON) or
 if it is inside the reasoning.
@@ -27,7 +32,7 @@ class CallReading:
         self.reader = reader
         self.tools = {tool.name: tool for tool in tools}
         self._writer = writer
-        self._is_marked = False  # these certainly are calls, because of a marker or of a complete call
+        self._is_marked = False  # the text certainly is calls: a marker came before it, or one call was complete
 
     def begin(self, name: str) -> None:
         """Begin a call, whose name is complete."""
@@ -46,7 +51,7 @@ class CallReading:
         self.reader.keep()
 
     def read_list(self, read: Callable[[], Reading[None]]) -> Reading[None]:
-        """Read calls in brackets, which commas separate; `read` reads one. Then the brackets will not be given back as text."""
+        """Read calls in brackets, separated by commas; `read` reads one. Malformed text after the list does not show the list."""
         reader = self.reader
         yield from reader.expect("[")
         while True:
@@ -80,6 +85,7 @@ class CallReading:
         self.reader.kept()
 
     def _give_up(self, *, has_ended: bool) -> None:
+        """End the open call, and show or drop what was read since the last written piece. `has_ended`: the answer has ended."""
         kept = self.reader.kept()
         if self._writer.call_is_open:
             self._writer.end_call(is_complete=False)

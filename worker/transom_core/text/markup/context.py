@@ -88,7 +88,7 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ToolsDemand:
-    """Which tools an answer may call, and whether it must.
+    """The tools that an answer may call, and whether it must call one.
 
     - `auto`: the answer is a message or calls. A `strict` tool's arguments are valid against its schema.
     - `required`: the answer is at least one call. All arguments are valid against their tools' schemas.

@@ -25,7 +25,7 @@ def _is_type(*model_types: str) -> Callable[[str, str], bool]:
     return lambda model_type, template: model_type in model_types
 
 
-# The first rule that applies decides.
+# The first rule that applies decides, so a rule for one family comes before a rule whose texts that family's template also has.
 _TOOL_RULES = (
     _Rule("openai", _is_type("gpt_oss"), "<|channel|>"),
     _Rule("gemma4", _template_has("<|tool_call>")),

@@ -1,8 +1,13 @@
-r"""Reads JSON as it comes, checks it, and passes it on piece by piece.
+r"""Reads JSON from an answer as its characters come, checks it, and passes it on piece by piece.
 
-Two frequent errors of models inside strings are corrected: a line end or another control character is escaped, as JSON requires,
-and a backslash before a character that JSON does not escape is doubled (`"\\d"` for `"\d"`). Anything else that is not JSON raises
-`MalformedMarkupError` at the first wrong character. Nesting may have any depth.
+Inside strings, three frequent errors of models are corrected:
+
+- A line end or another control character is escaped, as JSON requires.
+- `\'` becomes `'`: JSON does not escape this quote.
+- A backslash before any other character that JSON does not escape is doubled (`"\d"` becomes `"\\d"`).
+
+Any other text that is not JSON raises `MalformedMarkupError` at the first wrong character (in a number or word: at its end).
+Nesting may have any depth.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ def copy_value(reader: MarkupReader, write: Write) -> Reading[None]:
                 raise MalformedMarkupError
             write(reader.take(1))
             closers.pop()
-        else:
+        else:  # no bracket is open any more
             return
 
 

@@ -23,13 +23,14 @@ _ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 
 
 class LarkText:
-    """A grammar under construction: `rule` adds a rule and names it; `text` returns the whole grammar.
+    """A grammar under construction. Most methods return an expression, which is a part of a rule's body:
 
-    Methods that neither add nor define return an expression, which is part of a rule's body.
+    call = lark.rule("call", f"{lark.marker('<tool_call>')} {lark.json(schema)}")    adds a rule, and returns its name
+    grammar = lark.text(f"{call}+")                                                  at the end: the whole grammar
     """
 
     def __init__(self, tokenizer: MarkupTokenizer, *, inner_tokens: Sequence[str] = ()) -> None:
-        """`inner_tokens` are texts inside markers that may be special tokens, such as `｜DSML｜` in `<｜DSML｜invoke`."""
+        """`inner_tokens` are parts of markers. Such a part may be a special token, for example `｜DSML｜` in `<｜DSML｜invoke`."""
         self._tokenizer = tokenizer
         self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
         self._rules: list[str] = []
@@ -60,12 +61,12 @@ class LarkText:
         return json.dumps(text, ensure_ascii=False)
 
     def marker(self, text: str) -> str:
-        """Return an expression for a marker: its special token, or its text, in which an inner token may be a special token."""
+        """Return an expression for a marker: its special token, or else its text (with the special tokens of its inner tokens)."""
         before, token, after = self._parts(text)
         return " ".join([*map(self.literal, filter(None, [before])), *token, *map(self.literal, filter(None, [after]))])
 
     def has_marker(self, text: str) -> bool:
-        """Return whether a marker is one token."""
+        """Return whether the vocabulary has this marker as one token."""
         return self._tokenizer.marker_id(text) is not None
 
     def free_text(self) -> str:
@@ -128,7 +129,7 @@ class LarkText:
     def _up_to(self, text: str, marker: str) -> str:
         """Return an expression for the terminal `text`, followed by `marker`."""
         before, token, after = self._parts(marker)
-        if not token:
+        if not token:  # lazy: the rule's text ends at the first marker
             return self.rule("text_until", f"{text} {self.literal(marker)}", options="[lazy]")
         if before:  # the text before the token could be part of the free text too, so it must belong to the terminal
             text = self.terminal("text", f"{text} {self.literal(before)}")

@@ -1,4 +1,4 @@
-"""`MarkupParser`: feeds an answer's tokens to the code that reads its markup, and collects the parts.
+"""`MarkupParser`: feeds an answer's tokens to the code that reads the markup, and returns the parts of the answer.
 
 With `skip_special_tokens`, a special token adds no text to the answer. In two cases the parser reads the token's own text instead:
 if the token is one of the format's markers, or if it is inside a call's arguments, as when a model writes a file about chat markup.
@@ -15,10 +15,12 @@ from transom_core.text.markup.writer import PartsWriter
 
 
 class MarkupParser:
-    """Reads one answer, token by token. It never raises. A generator reads from `reader` and writes to `writer`:
+    """Reads one answer, token by token; malformed markup raises no error.
 
     for each token:  parts += parser.push(token_id, text)
     at the end:      parts += parser.flush()
+
+    Both calls feed `reader`, run the generator `answer`, which reads from it and writes to `writer`, and return the new parts.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class MarkupParser:
     def push(self, token_id: int, text: str) -> list[AnswerPart]:
         """Read the next token and return the parts that it completes.
 
-        `text` is what the token adds to the answer's text. A special token that adds none is recognised by its id.
+        `text` is what the token adds to the answer's text. A special token that adds no text is recognised by its id.
         """
         text = text or self._left_out(token_id)
         if not text:
@@ -67,7 +69,7 @@ class MarkupParser:
             self._has_ended = next(self._answer, True) is True
 
     def _left_out(self, token_id: int) -> str:
-        """Return the text to read for a token that added none to the answer; "" if the token means nothing here."""
+        """Return the text that the parser reads for a token without text in the answer; "" if the token means nothing here."""
         if marker := self._markers.get(token_id):
             return marker
         tokenizer = self._tokenizer

@@ -1,8 +1,8 @@
-"""Extracts from a JSON schema what it says about objects and choices, for grammars of markup that is not JSON.
+"""Reads objects and choices from a JSON schema, for grammars of markup whose arguments are not JSON.
 
 Such a grammar enforces types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and patterns of
-strings. A schema with other keywords is refused by an error that names the keyword, so that no answer satisfies less than its
-schema demands.
+strings. A schema with a keyword that the grammar cannot enforce (`_NOT_HELD`) is refused by an error that names the keyword, so
+that no answer satisfies less than its schema demands.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transom_core.text.markup.schema_types import resolved, schema_types
 
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
-_MAX_ALTERNATIVES = 32
-_MAX_DEPTH = 8  # of choices inside choices
+_MAX_ALTERNATIVES = 32  # kinds of objects of one schema; nested choices multiply, and each kind becomes a rule
+_MAX_DEPTH = 8  # how deeply choices may be inside choices
 _NOT_HELD = (
     "not",
     "if",
@@ -105,7 +105,7 @@ def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `schema` as a document of its own, with all that its references point to; `root` is the document it is a part of."""
+    """Return `schema`, a part of the document `root`, as a document of its own: with the definitions that its references need."""
     if not any(_references(schema)):
         return schema
     definitions = {name: root[name] for name in _DEFINITIONS if name in root}
@@ -177,6 +177,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[
 
 
 def _merged(schemas: list[Mapping[str, Any]]) -> ObjectSchema:
+    """Return the kind of object that satisfies all `schemas`."""
     required = frozenset(name for schema in schemas for name in schema.get("required") or ())
     properties: dict[str, Any] = {}
     for schema in schemas:

@@ -1,7 +1,7 @@
-"""Makes grammars for calls whose arguments are named texts, so that what `parameters` reads from them is valid against the schema.
+"""Makes grammars for calls whose arguments are named texts (`<parameter=city>Paris</parameter>`) instead of one JSON object.
 
-A string argument is any text up to its end marker that the schema allows; any other argument is JSON. Arguments come in the order
-of the schema's properties.
+The arguments that `parameters` reads from such a call are valid against the tool's schema: a string argument is any text, up to its
+end marker, that the schema allows, and any other argument is JSON. Arguments come in the order of the schema's properties.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transom_core.text.markup.object_schemas import (
 from transom_core.text.markup.schema_types import json_type, schema_types
 from transom_core.text.markup.string_grammar import string_expression
 
-_NAMES = re.compile(r"[^<>\n]*")
+_NAMES = re.compile(r"[^<>\n]*")  # names that cannot end the tag around them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`ParameterWriter`: writes a call's arguments as a JSON object, for markup that has them as named texts.
+"""`ParameterWriter`: writes a call's arguments as a JSON object, for markup whose arguments are named texts.
 
 Example: the texts `city` = `Paris` and `days` = `3`, with a schema in which `days` is an integer, become
 
@@ -20,7 +20,7 @@ from transom_core.text.markup.schema_types import JSON_TYPES, json_type, propert
 ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
 
 _WORDS = {"null": ("null",), "boolean": ("true", "false")}  # JSON type -> its values
-_WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}
+_WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}  # word in lower case -> JSON
 
 
 class ParameterWriter:
@@ -41,7 +41,11 @@ class ParameterWriter:
         self._names.add(name)
 
     def read_value(self, name: str, read: ReadText) -> Reading[None]:
-        """Read the text of the argument `name`, and write it as a value of the type that the schema gives it."""
+        """Read the text of the argument `name`, and write it as a value of the type that the schema gives it.
+
+        A text that may only be a string, null, true or false is written as it comes: its first characters decide. If it may be a
+        string or something else, all of it must be known first.
+        """
         types = property_types(self._parameters, name)
         if "string" not in types:
             yield from self.read_json(read, types)
@@ -83,7 +87,7 @@ class ParameterWriter:
 
 
 class _TextValue:
-    """A string that is held while it may be a word of another of `types` (null, true, false), and then written as it comes."""
+    """A text that is held while it may still become null, true or false (if `types` has these), and else written as a string."""
 
     def __init__(self, write: Write, types: frozenset[str]) -> None:
         self._write = write
@@ -108,7 +112,7 @@ class _TextValue:
             self._write(self._held if self._held in self._words else quoted(self._held))
 
     def give_up(self) -> None:
-        """End the text because the answer has ended inside it."""
+        """Write what is held, as it is: the answer has ended inside the text, so the call is incomplete in any case."""
         self._write(self._held or "")
 
 
@@ -129,7 +133,7 @@ class _HeldValue:
         self._write(typed_value("".join(self._pieces), self._types))
 
     def give_up(self) -> None:
-        """End the text because the answer has ended inside it."""
+        """Write what is held, as it is: the answer has ended inside the text, so the call is incomplete in any case."""
         self._write("".join(self._pieces))
 
 

@@ -7,8 +7,8 @@ Example: the answer `<think>Rain?</think><tool_call>{"name": "get_weather", "arg
     CallArguments(0, '{"city": "Paris"}')
     CallEnd(0, is_complete=True)
 
-Text and arguments come in pieces, as the answer does. The answer's tokens decide where the pieces are cut, but not what the joined
-pieces of one kind are.
+Text and arguments come in pieces, as the answer comes in tokens. The tokens decide where the pieces are cut; the joined text of the
+pieces does not depend on them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ AnswerPart = ReasoningText | MessageText | CallBegin | CallArguments | CallEnd |
 
 
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """Return the parts with neighbours of one kind joined, which does not depend on how the answer was cut into tokens."""
+    """Return the parts with neighbours of one kind joined. The result does not depend on how the answer was cut into tokens."""
     return [_join(list(group)) for _, group in groupby(parts, _kind)]
 
 

@@ -69,7 +69,7 @@ def copy_literal(reader: MarkupReader, write: Write) -> Reading[None]:
                 break
             else:
                 raise MalformedMarkupError
-        else:
+        else:  # no bracket is open any more
             return
 
 
@@ -100,6 +100,7 @@ def _copy_string(reader: MarkupReader, write: Write) -> Reading[None]:
 
 
 def _copy_escape(reader: MarkupReader, write: Write) -> Reading[None]:
+    """Read an escape, and write its character as JSON. As in Python, the backslash of an unknown escape is text."""
     escaped = (yield from reader.need(2))[1]
     if escaped in _HEX_DIGITS:
         digits = (yield from reader.need(2 + _HEX_DIGITS[escaped]))[2:]

@@ -32,7 +32,7 @@ class MalformedMarkupError(Exception):
 
 
 class Markers:
-    """Texts that end a free text. If two begin at the same character, the longer one counts."""
+    """The texts (markers) of which the first one ends a free text. If two begin at the same character, the longer one counts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         """`texts` may be empty, but must not contain an empty text."""
@@ -49,16 +49,18 @@ class Markers:
         If no complete marker follows, the marker is None and the end is where an incomplete one may begin, or the end of `text`.
         """
         match = self._pattern.search(text, start)
-        if match is None:
+        if match is None:  # an incomplete marker has fewer than `_longest` characters: only the last ones are searched
             return (len(text) if ended else self._begun(text, max(start, len(text) - self._longest + 1))), None
         if not ended and match.end() == len(text) and self._goes_on(match.group()):
             return match.start(), None
         return match.start(), match.group()
 
     def _goes_on(self, found: str) -> bool:
+        """Return whether the characters that come next may turn the marker `found` into a longer one."""
         return any(len(text) > len(found) and text.startswith(found) for text in self.texts)
 
     def _begun(self, text: str, start: int) -> int:
+        """Return where an incomplete marker at the end of `text` may begin, at `start` or later; the end of `text` if none may."""
         for match in self._first.finditer(text, start):
             rest = text[match.start() :]
             if any(marker.startswith(rest) for marker in self.texts):
@@ -67,7 +69,7 @@ class Markers:
 
 
 class MarkupReader:
-    """The characters that have come and were not read yet."""
+    """Holds the characters of an answer that have come and were not read yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -86,7 +88,7 @@ class MarkupReader:
         return len(self._text) - self._at
 
     def end(self) -> None:
-        """Note that no characters will follow."""
+        """Note that the answer has ended: no more characters will come."""
         self._ended = True
 
     def keep(self, text: str = "") -> None:

@@ -1,7 +1,7 @@
 """`ReasoningMarkup`: how a family of models marks the reasoning that comes before its message.
 
-Some chat templates open the reasoning in the prompt, so that an answer begins inside it. Others also close it there, to switch
-reasoning off. The end of the prompt shows both.
+Some chat templates open the reasoning at the end of the prompt, so that an answer begins inside it. Some also close it there, to
+switch reasoning off. The parser sees both in the last characters of the prompt.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReasoningMarkup:
         return next((start for start in self.starts if lark.has_marker(start)), self.starts[-1])
 
 
-_SPACE_AFTER = r"/[ \t\n]{0,4}/"
+_SPACE_AFTER = r"/[ \t\n]{0,4}/"  # bounded, so that a constrained model cannot write spaces for ever
 
 THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",))
 ASSUMED_THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",), is_assumed=True)

@@ -1,4 +1,4 @@
-"""Tells which JSON types a JSON schema allows, from its `type`, `enum`, `const`, references and combinations.
+"""Finds the JSON types that a JSON schema allows, from its `type`, `enum`, `const`, references and combinations.
 
 Markup that writes arguments as plain text needs this: only the tool's schema says whether the text `3` is a number or a string.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # an integer is a number
-_MAX_DEPTH = 16  # of references and combinations
+_MAX_DEPTH = 16  # references and combinations that are followed; a schema may refer to itself
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -21,7 +21,10 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the types that `schema` allows; `root` is the document that its references point into."""
+    """Return the types that `schema` allows; all types if its parts contradict each other.
+
+    `root` is the document that its references point into.
+    """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return JSON_TYPES
     types = _own_types(schema)
@@ -73,6 +76,7 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference like `#/$defs/city` points to; True, which allows anything, if `root` has no such part."""
     found: Any = root
     for step in reference.removeprefix("#").strip("/").split("/") if reference.startswith("#") else ("",):
         name = step.replace("~1", "/").replace("~0", "~")

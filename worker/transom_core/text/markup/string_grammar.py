@@ -27,7 +27,7 @@ def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, wi
 
 
 def _whole_text(pattern: str) -> str:
-    """Return a regular expression for whole texts that contain a match of `pattern`, which is what JSON schema means by it."""
+    """Return a regular expression that matches a whole text if `pattern` matches a part of it, as JSON schema defines `pattern`."""
     alternatives = _top_level_alternatives(pattern)
     if len(alternatives) > 1:  # an anchor belongs to one alternative only
         return f"({'|'.join(map(_whole_text, alternatives))})"

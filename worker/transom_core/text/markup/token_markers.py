@@ -1,8 +1,8 @@
 """`TokenMarkers`: distinguishes markers that are special tokens from the same text in ordinary tokens.
 
-A model may write the text of a marker, for example in a file about chat markup; ordinary tokens spell it then. Parsers of such
-families read each marker token as one character that no text contains (half of a surrogate pair), so that only the token counts as
-a marker. If the vocabulary has no such special token, the text is the marker.
+A model may write the text of a marker in ordinary tokens, for example in a file about chat markup. The parsers that use this module
+read each marker token as one character that no text contains (half of a surrogate pair), so that only the token counts as a marker.
+If the vocabulary does not have the marker as a special token, the text is the marker.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenMarkers:
 
 
 class TokenMarkerParser(MarkupParser):
-    """A parser whose reader sees each marker token as `TokenMarkers` reads it."""
+    """A parser that feeds its reader one character for each marker token, and puts the markers' texts into the parts it returns."""
 
     def __init__(
         self,

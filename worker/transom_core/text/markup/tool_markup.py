@@ -16,7 +16,7 @@ class ToolMarkup(ABC):
     """How a family's tool calls are read from an answer, and how a grammar allows them.
 
     - `openers`: the markers that begin a call, or a list of calls, anywhere in a message; a grammar allows only the first one.
-    - `starters`: characters that begin calls only at the start of a message, for families without a marker.
+    - `starters`: characters that begin calls at the start of a message, for families that write calls without a marker.
     - `markers`: the other markers, any of which may be a special token that the parser must recognise by its id.
     - `inner_tokens`: parts of markers that may be special tokens.
     - `separator`: the text between two calls; None if one opener begins all calls.

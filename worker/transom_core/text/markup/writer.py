@@ -1,8 +1,8 @@
 """`PartsWriter`: turns what a markup's parser reads into `AnswerPart`s.
 
-Markup is on lines of its own: the space between a text and a marker belongs to the markup, not to the text (the message of
-`Let me look.\n<tool_call>` is "Let me look."). So the writer holds back the space at a text's end until it knows whether more text
-follows. Space at the end of the whole answer belongs to the message.
+Models write markup on lines of its own, so the space between a text and a marker belongs to the markup, not to the text (the
+message of `Let me look.\n<tool_call>` is "Let me look."). The writer therefore holds back the space at a text's end until it knows
+whether more text follows. Space at the end of the whole answer belongs to the message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ Section = Literal["reasoning", "message"]
 
 
 class PartsWriter:
-    """Collects the parts of one answer."""
+    """Collects the parts of one answer; `take` may be called at any time.
+
+    writer.begin_section("reasoning"); writer.write(text)
+    writer.begin_call(name); writer.write_arguments(text); writer.end_call(is_complete=True)
+    writer.end(); parts = writer.take()
+    """
 
     def __init__(self, *, keeps_space: bool = False) -> None:
         """`keeps_space` says that the space between a text and a call is text."""
@@ -55,7 +60,7 @@ class PartsWriter:
         return parts
 
     def begin_section(self, section: Section) -> None:
-        """Begin a section; the space before and after this place belongs to markup. A line break separates two reasonings."""
+        """Begin a section. The space before and after this place belongs to markup. A line end is put between two reasonings."""
         self._close_text()
         self.section = section
         self._held = []

@@ -1,4 +1,4 @@
-"""`deepseek_v3` and `deepseek_v31`: an answer's calls are in one section, each call between special tokens.
+"""The parsers `deepseek_v3` and `deepseek_v31`: an answer's calls are in one section, each call between special tokens.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -56,6 +56,7 @@ class DeepSeekV31Tools(ToolMarkup):
         yield from reader.expect(self.before_name)
         text, end = yield from reader.text_until(_NAME_ENDS)
         name = text.strip(SPACE)
+        # What ends the name must be the beginning of `before_arguments`: V3.1's separator, or the line end before V3's code fence.
         if not name or end != self.before_arguments[: len(end)]:
             raise MalformedMarkupError
         calls.begin(name)

@@ -1,4 +1,4 @@
-"""`deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with the token `｜DSML｜`.
+"""The parsers `deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with `｜DSML｜`.
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="get_weather">
@@ -7,9 +7,9 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes up to its end tag; other
-tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space after `｜DSML｜`. Each
-parser reads all forms.
+`｜DSML｜` is one token. A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes
+up to its end tag; other tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space
+after `｜DSML｜`. Each parser reads all forms.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DsmlTools(ToolMarkup):
 
 
 class _Tags:
-    """The tags inside a block; `space` is what its form has after `｜DSML｜`."""
+    """The tags inside a block; `space` is what comes after `｜DSML｜`: a space in V4.1's form, nothing in the others."""
 
     def __init__(self, space: str) -> None:
         self.invoke = f"<{_TOKEN}{space}invoke"

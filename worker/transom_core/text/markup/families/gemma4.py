@@ -1,4 +1,4 @@
-"""`gemma4`: a call's arguments are an object in the model's own notation, with unquoted keys and strings between `<|"|>`.
+"""The parser `gemma4`: a call's arguments are an object in the model's own notation, with unquoted keys, and strings in `<|"|>`.
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],at:{home:true}}<tool_call|>
 
@@ -159,6 +159,7 @@ class _Notation:
         return self._rules[key]
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Yield an expression for each listed value, or for each JSON type that the schema allows."""
         listed = listed_values(schema)
         if listed is not None:
             yield from (self._listed(value) for value in listed)
@@ -192,6 +193,8 @@ class _Notation:
             return f"({self._lark.terminal('name', _KEY)} {self._lark.literal(':')} {self.value(schema.additional)})?"
         names = sorted(schema.properties, key=lambda name: (name.lower(), name))
         members = [f"{self._lark.literal(name + ':')} {self.value(schema.properties[name])}" for name in names]
+        # From the last member to the first. `heads` has an expression for each member that can be the first one written: a member
+        # that comes after a required one cannot be.
         heads: list[str] = []
         rest = ""  # expression for the members after this one, each with its comma
         for name, member in reversed(list(zip(names, members, strict=True))):

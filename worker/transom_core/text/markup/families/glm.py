@@ -1,4 +1,4 @@
-"""`glm45` and `glm47`, of GLM 4.5 to 5: a call is a name followed by the arguments as keys and values.
+"""The parsers `glm45` and `glm47`, for GLM 4.5 to 5: a call is a name followed by the arguments as keys and values.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
@@ -98,6 +98,7 @@ class _Value:
     def read(self, write: Write) -> Reading[None]:
         """Read the value's text and its end marker, and write the text."""
         while (yield from self._reader.until(_VALUE_ENDS, write)) == _CALL_END:
+            # If only space follows, up to the answer's end, this marker ends the value; otherwise it is a part of the value's text.
             held = [_CALL_END]
             try:
                 while (following := (yield from self._reader.peek())) in SPACE:

@@ -1,4 +1,4 @@
-"""`openai`, gpt-oss's harmony: an answer consists of messages, each with a header that names its channel and its recipient.
+"""The parser `openai`, for gpt-oss's harmony format: an answer consists of messages, whose headers name channel and recipient.
 
     <|channel|>analysis<|message|>Rain?<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
@@ -9,8 +9,8 @@
 `<|call|>` and `<|return|>` end an answer.
 
 Wrong headers are read as far as possible: the last of two channels counts, and a message without `<|message|>` is shown as text. A
-message for a tool that the request does not have (gpt-oss was trained with `python` and `browser`) is not for the user. It is not
-shown, but counted as `MalformedMarkup`, which has its text.
+message for a tool that the request does not have (gpt-oss was trained with `python` and `browser`) is not for the user: it is not
+shown, but counted, as a `MalformedMarkup` with its text.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ _PROMPT_END = "<|start|>assistant"
 _FUNCTIONS = "functions."
 _CONTENT_TYPES = ("", "json", "code", "text")
 _CHANNELS = (None, "analysis", "commentary", "final")
+# The texts after START (role, recipient) and after CHANNEL (channel, recipient, content type), in which every part may be missing.
+# Instead of CONSTRAIN, models may write a text that begins with `<`.
 _ROLE = re.compile(r"\s*(?P<name>[\w.]+(?=\s|$))?\s*(?:to=(?P<recipient>[^\s<]+))?(?:<\S*)?\s*")
 _CHANNEL = re.compile(r"\s*(?P<name>\w+(?=\s|$))?\s*(?:to=(?P<recipient>[^\s<]+))?(?:<\S*)?\s*(?:json|code|text)?\s*")
 
@@ -62,7 +64,7 @@ class _Header:
     channel: str | None
     recipient: str | None
     is_sound: bool  # the whole header could be read
-    is_usual: bool  # and has only what the format prescribes
+    is_usual: bool  # the header has only what the format prescribes
 
 
 class HarmonyFormat(AnswerFormat):
@@ -126,7 +128,7 @@ class _Answer:
             self._writer.end()
 
     def _begins_header(self) -> Reading[bool]:
-        """Return whether the answer begins like a header, with a marker or a recipient; other text is a message without one."""
+        """Return whether the answer begins with a header: a marker or a recipient. Other text is a message without a header."""
         if (yield from self._reader.peek()) in self._marker_begins:
             return True
         return (yield from self._reader.next_is(" to=")) or (yield from self._reader.next_is("to="))
@@ -158,8 +160,8 @@ class _Answer:
         return recipient not in (None, "assistant") and not str(recipient).startswith(_FUNCTIONS)
 
     def _read_header(self, marker: str) -> Reading[tuple[_Header | None, str]]:
-        """Read a header, and return it with the marker at its end. If no message follows, return None instead of the header; text
-        in it has been shown.
+        """Read a header. Return it, or None if no message follows it, and the marker at its end. If a header without a message has
+        text, the header is shown.
         """
         sections: list[tuple[str, list[str]]] = [(START, [])]  # the marker before a text, and the text
         if marker == self._m[CHANNEL]:
@@ -198,14 +200,14 @@ class _Answer:
             self._writer.drop_unfinished(markup)
 
     def _read_text(self, write: Write) -> Reading[str]:
-        """Read a message's text, and the marker at its end, which is returned. Stray markers inside the text are left out."""
+        """Read a message's text. Return the marker at its end. Stray `<|message|>` and `<|constrain|>` in the text are left out."""
         end = self._m[MESSAGE]
         while end in self._strays:
             end = yield from self._reader.until(self._marks, write)
         return end
 
     def _read_call(self, name: str) -> Reading[str]:
-        """Read the arguments of a call, any text after them, and the marker at its end, which is returned."""
+        """Read the arguments of a call, and any text after them. Return the marker at the call's end."""
         self._writer.reads_call = True
         self._writer.begin_call(name)
         try:
@@ -266,6 +268,7 @@ def _call(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _parse(sections: Sequence[tuple[str, Sequence[str]]]) -> _Header:
+    """Return what a header says. `sections` has, for each marker of the header, the marker and the pieces of text after it."""
     role = _ROLE.fullmatch("".join(sections[0][1]))
     texts = ["".join(pieces) for marker, pieces in sections if marker == CHANNEL]
     content_types = ["".join(pieces).strip(SPACE) for marker, pieces in sections if marker == CONSTRAIN]

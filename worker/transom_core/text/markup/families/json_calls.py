@@ -1,4 +1,4 @@
-"""Families whose calls are JSON objects, which differ in what is around the objects.
+"""The parsers `hermes`, `granite` and `llama3_json`: calls are JSON objects, with different text around them.
 
 `hermes`, of Hermes 2 and 3, Qwen 2.5 and Qwen 3: each call is between `<tool_call>` and `</tool_call>`. A block may hold several
 objects. Inside the JSON's strings, `</tool_call>` is text.

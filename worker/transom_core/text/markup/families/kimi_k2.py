@@ -1,4 +1,4 @@
-"""`kimi_k2`: an answer's calls are in one section, each call between special tokens, with the tool's name in the call's id.
+"""The parser `kimi_k2`: an answer's calls are in one section, each between special tokens, with the tool's name in the call's id.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}
     <|tool_call_end|><|tool_calls_section_end|>

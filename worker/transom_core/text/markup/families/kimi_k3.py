@@ -1,4 +1,4 @@
-"""`kimi_k3`: XTML, XML-like elements whose tags are between special tokens; each argument has its type.
+"""The parser `kimi_k3`: XTML, XML-like elements whose tags are between special tokens; each argument has its type.
 
     Rain?<|close|>think<|sep|><|open|>response<|sep|>Let me look.<|close|>response<|sep|>
     <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>

@@ -1,4 +1,4 @@
-"""`mistral`: calls after `[TOOL_CALLS]`, in one of two forms, which the parser distinguishes by what follows the marker.
+"""The parser `mistral`: calls after `[TOOL_CALLS]`, in one of two forms. The text after the marker tells the form.
 
 Since tokenizer v11 (Mistral Small 3.2, Magistral, Devstral, Ministral 3), each call has a marker; its id is optional and dropped:
 
@@ -77,6 +77,7 @@ class _ArrayCalls(ToolMarkup):
 
 
 def _read_named(calls: CallReading) -> Reading[None]:
+    """Read one call in the form since v11. `[ARGS]` may be missing if the call has no id."""
     reader = calls.reader
     name = yield from _read_word(reader)
     if (yield from reader.skip(_CALL_ID)):

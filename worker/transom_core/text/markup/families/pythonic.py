@@ -1,4 +1,4 @@
-"""`pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
+"""The parsers `pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
 
     [get_weather(city='San Francisco', metric='celsius'), get_time()]
 
@@ -54,6 +54,7 @@ class Llama4Tools(PythonicTools):
 
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
+    """Read one call, `name(key=value, ...)`. A trailing comma is allowed, as in Python."""
     reader = calls.reader
     name = yield from reader.run(_NAME)
     yield from reader.skip_space()

@@ -1,4 +1,4 @@
-"""`qwen3_coder` (also `qwen3_xml`), of Qwen3-Coder and Qwen 3.5 and later: calls are XML-like tags, arguments are plain text.
+"""The parser `qwen3_coder` (or `qwen3_xml`), for Qwen3-Coder and Qwen 3.5 on: calls are XML-like tags, arguments plain text.
 
     <tool_call>
     <function=get_weather>
@@ -82,7 +82,7 @@ def _function_rule(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _other_ends(tool: ToolSpec) -> str:
-    """Return a regular expression for what `_Function` takes for the end of this tool's arguments besides the usual end."""
+    """Return a regular expression for the texts, besides the usual end, that `_Function` takes for the end of an argument."""
     spaces = f"[{escaped(SPACE)}]*"
     ends = [
         f"{escaped(_PARAMETER_END)}{spaces}({'|'.join(map(escaped, _AFTER_PARAMETER))})",
@@ -151,7 +151,7 @@ class _Function:
             write(marker + read)
 
     def _ends_before(self, tags: Sequence[str]) -> Reading[tuple[str, bool]]:
-        """Read space. Return it, and whether one of `tags` follows; if one does, "" instead of the space."""
+        """Read space. Return ("", True) if one of `tags` follows, and else (the space, False)."""
         spaces = yield from self._reader.run(_SPACES)
         for tag in tags:
             if (yield from self._reader.next_is(tag)):
@@ -159,9 +159,7 @@ class _Function:
         return spaces, False
 
     def _ends_at_next(self) -> Reading[tuple[str, bool]]:
-        """Read the name after `<parameter=`. Return it, and whether it begins another argument of the tool; if it does, "" instead
-        of the name.
-        """
+        """Read the name after `<parameter=`. Return ("", True) if another argument begins there, else (the name, False)."""
         name = yield from self._reader.run(_NAME)
         if name in self._next_names and (yield from self._reader.skip(">")):
             self._next_name = name
