@@ -1,13 +1,24 @@
 """`Checkpoints`: places checkpoints in the prefix tree, learns which ones clients return to, and evicts the least valuable ones.
 
-    return   a request that continues a chain within `eviction_policy.NEAR_TOKENS` before a checkpoint's boundary
-    tail     the last hash blocks of a prompt, at whose boundaries windows are kept too
+    node        a boundary of the prefix tree; it pins its *segment* (the hash blocks since its parent) and its *windows* (the
+                blocks that sliding groups need there); a checkpoint is a node with its windows
+    return      a request that continues from a checkpoint, or parts from its chain at most `eviction_policy.NEAR_TOKENS` before it
+    offset      how many hash blocks before a checkpoint a returning request parts from its chain
+    tail        the last hash blocks of a prompt, at whose boundaries windows are kept too
+    base node   the node that a running sequence locks: the one that it started from or placed last
+
+The calls for one sequence, each with what it needs from the one before:
+
+    base = lock(chain, hit)                    # admission: the hit's node is not evicted while the sequence runs
+    returns = learn_return(chain, limit, base) # what does the request continue?
+    base = place(chain, boundary, ..., base)   # at each boundary where a checkpoint is planned
+    unlock(base)                               # release
 
 Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request repeats
-only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The cache learns
-the offset, 2 hash blocks. At the ends of later prompts it also keeps the windows of the two boundaries before, so that such a
-request continues at hash block 98 without a window repair. Hash block 98 becomes a node, from which the conversation continues; the
-other 2 hash blocks are the first to be evicted.
+only the first 98 of them, because its chat template renders the end of a turn differently when an answer follows. The cache learns
+the offset, 2 hash blocks. At the ends of later prompts it also keeps the windows of the two boundaries before the end, so that such
+a request continues at hash block 98 without a window repair (computing cached tokens again for sliding groups). Boundary 98 becomes
+a node, from which the conversation continues; the other 2 hash blocks are the first to be evicted.
 """
 
 from __future__ import annotations
@@ -30,15 +41,15 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
 SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
 REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
-MIN_OFFSETS = 8  # the tail is empty before this many returns
+MIN_OFFSETS = 8  # the tail is empty until this many returns were seen
 OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the returns
 
 
 class Continuation(NamedTuple):
-    """What a new request continues: how many returns its conversation has had, and where its chain parts from that of an evicted
-    node.
+    """What a new request continues.
 
-    `parts_at` is a boundary that the chains share, far before the end of the evicted node; None: there is no such node.
+    `num_returns` is how many returns its conversation has had. `parts_at` is the boundary at which its chain parts from that of an
+    evicted node, if that is far before the node's own boundary; else None.
     """
 
     num_returns: int = 0
@@ -48,8 +59,8 @@ class Continuation(NamedTuple):
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` returns whether the device has a block; `repair` says whether window repairs are allowed. Evicted nodes
-    go to the host tier by `moves`, and to the disk tier by `stores`.
+    `present(group, digest)` returns whether the device has a block; `repair` says whether window repairs are allowed. `moves`
+    brings evicted nodes to the host tier, and `stores` to the disk tier.
     """
 
     def __init__(
@@ -78,7 +89,10 @@ class Checkpoints:
 
     @property
     def tail_blocks(self) -> int:
-        """Length of the tail in hash blocks: how far before a prompt's end most returning requests part from it."""
+        """Length of the tail in hash blocks: most returning requests part from a prompt at most this far before its end.
+
+        It is the `OFFSET_QUANTILE` of the remembered offsets.
+        """
         if len(self._return_offsets) < MIN_OFFSETS:
             return 0
         return sorted(self._return_offsets)[int(OFFSET_QUANTILE * (len(self._return_offsets) - 1))]
@@ -100,10 +114,10 @@ class Checkpoints:
         return found
 
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
-        """Lock and return the deepest node within a hit of `num_hash_blocks` hash blocks; None if the tree has none of these hash
-        blocks.
+        """Lock and return the deepest node of a chain within its first `num_hash_blocks` hash blocks (a hit); None if the tree has
+        none of these.
 
-        Where the hit ends inside a segment, the segment is split there.
+        If they end inside a segment, the segment is split there.
         """
         reach = self.tree.reach(chain, num_hash_blocks)
         if not reach:
@@ -115,8 +129,8 @@ class Checkpoints:
         return node
 
     def promote(self, node: Node) -> None:
-        """Let a node in the host tier, and the nodes above it, pin blocks on the device instead, as far as the device has all of
-        them."""
+        """Let a node in the host tier and its ancestors pin blocks on the device instead, as far as the device has all their
+        blocks."""
         for changed in self._moves.promote(node):
             self.eviction.add(changed)
             self.eviction.tidy(changed)
@@ -124,9 +138,14 @@ class Checkpoints:
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> Continuation:
         """Learn which checkpoint a newly admitted request returns to, and return what it continues.
 
-        If the request returns to an evicted node that several conversations shared (a FORK), the number of returns is that node's.
         `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a
-        conversation returns to the end of the second: 2 returns.
+        conversation returns to the end of the second: 2 returns. The cases, in the order of the code:
+
+        - The request parts from a cached checkpoint of its conversation a little before the checkpoint's end.
+        - It continues from a checkpoint that several conversations share; besides, one of the following may hold.
+        - It returns to an evicted node (a ghost).
+        - It parts far before the end of a cached segment: a fraction of a return.
+        - It returns to a cached checkpoint.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))
@@ -153,7 +172,7 @@ class Checkpoints:
         return Continuation(self._count_return(node.kind, node.num_returns, offset))
 
     def count_hit(self, base_node: Node | None, num_hash_blocks: int) -> None:
-        """Count a hit of `num_hash_blocks` hash blocks if it ends at a checkpoint, not between two."""
+        """Count a hit of `num_hash_blocks` hash blocks for its checkpoint's kind, if it ends exactly at a checkpoint."""
         if base_node is not None and base_node.windows is not None and base_node.boundary == num_hash_blocks:
             self.counts.hit[base_node.kind.value] += 1
 
@@ -167,10 +186,10 @@ class Checkpoints:
         num_returns: int,
         base_node: Node | None,
     ) -> Node:
-        """Place a checkpoint at a boundary, lock its node instead of `base_node`, and return it.
+        """Place a checkpoint at a boundary, lock its node instead of `base_node`, and return the node.
 
-        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node pins
-        only its segment and is not a checkpoint.
+        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some blocks of the windows, the
+        node pins only its segment and is not a checkpoint.
         """
         self._promote_chain(chain, boundary)
         node, is_new = self.tree.insert(chain, boundary, kind, retentions)
@@ -182,6 +201,7 @@ class Checkpoints:
                 if node.candidate_indices[DEVICE] is not None:  # else `NodeEviction.add` counts it
                     self.counts.placed[node.kind.value] += 1
         if node.policy_state is None:
+            # A FORK has had a return already: that of the chain that parts there.
             node.num_returns = max(node.num_returns, num_returns, kind is CheckpointKind.FORK)
             self._policy.created(node)
         if is_new and node.parent is not None:
@@ -206,7 +226,7 @@ class Checkpoints:
         self.eviction.tidy(node)
 
     def _mark_built_upon(self, node: Node, parent: Node) -> None:
-        """Tell the policy that a new node is the first child of `parent`, or the first sibling in a segment that was split."""
+        """Tell the policy if a new node is the first child of `parent`, or the first sibling of a node whose segment was split."""
         if parent.parent is not None and len(parent.children) == 1:
             self._policy.built_upon(parent)
         elif parent.policy_state is None and len(parent.children) == 2:
@@ -225,7 +245,8 @@ class Checkpoints:
     ) -> tuple[list[bytes], ...] | None:
         """Return, for each sliding group, the digests of the blocks that it needs at a boundary; None if one of them is not cached.
 
-        At a prompt's end the result also has the blocks that the boundaries of the tail need, as far as they are cached.
+        At a prompt's end (kind PROMPT) the result also has the earlier blocks that the boundaries of the tail need, back to the
+        first one that is not cached. The tail does not reach into the sink blocks, which segments pin.
         """
         tail = self.tail_blocks if kind is CheckpointKind.PROMPT else 0
         windows = []
@@ -243,7 +264,10 @@ class Checkpoints:
         return tuple(windows)
 
     def _continue_evicted(self, ghost: GhostHit) -> Continuation:
-        """Return what a request continues if it returned to an evicted node, or parts from that node's chain."""
+        """Return what a request continues that returned to an evicted node, or that parts from that node's chain.
+
+        For a FORK, which several conversations share, the number of returns is that node's.
+        """
         if ghost.kind is CheckpointKind.FORK:
             num_returns = ghost.num_returns
         else:
@@ -252,9 +276,9 @@ class Checkpoints:
         return Continuation(num_returns, ghost.parts_at if is_far else None)
 
     def _nearly_returned_to(self, chain: Sequence[bytes], reach: int) -> Node | None:
-        """Return the conversation's checkpoint to which a request returns although it parts from its chain a little before the end.
+        """Return the checkpoint of a conversation from whose chain a request parts a little before the end; None if there is none.
 
-        The request shares `reach` hash blocks with the tree. None: it returns to a node's end, or to no such checkpoint.
+        The request shares `reach` hash blocks with the tree.
         """
         node, offset = self._returned_to(self.tree.owner[chain[reach - 1]], reach)
         return node if 0 < offset <= self._near_blocks and node.kind in CONVERSATION_KINDS else None
@@ -273,10 +297,10 @@ class Checkpoints:
         return Continuation(num_returns)
 
     def _count_return(self, kind: CheckpointKind, num_returns: int, offset: int) -> int:
-        """Return how many returns a conversation has had, this one included, and remember the offset; 0 if this is no return.
+        """Return how many returns a conversation has had, this one included, and remember the offset; 0 if this is not a return.
 
-        `kind` and `num_returns` are those of the checkpoint, `offset` the hash blocks between where the request parts and the
-        checkpoint.
+        `kind` and `num_returns` are those of the checkpoint. Only PROMPT checkpoints have a tail, so a return to another kind is
+        remembered with offset 0.
         """
         if kind not in CONVERSATION_KINDS or offset > self._near_blocks:
             return 0
@@ -288,6 +312,7 @@ class Checkpoints:
 
         The request shares `reach` hash blocks with the tree; `node` owns the last of them.
         """
-        if node.policy_state is None and node.children:  # the node was only split off a longer segment
+        # If the node was only split off a longer segment, the checkpoint is the nearest of its children.
+        if node.policy_state is None and node.children:
             node = min(node.children, key=lambda child: child.boundary)
         return node, node.boundary - reach

@@ -1,16 +1,16 @@
 """Remembers evicted nodes of the prefix tree, by digest, in compact arrays of 23 bytes for each ghost.
 
-*Ghost*: a digest of an evicted node's segment, with the node's boundary and its segment's length, its watch's number and its class
-(`return_times`). The first 8 bytes of a digest stand for it: it is practically impossible that two of so few ghosts agree in them,
-and would only cause a wrong count.
+A *ghost* is a digest from an evicted node's segment, with what was known of the node: its boundary, its segment's length, and the
+class and number of its watch (`return_times`). Only the first 8 bytes of a digest are kept: two of so few ghosts practically never
+agree in them, and if they did, only a count would be wrong.
 
-The ghosts are a table of sets with 8 places each, and the digest chooses the set:
+The ghosts are stored like the lines of an 8-way set-associative cache. The digest chooses the set:
 
     set 0  | place 0 | place 1 | ... | place 7 |      place: 8 bytes of digest, class + 1 (0: empty), watch, boundary, length
     set 1  | ...
 
-In a full set a new ghost takes the place of the oldest one. So the oldest ghosts are forgotten first, nearly as in one long queue.
-No ghost is a Python object that the garbage collector would have to visit.
+In a full set a new ghost replaces the oldest one. So ghosts are forgotten nearly in the order in which they came. The arrays hold
+plain numbers, so the garbage collector has no objects to visit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 MAX_GHOSTS = 262_144  # 5.8 MiB
 PLACES = 8  # of a set
-MAX_LENGTH = 2**16 - 1  # of a segment, in hash blocks
+MAX_LENGTH = 2**16 - 1  # of a segment, in hash blocks, so that it fits into two bytes
 KEY_BYTES = 8  # of a digest
 
 
@@ -38,7 +38,7 @@ class Ghosts:
     """Up to `capacity` ghosts by digest. The arrays are allocated with the first ghost."""
 
     def __init__(self, capacity: int = MAX_GHOSTS) -> None:
-        self._num_sets = max(1, capacity // PLACES)
+        self._num_sets = max(1, capacity // PLACES)  # a table without sets could not remember anything
         self._keys = bytearray()
         self._classes = bytearray()  # class + 1
         self._watches = array("Q")
@@ -60,7 +60,7 @@ class Ghosts:
         return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries, self._lengths))
 
     def remember(self, digest: bytes, ghost: Ghost) -> None:
-        """Remember a ghost. It replaces a ghost with an equal digest, or the oldest one if the set is full."""
+        """Remember a ghost. It replaces the ghost with the same digest, or else the oldest one of a full set."""
         if not self._keys:
             self._allocate()
         begin = self._set_of(digest)
@@ -97,11 +97,12 @@ class Ghosts:
         self._oldest = bytearray(self._num_sets)
 
     def _set_of(self, digest: bytes) -> int:
-        """Return the first place of a digest's set."""
+        """Return the first place of a digest's set; the digest's last bytes choose it, and its first ones are the key."""
         return int.from_bytes(digest[-4:], "little") % self._num_sets * PLACES
 
     def _find(self, digest: bytes, begin: int) -> int | None:
         """Return the place of a digest in the set that begins at `begin`; None if the set lacks it."""
         found = self._keys.find(digest[:KEY_BYTES], begin * KEY_BYTES, (begin + PLACES) * KEY_BYTES)
+        # A match that does not begin at a place (`offset`) spans two keys, and a place with class 0 is empty: neither counts.
         at, offset = divmod(found, KEY_BYTES)
         return at if found >= 0 and not offset and self._classes[at] else None

@@ -1,14 +1,17 @@
 """`NodeEviction`: chooses which nodes of the prefix tree leave the device or the host tier when memory is needed.
 
+    node       a boundary of the prefix tree (`prefix.tree`); it pins its *segment* (the hash blocks since its parent) and its
+               *windows* (the blocks that sliding groups need at the boundary)
     rank       the eviction policy's score of a node; of the compared nodes, the lowest is evicted (`eviction_policy`)
-    frontier   on the device: a node without a held child; its segment may leave the device. Without a host tier: a leaf
+    frontier   the nodes whose segments may leave the device: those that are neither locked nor have a held child (a child is
+               *held* if it or a descendant is on the device or locked). Without a host tier these are the leaves
     demote     move to the host tier
     drop       remove from the cache; if there is a disk tier, the blocks go there
 
-The two tiers together are one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node
-further up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself.
+The two tiers together are one cache, ordered by rank. The device demotes the lowest node of its frontier, or only the windows of a
+node nearer to the root. If the node does not fit into the host tier, lower-ranked nodes there are dropped, or else the node itself.
 Example: the device must free memory, its lowest node has rank 3, and the host tier is full; the lowest leaf there has rank 5. Then
-the device's node is dropped. If its rank were 7, the host's leaf would be dropped instead, and the node would take its place.
+the device's node is dropped. If its rank were 7, the host's leaf would be dropped instead, and the node would be moved there.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class Victim(NamedTuple):
 class EvictionCosts:
     """Estimates the tokens that evicting a part of the prefix cache loses and the bytes that it frees.
 
-    If windows are evicted while the full groups keep their blocks, a window repair can compute the windows again, so fewer tokens
-    are lost. `stride_bytes` are a block's bytes by group; `repair`: window repairs are allowed.
+    If windows are evicted while the full groups keep their blocks, a window repair can compute the windows again from a position a
+    little before the boundary, so fewer tokens are lost. `stride_bytes` are a block's bytes by group; `repair`: window repairs are
+    allowed.
     """
 
     def __init__(self, stride_bytes: Sequence[int], *, block_size: int, repair: bool) -> None:
@@ -55,7 +59,11 @@ class EvictionCosts:
         self._repair = repair
 
     def of_leaf(self, node: Node) -> tuple[int, int]:
-        """Return the tokens lost and the bytes freed if a leaf is evicted."""
+        """Return the tokens lost and the bytes freed if a leaf is evicted.
+
+        Lost are the tokens since the nearest checkpoint before it, from which a request would continue then. A leaf without windows
+        saves only those that a window repair at its boundary does not compute.
+        """
         lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
         if node.windows is None:
             lost = max(0, lost - self._repair_tokens(node))
@@ -69,7 +77,7 @@ class EvictionCosts:
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
-        """Return the bytes of a node's windows; blocks that it shares with the checkpoint nearer to the root count only there."""
+        """Return the bytes of a node's windows, without blocks that the checkpoint before it pins too: these would not be freed."""
         if node.windows is None:
             return 0
         below = node.checkpoint_below().boundary
@@ -79,14 +87,14 @@ class EvictionCosts:
         )
 
     def _repair_tokens(self, node: Node) -> int:
-        """Return how many tokens a window repair at a node's boundary computes; all tokens up to it if no repair is possible."""
+        """Return how many tokens a window repair computes at a node's boundary; all tokens before it if no repair is possible."""
         n = node.boundary * self._block_size
         can_repair = self._repair and node.retentions.full_groups
         return n - repair_start(node.retentions.specs, n) if can_repair else n
 
 
 class NodeEviction:
-    """Evicts nodes of `tree`, to the host tier by `moves`, and to the disk tier by `stores`."""
+    """Evicts nodes of `tree`; `moves` brings them to the host tier, and `stores` to the disk tier."""
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class NodeEviction:
         costs: EvictionCosts,
         counts: CheckpointCounts,
     ) -> None:
-        self.candidates = (Candidates(DEVICE), Candidates(HOST))  # nodes with anything in the tier
+        self.candidates = (Candidates(DEVICE), Candidates(HOST))  # by tier: nodes with a segment or windows there
         self._tree = tree
         self._moves = moves
         self._stores = stores
@@ -106,7 +114,10 @@ class NodeEviction:
         self._counts = counts
 
     def add(self, node: Node) -> None:
-        """Add a node to the nodes that may be evicted, or note that its tiers have changed; count a new checkpoint as placed."""
+        """Add a node to the candidates of its tiers, and remove it from the others; call this whenever a node's tiers change.
+
+        A checkpoint that was in neither list is new, and is counted as placed.
+        """
         if node.candidate_indices == [None, None] and node.windows is not None:
             self._counts.placed[node.kind.value] += 1
         on_device, in_host = self.candidates
@@ -120,20 +131,20 @@ class NodeEviction:
             in_host.discard(node)
 
     def tidy(self, node: Node) -> None:
-        """Merge a node into its only child if nothing needs it any more."""
+        """Merge a node into its only child if the node is not needed any more (`PrefixTree.merge`)."""
         if self._tree.merge(node):
             self._discard(node)
 
     def evict_one(self) -> bool:
-        """Take the lowest-ranked node, or its windows, from the device; return False if nothing is left there.
+        """Demote or drop the lowest-ranked node on the device, or its windows; return False if nothing is left there.
 
-        A sample of the nodes is compared, or all nodes if no part of the sample can be evicted. Without a host tier only pins are
-        removed: searches still find the blocks until they are allocated to another sequence.
+        A sample of the nodes is compared; all nodes are, if no part of the sample can be evicted. A dropped node's blocks lose only
+        their pins: searches still find them until they are allocated to another sequence.
         """
         victim = self._lowest(DEVICE)
         if victim is None:
-            # Two kinds of nodes are left: locked ones, which pin copies of blocks that running sequences computed themselves, and
-            # ancestors of locked nodes of the host tier, into whose blocks bytes are being imported.
+            # Two kinds of nodes are left. Locked nodes pin copies of blocks that running sequences computed themselves. The others
+            # are ancestors of nodes in the host tier that are locked because an import adds blocks to their prefix.
             node = next((node for node in self.candidates[DEVICE].all() if not _has_child_on_device(node)), None)
             if node is None:
                 return False
@@ -147,8 +158,8 @@ class NodeEviction:
     def make_room(self, num_blocks: Callable[[], Sequence[int]], *, rank: float | None = None) -> bool:
         """Drop nodes from the host tier until `num_blocks()` more blocks of each group fit; return whether they do.
 
-        Only nodes whose rank is below `rank` are dropped; None: any node. `num_blocks` is called again after each, since dropping a
-        node may let its sibling merge with their parent, which makes the sibling longer.
+        Only nodes whose rank is below `rank` are dropped; None: any node. `num_blocks` is called again after each dropped node: its
+        sibling may then merge with their parent. If the sibling is the node to be moved, it is longer then and needs more blocks.
         """
         host = self._moves.host
         while not host.has_room(num_blocks()):
@@ -159,7 +170,7 @@ class NodeEviction:
         return True
 
     def best_first(self) -> list[Node]:
-        """Return all nodes, the highest ranks first, but each node after its ancestors."""
+        """Return all nodes, those with the highest ranks first, but each node after its ancestors."""
         ranked = sorted(self._tree.nodes(), key=lambda node: self._policy.rank(node, *self._costs.of_leaf(node)))
         ordered: dict[int, Node] = {}  # by id()
         for node in reversed(ranked):
@@ -176,13 +187,13 @@ class NodeEviction:
             self._remove(node)
 
     def _demote(self, victim: Victim) -> bool:
-        """Move a victim to the host tier. Return False if there is no host tier, or the victim ranks below every node that it would
-        replace."""
+        """Move a victim to the host tier. Return False if there is no host tier, or if it would have to replace nodes that do not
+        rank below the victim."""
         moves, node = self._moves, victim.node
         if not moves.host.exists:
             return False
         with_segment = victim.part is Part.SEGMENT
-        # A node with children in the host tier cannot be dropped without them.
+        # A node with children in the host tier cannot be dropped without them, so it is moved at the cost of any other node.
         rank = None if with_segment and node.children else victim.rank
         if not self.make_room(lambda: moves.needs(node, with_segment=with_segment), rank=rank):
             return False
@@ -194,7 +205,10 @@ class NodeEviction:
         return True
 
     def _drop(self, node: Node, part: Part) -> None:
-        """Remove a node and its descendants, which are in the host tier, from the cache; or remove only the node's windows."""
+        """Remove a node and its descendants from the cache; or remove only the node's windows.
+
+        The descendants, if any, are in the host tier. They are removed first: only a leaf can be removed.
+        """
         if part is Part.WINDOWS:
             self._stores.store(node, with_segment=False)
             self._remove_windows(node)
@@ -208,7 +222,7 @@ class NodeEviction:
             self.tidy(parent)
 
     def _remove(self, node: Node) -> None:
-        """Remove a leaf."""
+        """Remove a leaf from the tree, tell the policy, and count it."""
         self._policy.removed(node)
         if node.windows is not None:  # a node without windows was not a checkpoint
             self._counts.evicted[node.kind.value] += 1
@@ -222,12 +236,12 @@ class NodeEviction:
         self.add(node)
 
     def _discard(self, node: Node) -> None:
-        """Remove a node from the nodes that may be evicted."""
+        """Remove a node from the candidates of both tiers."""
         for candidates in self.candidates:
             candidates.discard(node)
 
     def _lowest(self, tier: int) -> Victim | None:
-        """Return the part with the lowest rank among those that can leave a tier; None if nothing can."""
+        """Return the part with the lowest rank among those that can leave a tier, from a sample if possible; None if none can."""
         candidates = self.candidates[tier]
         return self._lowest_of(candidates.sample(), tier) or self._lowest_of(candidates.all(), tier)
 
@@ -249,7 +263,10 @@ def _has_child_on_device(node: Node) -> bool:
 
 
 def _evictable_part(node: Node, tier: int) -> Part | None:
-    """Return the part of a node that can leave a tier; None if nothing can."""
+    """Return the part of a node that can leave a tier; None if none can.
+
+    A segment leaves the device before those above it, so the node must have no held child; it leaves the host tier only as a leaf.
+    """
     may_leave = not (node.locks or (node.num_held_children if tier == DEVICE else node.children))
     if may_leave and node.tier == tier:
         return Part.SEGMENT

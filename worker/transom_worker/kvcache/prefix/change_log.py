@@ -1,7 +1,11 @@
 """`ChangeLog`: records the changes of the prefix index, in order, until the engine takes them and sends them to routers.
 
-The prefix index has each cached block's digest, per tier and group. Its *version* is the number of changes since start: publishing
-3 blocks and evicting 1 brings version 10 to version 14. New load rates are one change, since they change what a search finds.
+The *prefix index* has each cached block's digest, per tier (device, host, disk) and KV cache group. Its *version* is the number of
+changes since start: publishing 3 blocks and evicting 1 raises it from 10 to 14. *Load rates* are the measured costs of computing
+tokens and of loading blocks. New rates count as one change, since a search compares these costs.
+
+    log.add("added", DEVICE, 0, digests)    # `BlockRegistry` and `DiskIndex`, at each change
+    update = log.take()                     # the engine, after a step: what has changed since the last call
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ from typing import Literal
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
 
-MAX_UNREAD_CHANGES = 65_536
+MAX_UNREAD_CHANGES = 65_536  # so that a log that is not taken for long does not grow without bound
 
 
 class ChangeLog:
-    """Counts every change of the index, and keeps the changes that were not taken yet, at most `max_unread` of them.
+    """Counts every change of the index, and keeps up to `max_unread` changes that were not taken yet.
 
-    `tiers` is the index itself: per tier and group the digests of its blocks. When there are too many changes, `take` returns
-    the whole index. `rates` are the present load rates; None without a host tier.
+    If there are more, the kept ones are dropped, and `take` returns the whole index instead. `tiers` is the index itself:
+    `tiers[tier][group]` has the digests of its blocks. `rates` are the present load rates; None without a host tier.
     """
 
     def __init__(self, tiers: Sequence[Sequence[Collection[bytes]]], rates: LoadRates | None = None) -> None:
@@ -33,7 +37,7 @@ class ChangeLog:
         self._has_new_rates = False
 
     def add_tier(self, groups: Sequence[Collection[bytes]]) -> None:
-        """Note that the index has one more tier from now on, which is empty."""
+        """Note that the index has one more tier from now on, which is empty and gets the next number."""
         self._tiers.append(groups)
 
     def add(self, action: Literal["added", "removed"], tier: int, group: int, digests: Sequence[bytes]) -> None:
@@ -46,7 +50,7 @@ class ChangeLog:
             self.unread_runs.append(KvRun(action, group, tuple(digests), tier))
 
     def set_rates(self, rates: LoadRates) -> None:
-        """Record that other load rates hold from now on."""
+        """Replace the load rates, and record that as one change."""
         self.rates = rates
         self.version += 1
         self._has_new_rates = True
@@ -67,7 +71,7 @@ class ChangeLog:
         return update
 
     def whole(self) -> KvUpdate:
-        """Return the whole index, without taking any changes."""
+        """Return an update with the whole index. Changes that wait to be taken still wait."""
         runs = tuple(
             KvRun("added", group, tuple(found), tier)
             for tier, groups in enumerate(self._tiers)

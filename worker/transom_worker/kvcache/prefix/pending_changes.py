@@ -1,8 +1,8 @@
-"""`PendingChanges`: joins updates of the prefix index into one update with their net effect.
+"""`PendingChanges`: joins updates of the prefix index, which wait for one router, into one update with their net effect.
 
-For example, a digest that one update adds and a later one removes is in no run of the result, since the router's mirror never had
-it and need not have it. So even if a router does not read for long, what waits for it is bounded by the size of the index: the
-digests that its mirror must drop and those that it must add.
+A router keeps a copy of each worker's prefix index, its *mirror*. If an update adds a digest and a later one removes it before the
+router reads either, the joined update does not mention the digest. So even if a router does not read for long, the changes that
+wait for it are bounded by the size of the index: the digests that its mirror must remove and those that it must add.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from transom_core.kv_cache.load_rates import LoadRates
 
 
 class PendingChanges:
-    """The changes between the version that one mirror has and the present version. Empty until a whole index was added.
+    """The changes between the version of one mirror and the present version. Empty until a whole index was added.
 
-    Updates must be added in order and without a gap, as `ChangeLog.take` returns them; a whole index replaces what came before.
+    Updates must be added in order and without a gap, as `ChangeLog.take` returns them. An update with the whole index replaces all
+    changes before it.
     """
 
     def __init__(self) -> None:
         self._whole: KvUpdate | None = None  # not taken yet
         self._has_index = False
-        self._after = 0
-        self._version = 0
-        # By (tier, group): the net effect.
+        self._after = 0  # version of the mirror
+        self._version = 0  # version after all added updates
+        # (tier, group) -> digest -> its net change
         self._by_digest: dict[tuple[int, int], dict[bytes, Literal["added", "removed"]]] = {}
-        self._rates: LoadRates | None = None  # that the mirror does not have
+        self._rates: LoadRates | None = None  # the newest, if the mirror does not have them
 
     @property
     def has_whole(self) -> bool:
@@ -35,11 +36,11 @@ class PendingChanges:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the mirror has everything."""
+        """Whether the mirror has every change that was added here."""
         return self._whole is None and self._after == self._version
 
     def add(self, update: KvUpdate) -> None:
-        """Add the next update. Updates before the first whole index are ignored, since a mirror can do nothing with them."""
+        """Add the next update. Updates before the first whole index are ignored: a mirror cannot apply changes to nothing."""
         if update.whole:
             self._whole, self._has_index = update, True
             self._by_digest, self._rates = {}, None
@@ -52,7 +53,10 @@ class PendingChanges:
                 self._add_run(run)
 
     def take(self) -> KvUpdate | None:
-        """Return one update that brings the mirror to the present version; None if it is there."""
+        """Return one update that brings the mirror to the present version; None if the mirror has that version.
+
+        Within the update, removals come before additions.
+        """
         if self.is_empty:
             return None
         runs = self._whole.runs if self._whole else ()

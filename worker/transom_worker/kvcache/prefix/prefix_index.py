@@ -1,8 +1,8 @@
 """`PrefixIndex`: finds a cached block by digest, per tier and KV cache group, and remembers digests that were evicted.
 
-A block that has several hash blocks is found under the digest of its last one. A block that moves between device and host tier
-leaves one tier's maps and enters the other's; a sliding group's block may be in both, if checkpoints of both tiers need it. Without
-a host tier the host's maps stay empty.
+A block may contain several *hash blocks* (`--block-size` tokens with one digest); it is found under the digest of the last one. If
+a block moves between device and host tier, its digest leaves one tier's map and enters the other's. A sliding group's block may be
+in both, if checkpoints of both tiers need it. Without a host tier the host's maps stay empty.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
 
-REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
+REMEMBERED_EVICTIONS = 262_144  # digests; they tell an evicted prefix from one that was never cached
 
 GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block id
 
 
 class PrefixIndex:
-    """Has, per tier and group, a map from digests to blocks, which `BlockRegistry` fills. A tier never has two blocks of equal
-    content."""
+    """The maps from digests to blocks, per tier and group; `BlockRegistry` fills them.
+
+    Within one tier and group a digest has one block: a second block with the same content is not entered.
+    """
 
     def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS) -> None:
         self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in (DEVICE, HOST))
@@ -36,13 +38,13 @@ class PrefixIndex:
         return any(digest in groups[group] for groups in self.tiers)
 
     def forget(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove from a tier blocks that the other tier has, or that are not worth remembering."""
+        """Remove these digests from a tier without remembering them as evicted, because the other tier has them, for example."""
         found = self.tiers[tier][group]
         for digest in digests:
             del found[digest]
 
     def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove blocks from a tier, and remember their digests as evicted; only the last `remembered` digests are kept."""
+        """Remove these digests from a tier, and remember the last `remembered` removed digests as evicted."""
         evicted = self._evicted
         self.forget(group, digests, tier=tier)
         evicted.update(dict.fromkeys(digests))
@@ -50,8 +52,8 @@ class PrefixIndex:
             evicted.popitem(last=False)
 
     def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
-        """Return how many consecutive digests of `[begin, end)`, from the first on, are or recently were in the index of any
-        group.
+        """Return how many digests in a row, from index `begin` on and below `end`, are in the index of any group, or were evicted
+        recently.
         """
         maps = [found for groups in self.tiers for found in groups]
         for at in range(begin, end):

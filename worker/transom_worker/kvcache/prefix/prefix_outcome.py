@@ -1,21 +1,25 @@
-"""Classifies prompt tokens by why they hit or missed the prefix cache; the classes always add up to the prompt's length.
+"""Counts prompt tokens by outcome: why they hit or missed the prefix cache. The outcomes always add up to the prompt's length.
 
-The hit search (`prefix_search`) divides a prompt into consecutive ranges. An example with hash blocks of 16 tokens, a prompt of 200
-tokens, a hit of 64 tokens of which 16 are repaired:
+    hash block     `--block-size` tokens, which are cached and searched together
+    full groups    KV cache groups that keep every token; the others, *sliding groups*, keep a *window* of the last ones
+    window repair  computing the tokens before the end of a hit again, so that sliding groups get the windows that they lack there
+
+The hit search (`prefix_search`) divides a prompt into consecutive ranges. Example with hash blocks of 16 tokens, a prompt of 200
+tokens, and a hit of 64 tokens, 16 of which are repaired:
 
     0        48         64             96           128          192      200
     |  hit   | repaired |window_evicted|full_evicted| never_seen |  tail  |
 
     hit                cached in every group; not computed
-    repaired           cached in the full groups (which keep every token), computed again for sliding groups
+    repaired           cached in the full groups, computed again for sliding groups
     window_evicted     cached in the full groups; the windows were evicted
-    full_evicted       was cached once, and was evicted
-    never_seen         was never cached, or is forgotten
+    full_evicted       was cached once, and was evicted from the full groups too
+    never_seen         was never cached, or was evicted so long ago that the index does not remember it
     below_alignment    the tail, if it is shorter than a hash block
     last_token         the tail, if it is a whole hash block: the last token must be computed, so its block cannot be hit
     policy             the whole prompt of a request that does not read the cache (`Request.reads_prefix_cache`)
 
-All but the first two are reported as `missed_<class>`.
+All but the first two are reported as `missed_<outcome>`.
 """
 
 from __future__ import annotations
@@ -38,14 +42,15 @@ POLICY = "missed_policy"
 
 
 class OutcomeCounts:
-    """Counts since start: prompt tokens by outcome, admitted requests (repaired if any token was, else hit if any token was, else
-    missed), and window repairs.
+    """Counts since start: prompt tokens by outcome, admitted requests, and window repairs.
+
+    A request counts as repaired if any of its tokens was repaired, else as hit if any of its tokens was a hit, else as missed.
     """
 
     def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
         self.tokens: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
-        self.host_tokens = 0  # prompt tokens that were hits only because of the host tier
+        self.host_tokens = 0  # prompt tokens that were hits only because the host tier had their blocks
         self.num_repairs = 0
         self.repair_tokens = 0
         self._index = index
@@ -87,10 +92,12 @@ def classify(
     num_prompt_tokens: int,
     block_size: int,
 ) -> dict[str, int]:
-    """Return prompt tokens by outcome for a search over `num_tokens` known tokens, prompt and resumed output.
+    """Return the number of prompt tokens for each outcome, after a search over `num_tokens` known tokens.
 
-    The module's docstring has the outcomes. `digests` is the chain of hash blocks, `index` the prefix index that was searched.
+    The known tokens are the prompt and, for a request that migrated, the output it arrived with. The module's docstring explains
+    the outcomes. `digests` is the chain of hash blocks, `index` the prefix index that was searched.
     """
+    # Ends of ranges, in hash blocks; `max` and `min` keep them in ascending order.
     seen_end = hit.num_hash_blocks + index.num_seen(digests, hit.num_hash_blocks, hit.limit)
     window_end = max(hit.num_hash_blocks, min(hit.full_groups_reach, seen_end))
     tail = LAST_TOKEN if num_tokens % block_size == 0 else BELOW_ALIGNMENT

@@ -1,21 +1,25 @@
 """`PrefixTree`: the prefixes that the cache keeps deliberately, as a tree, and the blocks that each node pins.
 
-    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the full groups, and the
-                 sink blocks of sliding groups
+    hash block   `--block-size` tokens with a digest of them and all tokens before; a *chain* is the list of a prompt's digests
+    node         a *boundary* (a number of hash blocks) of a chain, at which later requests are expected to continue
+    pin          exclude a block from eviction
+    segment      the hash blocks between the boundaries of a node's parent and of the node. The node pins their blocks in the full
+                 groups (which keep every token), and those that are sink blocks in the sliding groups
     windows      the blocks that sliding groups need at the node's boundary; a node pins all of them or none
-    owner        the node whose segment has a hash block
-    tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have one
-    held         said of a node that is on the device, has a lock or has a held child: the nodes above it must stay where they are
+    checkpoint   a node with windows (or without sliding groups): a request continues there without computing any token again
+    owner        the node whose segment has a given hash block
+    tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have a tier
+    held         said of a node that is on the device, has a lock or has a held child: the segments above must not leave the device
 
-Three requests share a system prompt of 16 hash blocks; two conversations follow it:
+Three requests share a system prompt of 16 hash blocks. The boundaries of the tree's nodes are:
 
     root 0 ---- system 16 ---- prompt 44 ---- generation 46
                         \\
                          ------ prompt 20
 
-Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones. They go to the host tier in
-the same order: along a chain, segments on the device come first, then those in the host tier. A node on the device may have its
-windows in the host tier, but never the other way round.
+Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones. Segments move to the host tier
+in the same order: along a chain, those on the device come first, then those in the host tier. A node whose segment is on the device
+may have its windows in the host tier, but never the other way round.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from transom_core.kv_cache.tiers import DEVICE
 
 
 class Pins(Protocol):
-    """Keeps blocks of one tier from being evicted."""
+    """Pins blocks of one tier: a block with pins is not evicted."""
 
     def pin(self, group: int, digests: Iterable[bytes]) -> None:
         """Add a pin to each of the group's blocks under these digests."""
@@ -51,8 +55,10 @@ class CheckpointKind(StrEnum):
 
 
 class Node:
-    """A boundary of a chain, with what it pins. `windows` has a list of digests per sliding group; None if no windows are
-    pinned. `retentions` are those of the sequences with this chain: all nodes of a chain have the same.
+    """A boundary of a chain, with the digests of the blocks that it pins.
+
+    `windows` has a list of digests per sliding group; None if no windows are pinned. `retentions` say what sequences with this
+    chain keep in each group; a KV policy is part of the digests, so all nodes of a chain have the same.
     """
 
     __slots__ = (
@@ -87,7 +93,9 @@ class Node:
         self.tier = DEVICE  # of the segment
         self.windows_tier = DEVICE
         self.num_held_children = 0
-        self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
+        self.locks = (
+            0  # running sequences whose last node this is, at their start or passed since; a locked node is not evicted
+        )
         self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
         # By tier: the node's place in `eviction_policy.Candidates`, if it is there.
         self.candidate_indices: list[int | None] = [None, None]
@@ -95,14 +103,19 @@ class Node:
 
     @property
     def is_held(self) -> bool:
-        """Whether the segments above must stay where they are: this one is on the device, or a lock is here or below."""
+        """Whether the segments above must not leave the device: this one is on the device, or this node or a descendant is
+        locked."""
         return self.tier == DEVICE or self.locks > 0 or self.num_held_children > 0
 
     def segment_blocks(self) -> Iterator[tuple[int, Iterable[bytes]]]:
-        """Yield (group, digests) of the blocks that the segment pins, those farthest from the root first."""
+        """Yield (group, digests) of the blocks that the segment pins, those farthest from the root first.
+
+        They are unpinned in this order, and blocks that became evictable first are evicted first.
+        """
         begin = self.boundary - len(self.segment)
         for group, hash_blocks_per_block in self.retentions.full_groups:
-            # The segment's first hash block that ends a block of the group: such a block is found under its last hash block.
+            # Index in the segment of its first hash block that is the last one of a block, since a block is found under its last
+            # hash block. Example: blocks of 4 hash blocks end at the chain's indices 3, 7, 11 ...; if `begin` is 6, the first is 1.
             first = (-begin - 1) % hash_blocks_per_block
             yield group, reversed(self.segment[first::hash_blocks_per_block])
         for group, num_sink_blocks in self.retentions.sliding_groups:
@@ -115,7 +128,7 @@ class Node:
             yield group, digests
 
     def checkpoint_below(self) -> Node:
-        """Return the nearest ancestor that has windows, or the root."""
+        """Return the nearest ancestor that is a checkpoint, or the root; "below" means before this node in the chain."""
         node = self.parent
         assert node is not None
         while node.windows is None and node.parent is not None:
@@ -124,9 +137,9 @@ class Node:
 
 
 class PrefixTree:
-    """Pins and unpins blocks as nodes come and go. Not thread-safe.
+    """Adds, splits, merges and removes nodes, and pins and unpins their blocks. Not thread-safe.
 
-    `retentions` are those of sequences without a KV policy of their own; `pins` are by tier.
+    `retentions` are those of sequences without a KV policy; `pins[tier]` pins the blocks of a tier.
     """
 
     def __init__(self, retentions: RetentionSet, pins: Sequence[Pins]) -> None:
@@ -145,13 +158,13 @@ class PrefixTree:
     def reach(self, chain: Sequence[bytes], limit: int) -> int:
         """Return how many of the chain's first `limit` hash blocks have an owner; these are always the first ones."""
         owner = self.owner
-        if limit and chain[limit - 1] in owner:
+        if limit and chain[limit - 1] in owner:  # often, and cheaper than the search
             return limit
         return bisect_left(chain, True, hi=limit, key=lambda digest: digest not in owner)
 
     def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
-        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these, too, are always the first
-        ones."""
+        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are always the first ones,
+        too."""
         reach = self.reach(chain, limit)
         node: Node | None = self.owner[chain[reach - 1]] if reach else self.root
         while node is not None and node.tier != DEVICE:
@@ -160,8 +173,8 @@ class PrefixTree:
         return min(reach, node.boundary)
 
     def node_at(self, chain: Sequence[bytes], boundary: int) -> Node:
-        """Return the node at a boundary; split the segment that contains it if necessary. The hash blocks before it must have
-        owners."""
+        """Return the node at a boundary; if the boundary is inside a segment, split the segment there. All hash blocks before the
+        boundary must have owners."""
         if not boundary:
             return self.root
         lower = self.owner[chain[boundary - 1]]
@@ -183,8 +196,9 @@ class PrefixTree:
     def insert(
         self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
     ) -> tuple[Node, bool]:
-        """Return the node at a boundary of a chain, and whether it is new. The device must have its segment's blocks, and those of
-        all segments above.
+        """Return the node at a boundary of a chain, and whether it was added as a new leaf.
+
+        The device must have the blocks of its segment and of all segments above.
         """
         reach = self.reach(chain, boundary)
         parent = self.node_at(chain, reach)
@@ -192,7 +206,7 @@ class PrefixTree:
             return parent, False
         node = Node(boundary, chain[boundary - 1], parent, kind, retentions)
         node.segment = list(chain[reach:boundary])
-        node.windows = None if retentions.slides else ()
+        node.windows = None if retentions.slides else ()  # without sliding groups it is a checkpoint at once
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
@@ -209,7 +223,7 @@ class PrefixTree:
             self._count_held(node.parent, 1 if node.is_held else -1)
 
     def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
-        """Pin a node's windows on the device, which must have the blocks."""
+        """Give a node its windows, and pin their blocks on the device, which must have them."""
         node.windows, node.windows_tier = windows, DEVICE
         for group, digests in node.window_blocks():
             self._pins[DEVICE].pin(group, digests)
@@ -235,8 +249,8 @@ class PrefixTree:
         node.parent = None
 
     def merge(self, node: Node) -> bool:
-        """Merge a node into its only child if nothing needs the node (it has no windows and no lock); return whether it was
-        merged."""
+        """Merge a node into its only child, in the same tier, if the node is not needed: it has no windows and no lock. Return
+        whether it was merged."""
         if node.windows is not None or node.locks or len(node.children) != 1 or node.parent is None:
             return False
         (child,) = node.children
@@ -272,7 +286,7 @@ class PrefixTree:
     def split_off(self, lower: Node, num_blocks: int) -> Node:
         """Split a segment so that `lower` keeps only its last `num_blocks` hash blocks, and return the new node above.
 
-        No chain parts there, so the eviction policy gives both parts the rank that the whole had.
+        No request's chain parts at this boundary, so both nodes keep what the eviction policy knew about the whole segment.
         """
         boundary = lower.boundary - num_blocks
         upper = self._split(lower, boundary, lower.segment[-num_blocks - 1])
@@ -280,8 +294,8 @@ class PrefixTree:
         return upper
 
     def _count_held(self, node: Node | None, change: int) -> None:
-        """Change a node's number of held children, and go on to its ancestors for as long as that changes whether a node is
-        held."""
+        """Change a node's number of held children by `change`. If that changes whether the node is held, do the same to its parent,
+        and so on."""
         while node is not None:
             was_held = node.is_held
             node.num_held_children += change

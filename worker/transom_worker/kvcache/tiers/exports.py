@@ -1,10 +1,10 @@
-"""Lends the cached blocks of a prefix to another worker while that worker reads their bytes (an *export*).
+"""`Exports`: lends cached blocks of a prefix to another worker while that worker reads their bytes (an *export*).
 
-    begin      reference the blocks of a hit, on the device or in the host tier
-    (another worker reads them)
-    end        release the references
+    export = exports.begin(chain, hit)    # reference the blocks of a hit, on the device or in the host tier
+    ...                                   # another worker reads `export.blocks`
+    exports.end(export)                   # release the references
 
-The blocks stay where they are meanwhile: they are not evicted, and compaction does not move them.
+In between the blocks are not evicted, and compaction (moving blocks together to clear a page) does not move them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ExportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockExport:
-    """The blocks of one export. `is_void` is set if the cache was emptied, so that the blocks' contents are unknown."""
+    """The blocks of one export. `is_void` is set when the cache is emptied: then the blocks' contents are not valid any more."""
 
     blocks: list[ExportedBlock]
     is_void: bool = False
 
 
 class Exports:
-    """The exports that have not ended."""
+    """Begins and ends exports; `opened` has those that have not ended."""
 
     def __init__(
         self,
@@ -64,10 +64,9 @@ class Exports:
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockExport | None:
-        """Reference the blocks that a hit gives, and return the export; None if some of these blocks still wait for a copy into
-        them.
+        """Reference the blocks of a hit, and return the export; None if a queued copy has yet to write one of these blocks.
 
-        `retentions` are those of a sequence with a KV policy.
+        `retentions` say which blocks the hit needs; None: those of sequences without a KV policy.
         """
         blocks = [
             self._found(group, digest, logical)
@@ -98,7 +97,7 @@ class Exports:
 
     @property
     def reads_device(self) -> bool:
-        """Whether exports hold blocks on the device, which no preemption frees."""
+        """Whether exports reference blocks on the device; preempting sequences does not free these."""
         return any(True for _ in self.on_device())
 
     def on_device(self) -> Iterable[tuple[int, int]]:
@@ -109,7 +108,7 @@ class Exports:
                     yield one.group, one.block
 
     def make_void(self) -> None:
-        """Note that the cache was emptied: open exports would not read the contents that they promised."""
+        """Note that the cache was emptied: the blocks of open exports do not have the promised contents any more."""
         for opened in self.opened:
             opened.is_void = True
 

@@ -1,8 +1,10 @@
-"""`HostSnapshots`: makes cheap copies of the host tier's state for the block map, as `cache_snapshot` does for the device.
+"""`HostSnapshots`: makes cheap copies of the host tier's state for the block map (a view of every block), as `cache_snapshot` does
+for the device.
 
-A host tier may have a hundred times as many blocks as the device. So the first copy is made in pieces of some pages, between which
-steps can run. Later snapshots have only the blocks that changed. The blocks of loads, imports and exports are not copied: their
-lists never change, so a snapshot refers to them.
+A host tier may have a hundred times as many blocks as the device. So the first copy is made in pieces of a few pages, and steps can
+run between two pieces. Later snapshots have only the blocks that changed. The lists of blocks of loads, imports and exports never
+change, so a snapshot refers to them instead of copying them. A *leftover* is a host block in the index that nothing needs
+(`host_tier`).
 """
 
 from __future__ import annotations
@@ -15,22 +17,25 @@ from transom_worker.kvcache.tiers.exports import ExportedBlock
 from transom_worker.kvcache.tiers.imports import ImportedBlock
 from transom_worker.kvcache.tiers.tiers import Tiers
 
-BLOCKS_PER_COPY = 2**14
+BLOCKS_PER_COPY = 2**14  # of one piece of the first copy, which the engine's thread makes between two steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroupChanges:
-    """One group's blocks that may have changed since the last snapshot, or that no snapshot had."""
+    """Those of one group's blocks that may have changed since the last snapshot, or that no snapshot had yet."""
 
     blocks: list[int]  # ids, in the order of `needs` and `leftover`
     needs: list[int]  # how often the block is needed (`host_tier`)
-    leftover: list[bool]  # whether the block is in the index and not needed
+    leftover: list[bool]  # whether the block is in the index and nothing needs it
     moved: list[int]  # those of `blocks` that have moved to the device since the last snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
-    """The host tier at one moment, and what holds its blocks besides nodes of the prefix tree and swapped sequences."""
+    """The host tier at one moment: changed blocks, and the loads, imports and exports that need some of its blocks.
+
+    Nodes of the prefix tree and swapped sequences need blocks too; they are not listed here.
+    """
 
     free_pages: int
     groups: tuple[HostGroupChanges, ...]
@@ -42,10 +47,12 @@ class HostSnapshot:
 
 
 class HostSnapshots:
-    """Takes snapshots of one host tier, between `begin` and `end` of the device's snapshots: call `copy` for every piece of its
-    pages, then `take` as often as needed.
+    """Takes snapshots of one host tier. All calls are made on the engine's thread, in this order:
 
-    All calls are made on the engine's thread.
+    device_snapshots.begin()      both tiers record from now on which blocks change
+    copy(pages)                   once for each of `pieces`
+    take()                        as often as needed
+    device_snapshots.end()
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -57,6 +64,7 @@ class HostSnapshots:
     def pieces(self) -> list[range]:
         """The pages in pieces of about `BLOCKS_PER_COPY` blocks."""
         layout = self.layout
+        # At least one page, even if a page has more than `BLOCKS_PER_COPY` blocks.
         step = max(1, BLOCKS_PER_COPY // sum(map(layout.blocks_per_page, range(len(layout.groups)))))
         return [range(first, min(first + step, layout.num_pages)) for first in range(0, layout.num_pages, step)]
 

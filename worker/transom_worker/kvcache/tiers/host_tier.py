@@ -1,13 +1,14 @@
-"""`HostTier`: the pages and blocks of the arena in the host's memory, to which blocks go that the device evicts, and how often each
-is needed.
+"""`HostTier`: the arena in the host's memory. It takes the blocks that the device evicts, and counts how often each is needed.
 
+    node       a boundary of the prefix tree; it needs the blocks from which a request can continue there
     spill      move a cached block from the device to the host
     load       copy blocks from the host to the device, for a sequence that hit them or was swapped
-    needed     said of a host block that nodes, loads, imports, exports or swapped sequences need; each counts as one need
-    leftover   a host block in the index that nothing needs: it can be hit until its place is taken
+    need       a node, load, import, export or swapped sequence has one *need* of each host block that must not be dropped
+    leftover   a host block in the index without needs: requests can hit it until its memory is used for another block
+    twin       said of two blocks with the same digest, one on the device and one in the host tier
 
-A needed block counts as *active* in its pool and a leftover as *evictable* (`pool`). So the allocator's arithmetic says exactly
-whether blocks fit without dropping anything that is needed.
+In its pool (`blocks.pool`) a needed block counts as *active* and a leftover as *evictable*. So the allocator, which never touches
+active blocks, says exactly whether blocks fit without dropping a needed one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 
 
 class HostTier:
-    """Blocks of the host's arena. `clock` gives seconds."""
+    """The host's arena with its pools and its part of the prefix index. `clock` gives seconds."""
 
     def __init__(
         self,
@@ -50,7 +51,10 @@ class HostTier:
         return self._allocator.pages_needed(list(num_blocks)) is not None
 
     def take(self, num_blocks: Sequence[int]) -> list[list[int]]:
-        """Take `num_blocks[group]` blocks of each group, each needed once and not in the index. There must be room."""
+        """Take `num_blocks[group]` blocks of each group and return their ids. They begin with one need and are not in the index.
+
+        There must be room (`has_room`).
+        """
         taken = self._allocator.allocate_all(num_blocks, [None] * len(num_blocks))
         for group, blocks in enumerate(taken):
             self.registry.taken(group, blocks)
@@ -68,8 +72,7 @@ class HostTier:
     def release(self, group: int, blocks: Iterable[int]) -> None:
         """Count one need less of each of these blocks.
 
-        A block without needs becomes a leftover if it is in the index and the device has no block with the same digest; else it is
-        freed.
+        A block without needs becomes a leftover if it is in the index and has no twin on the device; else it is freed.
         """
         blocks = list(blocks)
         pool, on_device = self.pools[group], self._on_device[group]
@@ -78,7 +81,7 @@ class HostTier:
         self.registry.forget(group, dict.fromkeys(twins))
 
     def pin(self, group: int, digests: Iterable[bytes]) -> None:
-        """Count one more need of each of the blocks under these digests: a node of the prefix tree keeps them."""
+        """Count one more need of each of the blocks under these digests, for a node of the prefix tree."""
         self.need(group, map(self.blocks[group].__getitem__, digests))
 
     def unpin(self, group: int, digests: Iterable[bytes]) -> None:
@@ -86,7 +89,7 @@ class HostTier:
         self.release(group, map(self.blocks[group].__getitem__, digests))
 
     def forget_leftovers(self, group: int, digests: Iterable[bytes]) -> None:
-        """Remove the leftovers under these digests, which the device has from now on."""
+        """Free those of the blocks under these digests that are leftovers; the device has blocks with these digests."""
         found, evictable = self.blocks[group], self.pools[group].evictable
         blocks = [found[digest] for digest in digests if digest in found]
         self.registry.forget(group, [block for block in blocks if block in evictable])

@@ -1,13 +1,14 @@
-"""`Imports`: write blocks from a disk or another worker into the host tier, where a request then finds them.
+"""`Imports`: takes host blocks into which blocks from the disk or another worker are written, so that a request then hits them.
 
-    begin      take host blocks for what the cache lacks of a prefix; they are not in the index
-    (bytes are written into them)
-    publish    enter them into the index; the import still needs them, so that they are not evicted before the request that waits
-               for them is admitted (`KeptImports`)
-    end        give them back: published blocks can be evicted from now on, others are free
+    opened = imports.begin(chain, hit)    # take host blocks for what the cache lacks of a prefix; they are not in the index
+    ...                                   # bytes are written into them
+    imports.publish(opened)               # enter them into the index; the import still needs them, so that they are not evicted
+                                          # before the request that waits for them is admitted (`KeptImports`)
+    imports.end(opened)                   # give them back: published blocks may be evicted from now on, others are free
 
-What the cache already has of the prefix stays meanwhile: its nodes are locked, and the import needs its blocks in the host tier,
-even those that no node pins. Otherwise they could be evicted to make room for the missing blocks.
+In between, the part of the prefix that the cache already has must not be evicted to make room for the missing blocks. So its
+deepest node in the prefix tree is locked, and the import counts a need (`host_tier`) of each of its blocks in the host tier, even
+of those that no node pins.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 MAX_KEPT_S = 60.0
 
-MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for this many blocks of each group; False: impossible
+# Makes room for as many blocks of each group as the given function returns; returns False if that is impossible.
+MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]
 LockPrefix = Callable[[Sequence[bytes], int], Node | None]  # locks the deepest node of a chain's first n hash blocks
 UnlockPrefix = Callable[[Node], None]
 
@@ -42,10 +44,11 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import, and as `in_host` (group, block) the prefix's blocks that the host tier has already.
+    """The blocks of one import.
 
-    `is_void` is set if the cache was emptied or the import was given up, so that the blocks must not be published. `ticket` is that
-    of the load from the disk that writes them, or 0.
+    `locked` is the node that the import keeps locked. `in_host` has, as (group, block), the prefix's blocks that the host tier has
+    already. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
+    names the load from the disk that writes the blocks; 0: another worker's bytes are written.
     """
 
     blocks: list[ImportedBlock]
@@ -62,7 +65,10 @@ class BlockImport:
 
 
 class Imports:
-    """The imports that have not ended. `make_room` drops cached blocks of the host tier."""
+    """Begins, publishes and ends imports; `opened` has those that have not ended.
+
+    `make_room` drops cached blocks of the host tier.
+    """
 
     def __init__(
         self,
@@ -90,11 +96,12 @@ class Imports:
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockImport | None:
-        """Take host blocks for the blocks of a hit, found elsewhere, that neither device nor host has.
+        """Take host blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
-        Return None if no block is missing, or the host tier has no room; nodes of the host tier are dropped to make room, except
-        those of this prefix. `retentions` are those of a sequence with a KV policy. The caller must write the contents after the
-        copies that are queued now, and then call `publish` or `end`.
+        Nodes of the host tier are dropped to make room, except those of this prefix. Return None if no block is missing, or there
+        is still no room. `retentions` say which blocks the hit needs; None: those of sequences without a KV policy. Copies that are
+        queued now may still read the taken blocks, so the caller must write the contents after these copies. Then it must call
+        `publish` and `end`, or `end` alone.
         """
         if not self._host.exists:
             return None
@@ -141,7 +148,7 @@ class Imports:
         return any(opened.is_fetching for opened in self.opened)
 
     def publish(self, opened: BlockImport) -> None:
-        """Enter the blocks into the index, except those that the index has got meanwhile."""
+        """Enter the blocks into the index, except those whose digests entered it meanwhile; do nothing if the import is void."""
         opened.is_published = True
         if opened.is_void:
             return
@@ -151,8 +158,9 @@ class Imports:
                 self.num_imported[one.group] += 1
 
     def give_up(self, opened: BlockImport) -> None:
-        """Give an import up: its blocks will not be published, and what the cache has of the prefix may be evicted. The blocks stay
-        taken until `end`, since their contents may still be on the way.
+        """Give an import up: its blocks will not be published, and the rest of the prefix in the cache may be evicted again.
+
+        The blocks stay taken until `end`, since bytes may still be written into them.
         """
         opened.is_void = True
         self._stop_keeping(opened.in_host, opened.locked)
@@ -166,7 +174,7 @@ class Imports:
         self._stop_keeping(opened.in_host, opened.locked)
 
     def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
-        """Let what the cache had of a prefix be evicted again."""
+        """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
         for group, block in in_host:
             self._host.release(group, [block])
         if locked is not None:
@@ -177,13 +185,15 @@ class Imports:
         return sum(one.group == group for opened in self.opened for one in opened.blocks)
 
     def make_void(self) -> None:
-        """Let the imports that have begun publish nothing, because the cache is emptied."""
+        """Mark all open imports so that they publish nothing, because the cache is emptied."""
         for opened in self.opened:
             opened.is_void = True
 
 
 @dataclass(slots=True)
 class _Kept:
+    """A published import, the requests that it is kept for, and the time of the clock at which it ends in any case."""
+
     blocks: BlockImport
     request_ids: set[str]
     until_s: float
@@ -193,9 +203,9 @@ class KeptImports:
     """Keeps the complete imports of one engine in the host tier until the requests for which they were made are admitted.
 
     A published import is cached only in the host tier, where other blocks could evict it while its request still waits. A kept
-    import is not evicted until every request that wants it is admitted or has ended, or until `MAX_KEPT_S` have passed: a request
-    that waits longer may have to compute its prefix, but does not block the host tier for all others. `is_waiting` says whether a
-    request still waits for admission; `clock` gives seconds.
+    import is not evicted until every request that it is kept for is admitted or has ended, or until `MAX_KEPT_S` have passed. The
+    limit keeps a request that waits for long from blocking the host tier for all others; it may have to compute its prefix then.
+    `is_waiting` returns whether the request with an id still waits for admission; `clock` gives seconds.
     """
 
     def __init__(self, imports: Imports, *, is_waiting: Callable[[str], bool], clock: Callable[[], float]) -> None:
@@ -209,7 +219,7 @@ class KeptImports:
         self.end_admitted()
 
     def join(self, request_id: str, chain: Iterable[bytes]) -> None:
-        """Keep the imports of a prefix of this chain for one more request."""
+        """Keep the imports that brought blocks of this chain for one more request."""
         wanted = set(chain)
         for one in self._kept:
             if any(block.digest in wanted for block in one.blocks.blocks):

@@ -1,14 +1,15 @@
 """`Loads`: brings blocks from the host tier to the device for sequences that hit them or were swapped, while other sequences run.
 
-A *hole* is a logical block of a sequence whose contents are in the host tier, a *load* the copies of one sequence's holes, and a
-*ticket* the number of a load in plans and results.
+    hole      a logical block of a sequence whose contents are in the host tier and not on the device
+    load      the copies that fill all holes of one sequence
+    ticket    the number of a load in step plans and step results
 
-    cache.begin          the sequence references its blocks on the device, and needs those in the host tier
+    cache.begin          the sequence references its blocks on the device, and counts a need of those in the host tier
     cache.start_load     a block on the device is allocated for each hole, and the copies are queued (`start`)
     (the ranks copy)     nothing else may move, read or write these blocks
     cache.finish_load    the ranks have reported the ticket: publish the blocks on the device, release those of the host (`finish`)
 
-Meanwhile the digests of a load's blocks are known, so that another sequence can wait for the load instead of loading them again.
+The digests of a running load's blocks are known, so that another sequence can wait for the load instead of loading them again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One sequence's load. `is_void` is set if the cache was emptied meanwhile, so that the blocks must not be published.
+    """One sequence's load. `is_void` is set when the cache is emptied meanwhile: then the blocks must not be published.
 
-    `digests` are by group those of the blocks that it brings; the blocks of swapped sequences have none.
+    `digests[group]` has the digests of the blocks that the load brings. Blocks of a swapped sequence are not published in the host
+    tier, so their load has empty sets.
     """
 
     blocks: SequenceBlocks
@@ -38,7 +40,7 @@ class Load:
 
 
 class Loads:
-    """The loads whose tickets were not reported yet."""
+    """Starts and finishes loads; `by_ticket` has those that the ranks have not reported yet."""
 
     def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
         self.by_ticket: dict[int, Load] = {}
@@ -48,7 +50,7 @@ class Loads:
         self._copies = copies
 
     def start(self, blocks: SequenceBlocks, targets: Sequence[Sequence[int]]) -> None:
-        """Fill a sequence's holes with blocks of the device, by group, and queue the copies."""
+        """Put the allocated blocks `targets[group]` of the device into a sequence's holes, and queue the copies into them."""
         copies: list[BlockCopy] = []
         digests: list[set[bytes]] = []
         host_blocks = blocks.load.host_blocks
@@ -64,10 +66,9 @@ class Loads:
         self.by_ticket[ticket] = Load(blocks, copies, digests)
 
     def bringing_most(self, lacking: Sequence[set[bytes]]) -> tuple[Load, list[int]] | None:
-        """Return the load that brings most of the blocks that a sequence lacks, and how many of each group it brings.
-        `lacking[group]` has their digests.
+        """Return the load that brings the most of the blocks that a sequence lacks, and how many of each group it brings.
 
-        None: no load brings any.
+        `lacking[group]` has the digests of the blocks that the sequence lacks. None: no load brings any of them.
         """
         brought = [
             (load, [len(digests & wanted) for digests, wanted in zip(load.digests, lacking, strict=True)])
@@ -78,7 +79,7 @@ class Loads:
         return most if most is not None and any(most[1]) else None
 
     def finish(self, ticket: int) -> Load | None:
-        """Publish what a load has brought and release the host's blocks; return the load, None for an unknown ticket."""
+        """Publish the blocks that a load has brought and release the host's blocks; return the load, None for an unknown ticket."""
         load = self.by_ticket.pop(ticket, None)
         if load is None:
             return None
@@ -91,7 +92,7 @@ class Loads:
         return load
 
     def send_again(self, tickets: Iterable[int]) -> None:
-        """Queue the copies of these loads again under new tickets, because it is unknown whether the ranks got the plans with
+        """Queue the copies of these loads again under new tickets, because the ranks may not have received the plans that carried
         them."""
         for ticket in tickets:
             load = self.by_ticket.pop(ticket, None)
@@ -118,12 +119,12 @@ class Loads:
         return [counts[group] for group in range(len(self.num_loaded))]
 
     def release(self, blocks: SequenceBlocks) -> None:
-        """Release the host's blocks that a sequence needs for its holes; the caller changes its state."""
+        """Release the host's blocks that a sequence needs for its holes; the caller changes the state of `blocks`."""
         for group, sources in enumerate(blocks.load.host_blocks):
             self._host.release(group, sources)
 
     def _end(self, load: Load) -> None:
-        """Release the host's blocks of a load; its sequence has its blocks on the device from now on."""
+        """Release the host's blocks of a load; the sequence's blocks on the device are complete from now on."""
         self.release(load.blocks)
         load.blocks.move_to(BlocksState.READY)
 

@@ -1,12 +1,18 @@
 """`TierMoves`: moves nodes of the prefix tree between the device and the host tier, with the blocks that they pin.
 
+    node       a boundary of the prefix tree (`prefix.tree`), at which requests may continue
+    segment    the hash blocks between a node's parent and the node; the node pins their blocks in groups that keep every token
+    windows    the blocks that sliding groups need at the node's boundary; the node pins all of them or none
     demote     move a node's blocks from the device to the host: copies are queued, and the index changes at once
-    promote    let a node in the host tier pin the device's blocks instead of the host's; a load or a sequence brought them there
-    piece      the most hash blocks of a segment that are demoted at once; the rest becomes a node above. A demotion may free more
-               than is needed, and that memory stays empty for a while, so a piece is a small part of the device's memory
+    promote    let a node in the host tier pin blocks on the device instead of those in the host. The device has them again because
+               a load brought them or a sequence computed them
+    piece      the most hash blocks of a segment that are demoted at once. The caller splits a longer segment: only its last piece
+               is demoted, and the rest becomes a node above. A demotion may free more memory than is needed, and that memory stays
+               empty for a while, so a piece is a small part of the device's memory
+    leftover   a host block in the index that nothing needs (`host_tier`)
 
-All blocks of a segment are in one tier. A window block may be in both, if checkpoints of both tiers need it. Demoted blocks that a
-running sequence still references stay on the device until it is released, but searches do not find them there.
+All blocks of a segment are in one tier. A window block may be in both, if checkpoints of both tiers need it. If a running sequence
+still references a demoted block, the block stays on the device until the sequence is released, but searches do not find it there.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ from transom_worker.kvcache.prefix.tree import Node, PrefixTree
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 MOST_IN_PIECE = 256  # hash blocks
-LEAST_IN_PIECE = 16
-PIECES_ON_DEVICE = 32  # the pool has room for at least this many pieces, so small pools have smaller pieces
+LEAST_IN_PIECE = 16  # hash blocks, even in small pools: each piece that is split off is one more node of the tree
+PIECES_ON_DEVICE = 32  # a piece is at most this part of the pool, unless that is less than `LEAST_IN_PIECE`
 
 
 class TierMoves:
-    """Moves nodes of `tree` between the device, of this `layout`, and `host`."""
+    """Moves nodes of `tree` between the device, whose arena has this `layout`, and `host`."""
 
     def __init__(
         self,
@@ -51,8 +57,10 @@ class TierMoves:
         self._copies = copies
 
     def needs(self, node: Node, *, with_segment: bool) -> list[int]:
-        """Return, by group, the most host blocks that a node's windows take, and with `with_segment` also the last piece of its
-        segment."""
+        """Return, by group, how many host blocks a node's windows take at most; `with_segment` adds the last piece of its segment.
+
+        Fewer are taken if the host has some of the blocks already.
+        """
         needs = [0] * len(self._pools)
         if with_segment:
             num_blocks = min(len(node.segment), self.piece)
@@ -67,14 +75,19 @@ class TierMoves:
         return needs
 
     def demote(self, node: Node, *, with_segment: bool) -> None:
-        """Move a node's windows to the host, which must have room, and with `with_segment` its segment, at most one piece."""
+        """Move a node's windows to the host, and with `with_segment` its segment too.
+
+        The host must have room for `needs`. The segment must not be longer than a piece; the caller has split it.
+        """
         digests: list[list[bytes]] = [[] for _ in self._pools]
         if with_segment:
             for group, of_segment in node.segment_blocks():
                 digests[group].extend(of_segment)
         if node.windows_tier == DEVICE:
             for group, of_windows in node.window_blocks():
-                digests[group].extend(reversed(of_windows))
+                digests[group].extend(
+                    reversed(of_windows)
+                )  # farthest from the root first, as `segment_blocks` lists them
         self._spill(digests)
         if with_segment:
             self._tree.set_tier(node, HOST)
@@ -84,6 +97,8 @@ class TierMoves:
         """Promote a node and its ancestors, as far as the device has all their blocks; return the nodes that changed."""
         if node.parent is None:  # the node was dropped
             return []
+        # Collect the nodes from this one up to the first ancestor on the device. They are promoted in the reverse order, so that
+        # along a chain the segments on the device always come first.
         path = []
         above: Node | None = node
         while above is not None and above.tier == HOST:
@@ -93,6 +108,7 @@ class TierMoves:
         for each in reversed(path):
             if not self._has_all(each.segment_blocks()):
                 break
+            # Twice, since the digests are iterators, which one pass uses up.
             for group, digests in each.segment_blocks():
                 self._registry.pin(group, digests)
             for group, digests in each.segment_blocks():
@@ -100,6 +116,7 @@ class TierMoves:
             self._tree.set_tier(each, DEVICE)
             self._promote_windows(each)
             changed.append(each)
+        # A node whose segment was on the device before may have had its windows in the host.
         if node not in changed and node.tier == DEVICE and self._promote_windows(node):
             changed.append(node)
         return changed
@@ -119,12 +136,16 @@ class TierMoves:
         return all(all(map(self._on_device[group].__contains__, digests)) for group, digests in blocks)
 
     def _spill(self, digests: Sequence[list[bytes]]) -> None:
-        """Move the device's blocks under these digests, which are given by group and which one node pins, to the host."""
+        """Move the device's blocks under `digests[group]`, which one node pins, to the host.
+
+        The digests of a segment or window are listed from the farthest block to the nearest to the root, as blocks are unpinned.
+        """
         host = self.host
         new = []
         for group, of_group in enumerate(digests):
             found = host.blocks[group]
-            # Drop the twins that nothing needs: a leftover may be in a page that was counted as room.
+            # `has_room` counts leftovers as free memory. So a leftover with one of these digests is dropped and copied again, while
+            # a host block that something needs gets one more need and is not copied.
             host.forget_leftovers(group, of_group)
             host.need(group, [found[digest] for digest in of_group if digest in found])
             new.append([digest for digest in reversed(of_group) if digest not in found])
@@ -137,7 +158,10 @@ class TierMoves:
             self._leave_device(group, digests[group])
 
     def _leave_device(self, group: int, digests: Sequence[bytes]) -> None:
-        """Unpin the device's blocks under these digests; those that no other node pins leave the device's index."""
+        """Unpin the device's blocks under these digests; those that no other node pins leave the device's index.
+
+        Of these, blocks without references are freed; the others are freed when running sequences release them.
+        """
         pool, found = self._pools[group], self._on_device[group]
         self._registry.unpin(group, digests)
         blocks = [found[digest] for digest in digests]
@@ -146,7 +170,11 @@ class TierMoves:
 
 
 def _piece(layout: ArenaLayout) -> int:
-    """Return how many hash blocks of a segment are demoted at once: 1/32 of those that the device has room for, within bounds."""
+    """Return the most hash blocks of a segment that are demoted at once.
+
+    That is 1/32 of the hash blocks for which the device has room, but at least `LEAST_IN_PIECE` and at most `MOST_IN_PIECE`. Only
+    groups that keep every token count, since a segment's other blocks are few sink blocks.
+    """
     kept = [group for group in layout.groups if group.spec.keeps_everything]
     block_size = min(group.spec.block_size for group in layout.groups)
     hash_block_bytes = sum(group.stride_bytes * block_size // group.spec.block_size for group in kept)

@@ -1,12 +1,15 @@
-"""`Tiers`: the parts of a cache besides the device: its host tier, its disk tier, and the exchange with other workers.
+"""`Tiers`: the parts of a KV cache besides the device: its host tier, its disk tier, and the exchange with other workers.
+
+    host       the host's arena: pages, blocks, and how often each block is needed
+    moves      moves nodes of the prefix tree between device and host
+    loads      brings blocks from the host to sequences on the device
+    imports    brings blocks from the disk or other workers into the host tier
+    exports    lends blocks to other workers
+    stores     writes the blocks of dropped nodes to files
+    disk       the digests of the blocks that have files
 
 Every part always exists. Without a host tier the host's arena has no pages (`HostTier.exists`): no block is found there or fits,
 and no load, import or swap begins. Without a disk tier no block is stored (`DiskStores.is_on`) or found there.
-
-    host       the host's arena: pages, blocks, and who needs them     imports    writes blocks from the disk or other workers
-    moves      moves nodes of the prefix tree between device and host  exports    lends blocks to other workers
-    loads      brings blocks from the host to sequences                stores     writes the blocks of dropped nodes to files
-    disk       the digests of the blocks that have files
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 class Tiers:
     """The tiers of one cache; the module's docstring says what each part does.
 
-    `make_room` evicts nodes from the host tier; `lock` and `unlock` keep the prefix to which an import adds blocks.
+    `make_room` evicts nodes from the host tier. `lock` and `unlock` protect the cached part of a prefix to which an import adds
+    blocks.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class Tiers:
         self._changes = changes
 
     def open_disk(self, layout: ArenaLayout) -> None:
-        """From now on store the blocks of nodes that leave the memory on the disk. If there is a host tier, through which all
-        blocks from the disk come, searches find the blocks in `disk` from now on.
+        """From now on store the blocks of dropped nodes on the disk, and let searches find the blocks in `disk`.
+
+        Without a host tier (`rates` is None) searches do not find them: blocks are read from the disk into the host tier only.
         """
         self.stores.is_on = True
         if self._changes.rates is not None:
@@ -74,7 +79,7 @@ class Tiers:
         yield from self.loads.targets()
 
     def lose_contents(self) -> None:
-        """Empty the host tier, and let running loads, imports and exports publish nothing, because the cache is emptied."""
+        """Empty the host tier, and make running loads, imports and exports void, because the cache is emptied."""
         self.exports.make_void()
         self.loads.make_void()
         self.imports.make_void()

@@ -1,1 +1,1 @@
-"""KV blocks as bytes: cuts and joins blocks between workers with another number of ranks. No torch."""
+"""KV blocks as bytes: cuts and joins blocks between workers with different numbers of tensor-parallel ranks. No torch."""

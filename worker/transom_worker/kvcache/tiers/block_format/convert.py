@@ -1,13 +1,15 @@
 """Cuts and joins KV blocks by heads, for two workers that divide the KV heads among different numbers of ranks.
 
-A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads.
-Several ranks keep equal copies of latent rows, and of heads if there are more ranks than heads. Example, 3 KV heads:
+A *block* has the keys and values of some tokens in all layers of a KV cache group. Each tensor-parallel rank keeps the part for its
+own KV heads. Latent rows (of MLA), and heads if there are more ranks than heads, are kept as equal copies by several ranks. Example
+with 3 KV heads:
 
     source, 2 ranks      rank 0: heads 0 1      rank 1: head 2
     target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
     target, 5 ranks      0: head 0     1: head 1     2: head 1     3: head 2     4: head 2
 
-Bytes are only copied: both workers have the same identity, which includes the number formats.
+For each layer and each *part* (keys, values), `_join` collects all heads from the source's ranks, and `_cut` gives each of the
+target's ranks its own. Numbers are not converted: both workers have the same identity, which includes the number formats.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ Data = bytes | bytearray | memoryview | Bytes
 
 
 class _Rows(NamedTuple):
-    """Keys or values of all KV heads of a layer: `data` [blocks, heads, rows, bytes of a row], and if the format has scales
-    `scales` [blocks, heads, rows, 4]."""
+    """Keys or values of all KV heads of a layer, as bytes: `data` [blocks, heads, rows, bytes of a row] and, if the format has
+    scales (one float32 per row), `scales` [blocks, heads, rows, 4]."""
 
     data: Bytes
     scales: Bytes | None
 
 
 class _Part(NamedTuple):
-    """The keys or the values of one layer in a block."""
+    """Where the keys or the values of one layer lie in a block, as byte offsets."""
 
     tensors: LayerTensors
     offset: int
@@ -48,7 +50,7 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
     The bytes of a rank are whole blocks, one after the other, each with the `block_bytes` of that rank's own layout.
 
     Raises:
-        ValueError: the groups keep other layers, tokens or formats, or the data has the wrong length.
+        ValueError: source and target keep different layers, tokens or formats, or the data has the wrong length.
     """
     blocks = _as_blocks(source, group, data)
     if _is_equal(source, target, group):
@@ -84,6 +86,8 @@ def _as_blocks(shares: KvShares, group: int, data: Sequence[Data]) -> list[Bytes
 
 
 def _is_equal(source: KvShares, target: KvShares, group: int) -> bool:
+    """Return whether both workers store a group's blocks alike on each rank, so that the bytes can be taken as they are."""
+
     def contents(shares: KvShares) -> list[object]:
         layers = shares.groups[0][group].spec.layers
         heads = [[share[layer] for layer in layers] for share in shares.heads]
@@ -106,7 +110,7 @@ def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
     def kept(tensors: LayerTensors) -> tuple[object, ...]:
         return tensors.layer, tensors.role, tensors.format, tensors.k_size, tensors.v_size
 
-    # Rows that mix formats, which only kernels can read.
+    # Rows of "uint8" without scales mix number formats, and only kernels can read them.
     is_mixed = source.dtype == "uint8" and source.k_scale_offset is None
     if kept(source) != kept(target) or is_mixed:
         raise ValueError(
@@ -124,13 +128,13 @@ def _parts(tensors: LayerTensors) -> list[_Part]:
 
 
 def _rows_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
-    """Return a part of blocks as a view [blocks, heads, rows, bytes of a row]."""
+    """Return a part of each block as a view [blocks, heads, rows, bytes of a row]; `block` is [blocks, bytes of a block]."""
     heads, rows, size = part.tensors.num_kv_heads, group.rows_per_block, part.size * DTYPE_BYTES[part.tensors.dtype]
     return block[:, part.offset : part.offset + heads * rows * size].reshape(len(block), heads, rows, size)
 
 
 def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
-    """Return the scales of a part as a view of bytes [blocks, heads, rows, 4]."""
+    """Return the scales of a part of each block as a view [blocks, heads, rows, 4]: float32, so 4 bytes per row."""
     assert part.scale_offset is not None
     heads, rows = part.tensors.num_kv_heads, group.rows_per_block
     end = part.scale_offset + heads * rows * 4
@@ -138,6 +142,7 @@ def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
 
 
 def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
+    """Return the KV heads of a layer that a rank keeps. Raises ValueError if its layout has another number of heads."""
     first, end = shares.heads[rank][tensors.layer]
     if end - first != tensors.num_kv_heads:
         raise ValueError(
@@ -165,7 +170,7 @@ def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[By
 
 
 def _cut(shares: KvShares, group: int, index: int, number: int, rows: _Rows, out: list[Bytes]) -> None:
-    """Write each rank's heads into its blocks."""
+    """Write each target rank's heads of one part into its blocks `out[rank]`."""
     for rank, block in enumerate(out):
         layout = shares.groups[rank][group]
         part = _parts(layout.layers[index])[number]

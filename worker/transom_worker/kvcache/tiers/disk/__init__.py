@@ -1,7 +1,11 @@
 """The disk tier's files: KV blocks, named by digest and checked when they are read, within a limited space. No torch.
 
-block_file     one block in a file: header, checksum, contents
-folder         where the files of a rank's blocks lie
-listing        which blocks have files
-space          the space that all processes of a host share, and which files leave it first
+block_file       one block in a file: header, checksum, contents
+folder           reads and writes the files of one rank's blocks
+listing          finds out which blocks have files
+owned_directory  opens directories so that other users cannot redirect them
+space            bounds the space that all processes of a host use together, and removes old files
+index            the digests of blocks with files, as the engine's thread knows them
+watch            keeps the index up to date with the folder
+stores           queues copies of blocks to the disk
 """

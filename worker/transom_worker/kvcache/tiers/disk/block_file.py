@@ -8,7 +8,7 @@
     84 to 116           BLAKE2b of bytes 0 to 84 and the contents
     from 116 on         the contents
 
-A file that is cut short, too long, changed, or of another block counts as broken: its contents are never used.
+A file that is cut short, too long, changed, or has another block counts as broken: its contents are never used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockName(NamedTuple):
 
 
 class BrokenFile(Exception):
-    """A file does not have the block that its name says."""
+    """A file does not contain the block that its name promises."""
 
 
 def pack(name: BlockName, contents: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
@@ -47,7 +47,7 @@ def read_block(file: int, name: BlockName, num_bytes: int) -> bytes:
     """Return the contents of a block of `num_bytes` from an open file.
 
     Raises:
-        BrokenFile: the file is not exactly that block.  OSError: it cannot be read.
+        BrokenFile: the file does not contain exactly that block.  OSError: it cannot be read.
     """
     size = os.fstat(file).st_size
     if size != HEADER_BYTES + num_bytes:
@@ -56,7 +56,7 @@ def read_block(file: int, name: BlockName, num_bytes: int) -> bytes:
 
 
 def unpack(data: bytes, name: BlockName, num_bytes: int) -> bytes:
-    """Return the contents of a block from the bytes of a file. Raises BrokenFile."""
+    """Return the contents of a block of `num_bytes` from the bytes of a file. Raises BrokenFile, as `read_block`."""
     if len(data) != HEADER_BYTES + num_bytes:
         raise BrokenFile(f"it has {len(data)} bytes, not {HEADER_BYTES + num_bytes}")
     header, checksum, contents = data[: _HEADER.size], data[_HEADER.size : HEADER_BYTES], data[HEADER_BYTES:]

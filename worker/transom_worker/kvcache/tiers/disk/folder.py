@@ -1,7 +1,10 @@
-"""`BlockFolder`: the files of one rank's blocks of one model, readable by their owner alone.
+"""`BlockFolder`: reads and writes the files of one rank's blocks of one model; only their owner can read them.
 
-    DIR/transom-kv/bytes_in_use                    the count of the space that all processes share
+    DIR/transom-kv/bytes_in_use                    how many bytes the files of all processes of this host use (`space`)
     DIR/transom-kv/<fingerprint>/ab/ab12...-0.kv   the block of group 0 under the digest ab12...
+
+A *fingerprint* is a hash of the model and the rank's layout: blocks with equal fingerprints have the same format. A file's time of
+change is the time at which it was last used: `read` and `write` set it, and `space` removes the oldest files first.
 
 Files appear whole: they are written under another name and then renamed. Two processes that write the same block write the same
 bytes. Only files of this process's user are read, below directories that were opened once (`owned_directory`).
@@ -21,13 +24,15 @@ from transom_worker.kvcache.tiers.disk.listing import FolderListing
 from transom_worker.kvcache.tiers.disk.owned_directory import open_directory
 from transom_worker.kvcache.tiers.disk.space import DiskSpace
 
+# O_NOFOLLOW refuses links, and O_NONBLOCK keeps `open` from waiting for a writer if the file is a pipe. O_EXCL refuses to open a
+# file that exists already. O_CLOEXEC keeps child processes from inheriting the descriptors.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
 class FileCounts:
-    """What became of files, since the start of the process."""
+    """How many files were written, read, missing or broken since the start of the process."""
 
     num_written: int = 0
     num_read: int = 0
@@ -36,10 +41,10 @@ class FileCounts:
 
 
 class BlockFolder:
-    """The blocks of one fingerprint. Any thread may use it."""
+    """The files of the blocks with one fingerprint. Any thread may call its methods."""
 
     def __init__(self, directory: Path, fingerprint: bytes, *, space_bytes: int) -> None:
-        """Make the folder if need be.
+        """Open the folder of `fingerprint` below `directory`, and make it if it does not exist.
 
         Raises:
             ConfigError: the directory cannot be used, belongs to another user, or others may write into it.
@@ -58,11 +63,11 @@ class BlockFolder:
             ) from error
 
     def new_listing(self) -> FolderListing:
-        """Return what finds out which blocks have files; it has found none yet."""
+        """Return a listing of the folder, which has found no blocks yet."""
         return FolderListing(self._folder)
 
     def read(self, group: int, digest: bytes, num_bytes: int) -> bytes | None:
-        """Return the contents of a block of `num_bytes`; None if there is no file, or a broken one, which is removed.
+        """Return the contents of a block of `num_bytes`; None if there is no file, or the file is broken. A broken file is removed.
 
         A file of another user counts as broken.
         """
@@ -90,13 +95,13 @@ class BlockFolder:
         return contents
 
     def write(self, group: int, digest: bytes, contents: bytes | memoryview) -> bool:
-        """Write a block, unless there is a file for it; return whether one is there now.
+        """Write a block, unless it has a file already; return True. Return False if the block alone exceeds the whole space.
 
         Raises:
             OSError: the file cannot be written; nothing of it is left.
         """
         name, folder = _file(group, digest), self._folder.descriptor
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # if there is a file, note that it was used
             os.utime(name, dir_fd=folder, follow_symlinks=False)
             return True
         num_bytes = HEADER_BYTES + len(contents)
@@ -118,7 +123,7 @@ class BlockFolder:
         return True
 
     def _remove_broken(self, name: str) -> None:
-        """Remove a file that is not the block that it should be. It has the name of one of our files, so nothing else is lost."""
+        """Remove a file that does not contain the block of its name. Only Transom uses such names, so no other data is lost."""
         self.counts.num_broken += 1
         with suppress(OSError):
             num_bytes = os.lstat(name, dir_fd=self._folder.descriptor).st_size
@@ -127,12 +132,13 @@ class BlockFolder:
 
 
 def _file(group: int, digest: bytes) -> str:
-    """Return the name of a block's file, from the folder on."""
+    """Return the path of a block's file, relative to the folder."""
     name = digest.hex()
     return f"{name[:2]}/{name}-{group}.kv"
 
 
 def _write_file(name: str, folder: int, parts: tuple[bytes, bytes | memoryview]) -> None:
+    """Write a new file; `os.write` may write less than it is given, so it is called until nothing is left."""
     file = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
         for part in parts:

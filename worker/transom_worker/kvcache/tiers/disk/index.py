@@ -1,8 +1,8 @@
 """`DiskIndex`: the digests of the blocks that have files in the disk tier, as the last listing of the folder found them.
 
 Files come and go without the cache's knowledge, since other workers on the host write and remove them too. So the index may be out
-of date, and a file that it names may be gone, which costs a failed read and a recompute. The index is part of the worker's prefix
-index: routers get its changes, and search with it as the worker does.
+of date. If it names a file that is gone, the read fails and the prefix is computed. The index is part of the worker's prefix index:
+routers receive its changes, so that their searches find what the worker's own searches find.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transom_worker.kvcache.prefix.change_log import ChangeLog
 
 
 class DiskIndex:
-    """Digests by group. Nothing may be added before `open`."""
+    """The digests with files: `groups[group]` is a dict used as an ordered set. Nothing may be added before `open`."""
 
     def __init__(self, num_groups: int) -> None:
         self.groups: tuple[dict[bytes, None], ...] = tuple({} for _ in range(num_groups))
@@ -27,7 +27,10 @@ class DiskIndex:
         return self._changes is not None
 
     def open(self, changes: ChangeLog) -> None:
-        """From now on record in `changes` what is added and removed; `changes` must have the tiers of device and host already."""
+        """From now on record in `changes` what is added and removed.
+
+        `changes` numbers tiers in the order in which it gets them, so it must have those of device and host already.
+        """
         self._changes = changes
         changes.add_tier(self.groups)
 

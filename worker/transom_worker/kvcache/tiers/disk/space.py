@@ -1,8 +1,8 @@
-"""`DiskSpace`: the space that the files of all processes of a host share, and which files leave it first.
+"""`DiskSpace`: bounds the space that the block files of all processes of a host use together, and removes the oldest files.
 
-A process reserves space before it writes. A file beside the blocks has the number of bytes in use; it is changed under a lock, so
-that the processes together stay within the space. When it is full, the process that notices looks at all files, counts them anew,
-and removes those that were not used for longest (reading a block sets its file's time) until an eighth of the space is free.
+A process reserves space before it writes. The file `bytes_in_use` has the number of bytes in use; it is changed under a lock, so
+that the processes together stay within the space. When the space is full, the process that notices this counts all files anew, and
+removes those that were not used for longest (reading a block sets its file's time) until an eighth of the space is free.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from transom_worker.kvcache.tiers.disk.owned_directory import OwnedDirectory
 BLOCK_FILE = re.compile(r"[0-9a-f]{64}-\d+\.kv")
 UNFINISHED_FILE = re.compile(r"\.[0-9a-f]{64}-\d+\..*\.tmp")
 UNFINISHED_S = 600.0  # a file that is not finished after this time was left by a process that ended
-FREE_SHARE = 8  # an eviction frees one part in this many
-_COUNT_BYTES = 20
+FREE_SHARE = 8  # an eviction frees 1/8 of the space, so that not every write looks at all files
+_COUNT_BYTES = 20  # digits of the count: enough for 2**64, so every count overwrites the one before
 
 
 class _File(NamedTuple):
     used_s: float
     num_bytes: int
-    path: str  # from the root on
+    path: str  # relative to the root
 
 
 class DiskSpace:
-    """The space below `root`, `limit_bytes` large. Any thread of any process may use it."""
+    """Counts the bytes of the files below `root`, at most `limit_bytes`. Any thread of any process may use it."""
 
     def __init__(self, root: OwnedDirectory, limit_bytes: int) -> None:
         self._root, self._limit_bytes = root, limit_bytes
         self.num_evicted = 0  # files, by this process
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more in use, and remove old files if that is too much. False if the space is smaller than that.
+        """Count `num_bytes` more as used, and remove old files if that exceeds the limit; return True. Return False, and count
+        nothing, if `num_bytes` alone exceeds the limit.
 
         Raises:
-            OSError: the count cannot be kept.
+            OSError: the file of the count cannot be read or written.
         """
         if num_bytes > self._limit_bytes:
             return False
@@ -53,12 +54,12 @@ class DiskSpace:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Count `num_bytes` less in use. Raises OSError."""
+        """Count `num_bytes` less as used. Raises OSError."""
         with self._locked() as count:
             _write(count, max(0, _read(count) - num_bytes))
 
     def recount(self) -> int:
-        """Count the files that there are, remove what processes left unfinished, and return the bytes in use. Raises OSError."""
+        """Count the existing files anew, remove what processes left unfinished, and return the bytes in use. Raises OSError."""
         with self._locked() as count:
             used = self._make_room(0)
             _write(count, used)
@@ -71,7 +72,12 @@ class DiskSpace:
             return _read(count)
 
     def _make_room(self, num_bytes: int) -> int:
-        """Remove the files that were not used for longest until `num_bytes` more fit, and return the bytes that stay."""
+        """Return the bytes that the files use; if `num_bytes` more do not fit, first remove the files that were not used for
+        longest.
+
+        Files are removed until `num_bytes` fit and 1/`FREE_SHARE` of the space is free. Sorting by `_File.used_s` puts the oldest
+        first.
+        """
         files = sorted(self._files())
         used = sum(file.num_bytes for file in files)
         if used + num_bytes <= self._limit_bytes:
@@ -80,7 +86,7 @@ class DiskSpace:
         for file in files:
             if used <= most:
                 break
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # another process removed it as broken
                 os.unlink(file.path, dir_fd=self._root.descriptor)
                 self.num_evicted += 1
             used -= file.num_bytes
@@ -100,7 +106,10 @@ class DiskSpace:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file of the count, locked: each opening has a lock of its own, so threads of one process exclude each other, too."""
+        """Open the file of the count, and hold its lock while the context is open.
+
+        `flock` locks belong to an opening of the file, not to a process, so threads of one process exclude each other, too.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open("bytes_in_use", flags, 0o600, dir_fd=self._root.descriptor)
         try:
@@ -115,9 +124,11 @@ def _age_s(name: str, descriptor: int, now_s: float) -> float:
 
 
 def _read(file: int) -> int:
+    """Return the count in a file; 0 if it is new or not a number."""
     text = os.pread(file, _COUNT_BYTES, 0).strip()
     return int(text) if text.isdigit() else 0
 
 
 def _write(file: int, count: int) -> None:
+    """Write a count in a fixed width, so that no digit of a longer one stays."""
     os.pwrite(file, b"%*d" % (_COUNT_BYTES, count), 0)

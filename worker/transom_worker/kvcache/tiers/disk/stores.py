@@ -1,8 +1,8 @@
 """`DiskStores`: sends the blocks of nodes that leave the cache's memory to the disk tier.
 
-When a node is dropped, its blocks keep their contents until other contents take their place. So a copy to the disk is queued, and
-the ranks make it before any copy that is queued later. Blocks that no node pins are never stored, since they are rarely a whole
-prefix that could be hit.
+When a node is dropped, its blocks are free, but keep their contents until a later step or copy overwrites them. So it is enough to
+queue a copy to the disk, which the ranks make before any copy or step that comes later. Blocks that no node pins are never stored,
+since they are rarely a whole prefix that could be hit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transom_worker.kvcache.prefix.tree import Node
 
 
 class DiskStores:
-    """Queues copies to the disk for nodes whose blocks `index` finds. `block_bytes` has the bytes of a block by group."""
+    """Queues copies of nodes' blocks to the disk. `index` finds the blocks; `block_bytes[group]` is the size of a block."""
 
     def __init__(self, index: PrefixIndex, copies: CopyQueue, *, block_bytes: Sequence[int]) -> None:
         self.is_on = False  # whether there is a disk tier
@@ -32,7 +32,8 @@ class DiskStores:
             self._store(group, digests)
 
     def store_in_pieces(self, nodes: Iterable[Node], *, piece_bytes: int) -> Iterator[None]:
-        """Store these nodes, and yield whenever about `piece_bytes` of copies are queued, which the caller must take."""
+        """Store these nodes, and yield whenever about `piece_bytes` of copies are queued. The caller must take the queued copies
+        before it continues."""
         num_queued, stored = len(self._copies.waiting), 0
         for node in nodes:
             self.store(node, with_segment=True)
@@ -46,6 +47,7 @@ class DiskStores:
 
     def _store(self, group: int, digests: Iterable[bytes]) -> None:
         for digest in digests:
+            # From the first tier that has the block: the device, or else the host.
             for tier, groups in enumerate(self._index.tiers):
                 if digest in groups[group]:
                     self._copies.add_store(group, groups[group][digest], tier, digest)

@@ -1,9 +1,9 @@
 """`DiskWatch`: keeps the cache's index of the disk tier (`disk.index`) up to date with the folder, within a second or so.
 
 Files come and go without the engine's knowledge: the ranks write them while steps run, every process that shares the space removes
-old ones, and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
-(`disk.listing`), and the engine's thread applies what it found. While the index is out of date, a read may fail, or a prefix may be
-computed that could have been read.
+old ones, and other workers of the same model write their own. So a thread of the watch lists the folder every `PERIOD_S` at a
+bounded cost (`disk.listing`), and the engine's thread applies the changes (`take_news`). While the index is out of date, a read may
+fail, or a prefix that could have been read may be computed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ class DiskWatch:
         self._on_news = call
 
     def take_news(self) -> None:
-        """Apply the changes that the thread has found."""
+        """Apply the changes that listings have found to the index."""
         while not self._found.empty():
             self._take_over(self._found.get())
 
     def look(self) -> None:
-        """List everything that has changed now, without waiting for the thread, for the next `take_news`. Any thread may call
-        it."""
+        """List every subfolder that has changed at once, instead of waiting for the thread; `take_news` applies what is found.
+
+        Any thread may call this.
+        """
         self._report(all_changes=True)
 
     def forget(self, blocks: Sequence[BlockKey]) -> None:
@@ -69,13 +71,15 @@ class DiskWatch:
         self._ended.set()
 
     def _watch(self) -> None:
+        """Make a round of the listing every `PERIOD_S`, until `close`. Runs on the watch's thread."""
         while not self._ended.wait(PERIOD_S):
             try:
                 self._report()
-            except Exception:  # the index is then out of date, which makes no request fail
+            except Exception:  # the thread must go on: an index that is out of date makes no request fail
                 logger.exception("The disk cache's folder could not be listed.")
 
     def _report(self, *, all_changes: bool = False) -> None:
+        """Make a round of the listing (or list everything), and queue its changes for `take_news`."""
         with self._lock:
             while not self._forgotten.empty():
                 self._listing.forget(self._forgotten.get())
@@ -86,13 +90,14 @@ class DiskWatch:
             self._on_news()
 
     def _take_over(self, changes: ListedChanges) -> None:
+        """Apply changes to the index. Runs on the engine's thread."""
         for group, digests in self._by_group(changes.removed):
             self._index.remove(group, digests)
         for group, digests in self._by_group(changes.added):
             self._index.add(group, digests)
 
     def _by_group(self, blocks: Iterable[BlockKey]) -> Iterable[tuple[int, list[bytes]]]:
-        """Return the digests of each group that the model has."""
+        """Yield (group, digests) for each of the model's groups; files of other groups are ignored."""
         by_group: list[list[bytes]] = [[] for _ in self._index.groups]
         for group, digest in blocks:
             if group < len(by_group):

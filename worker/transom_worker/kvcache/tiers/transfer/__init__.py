@@ -3,10 +3,10 @@
 - **source**: the worker that has the prefix (`exports`). It keeps the blocks referenced while they are read.
 - **target**: the worker that has the request (`fetches`). It holds the request, imports the blocks into its host tier, and lets the
   request be admitted: then the prefix is an ordinary hit.
-- **live blocks**: the blocks that a sequence needs to continue after the prefix: all blocks of full groups, the last ones of
-  windows. Only these are moved.
+- **live blocks**: the blocks that a sequence needs to continue after the prefix: all blocks of groups that keep every token, and
+  the last blocks of sliding groups. Only these are moved.
 
-The two sides talk through `contract.kv_transfer`'s messages, over a `contract.prefix_peers.PrefixPeers`; each reaches its own KV
-cache through `kv_store.KvStore`. If one side dies, hangs or refuses, the target computes the prompt itself; nothing else happens.
+The two sides exchange the messages of `contract.kv_transfer` over a `contract.prefix_peers.PrefixPeers`. Each side reaches its own
+KV cache through `kv_store.KvStore`. If the source dies, hangs or refuses, the target computes the prompt itself.
 docs/kv_tiers.md has the protocol.
 """

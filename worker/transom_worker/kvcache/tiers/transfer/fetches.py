@@ -3,9 +3,17 @@
 - **held request**: a request that the engine does not admit before its fetch has ended, with or without success.
 - **piece**: some blocks of one group that are read, converted and written together (`contract.kv_transfer.MAX_PIECE_BYTES`).
 
-Requests that want the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
+One fetch, from a request to its end:
+
+    query     the digests of the prefix                    (`KvStore.query`)
+    export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
+    import    host blocks are taken for what is missing    (`KvStore.begin_import`)
+    pieces    read, convert and write each, concurrently   (`_bring`)
+    publish   only when all pieces have come; close the export, and call `on_end`
+
+Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
-`TransferConfig.timeout_s` at the latest, and the imported blocks are published only when all have come.
+`TransferConfig.timeout_s` at the latest.
 """
 
 from __future__ import annotations
@@ -35,9 +43,10 @@ OnEnd = Callable[[str, FetchReport], None]
 
 
 class ByteBudget:
-    """Bounds how many bytes of all transfers of a worker are on their way at once.
+    """Bounds how many bytes a worker's fetches have in flight at once.
 
-    Callers get bytes in the order in which they asked. A caller that asks for more than the limit waits until no other holds any.
+    Callers get bytes in the order in which they asked. A caller that asks for more than the limit counts as asking for the whole
+    limit: it waits until no other caller holds any bytes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -56,16 +65,19 @@ class ByteBudget:
             await turn
             yield
         finally:
-            if turn.done() and not turn.cancelled():
+            if (
+                turn.done() and not turn.cancelled()
+            ):  # the bytes were granted, even if the caller was cancelled right after
                 self.used_bytes -= num_bytes
             else:
                 self._waiting.remove((num_bytes, turn))
             self._admit()
 
     def _admit(self) -> None:
+        """Grant bytes to the callers that wait, in order, until the first one that does not fit."""
         while self._waiting:
             num_bytes, turn = self._waiting[0]
-            if turn.cancelled():  # its caller removes it
+            if turn.cancelled():  # its caller removes it in `taken` and calls `_admit` again
                 return
             if self.used_bytes + num_bytes > self._limit_bytes:
                 return
@@ -75,7 +87,7 @@ class ByteBudget:
 
 
 class _Ended(Exception):
-    """Ends a fetch with this outcome, which is not an error of this worker."""
+    """Ends a fetch with an outcome that is not an error of this worker, such as "not_found"."""
 
     def __init__(self, outcome: FetchOutcome) -> None:
         self.outcome = outcome
@@ -99,14 +111,15 @@ class PrefixFetches:
         self._budget = ByteBudget(config.max_bytes_in_flight)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._closing: set[asyncio.Task[None]] = set()
-        # (source, last digest of the prefix) -> the lock of those who fetch it
+        # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
+        # when no fetch uses its lock any more.
         self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def wanted_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
-        """Return the requests, by id, whose prefix this worker is to fetch from another worker."""
+        """Return, by id, the requests for which the router has named another worker as the source of their prefix."""
         sources = ((one, one.prefix_source) for one in requests)
         return {one.request_id: one for one, source in sources if source is not None and source.worker != own_id}
 
@@ -126,7 +139,10 @@ class PrefixFetches:
             task.cancel()
 
     async def _run(self, request_id: str, source: PrefixSource, limit_s: float) -> None:
-        """Fetch, and report how it ended. However `_fetch` is left, both sides release their blocks."""
+        """Fetch a prefix, and report the outcome. However `_fetch` ends, both sides release their blocks.
+
+        A cancelled fetch reports nothing: `CancelledError` passes through.
+        """
         begin_s = time.monotonic()
         plan: ImportPlan | None = None
         outcome: FetchOutcome = "failed"
@@ -156,6 +172,7 @@ class PrefixFetches:
         key = source.worker, query.chain[-1]
         turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
         async with turn:
+            # An earlier holder of the lock may have brought the prefix.
             if await self._on_engine(lambda: self._store.has(request_id, query)):
                 raise _Ended("present")
             offer = await _of_source(source.worker, self._peers.open_export(source.worker, query))
@@ -167,6 +184,7 @@ class PrefixFetches:
                 self._close(source.worker, offer.export_id)
 
     async def _import(self, request_id: str, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
+        """Bring all pieces of an offer that are missing here, and publish them. Raises _Ended, as `_fetch`."""
         import_id, is_complete = uuid4().hex, False
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
@@ -188,7 +206,7 @@ class PrefixFetches:
             await self._on_engine(lambda: self._store.write_import(import_id, blocks, converted))
 
     def _close(self, source: str, export_id: str) -> None:
-        """Tell the source that its export has ended; without this the export would end with its lease."""
+        """Tell the source to end its export. If the message is lost, the export ends when its lease expires."""
         task = asyncio.create_task(self._send_close(source, export_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -1,5 +1,8 @@
 """`KvStore`: the interface through which KV transfer uses a worker's own KV cache; `engine.transfer_store` implements it.
 
+The source calls `open_export`, `read_export` for each piece, then `close_export`. The target calls `query`, `has`, `begin_import`,
+`convert` and `write_import` for each piece, then `publish_import` or, if a piece is missing, `drop_import`.
+
 All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
 and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
 """
@@ -20,16 +23,16 @@ class OnEngine(Protocol):
     """Runs functions on the engine's thread, between two steps, in the order of the calls."""
 
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Queue the function; its result need not be awaited. A caller that is cancelled does not learn whether the function
-        ran."""
+        """Queue the function, and return an awaitable of its result, which the caller may ignore. A caller that is cancelled does
+        not learn whether the function ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
-    """The blocks of an offer that are missing here, for which host blocks are allocated: the pieces to read, each with its bytes at
-    the source.
+    """The blocks of an offer that are missing here; host blocks are allocated for them.
 
-    `num_tokens` is the length of the prefix that is a hit once all of it is written.
+    `pieces` are the block ranges to read, each with its bytes at the source. `num_tokens` is the length of the prefix that is a hit
+    when all pieces are written. `full_length_bytes` is explained in `transfer_report.FetchReport`.
     """
 
     pieces: tuple[tuple[BlockRange, int], ...]
@@ -51,7 +54,8 @@ class KvStore(Protocol):
         """
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
-        """Read blocks of an export, one after the other, for each rank. Raises KeyError: the export has ended."""
+        """Return, for each rank, the bytes of these blocks of an export, one after the other. Raises KeyError: the export has
+        ended."""
 
     def close_export(self, export_id: str) -> None:
         """Release the blocks of an export."""
@@ -59,25 +63,28 @@ class KvStore(Protocol):
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """Return the query for the first `num_tokens` tokens of a held request; None if it has ended, or has nothing to ask for."""
+        """Return the query for the first `num_tokens` tokens of a held request; None if the request has ended or its prefix has no
+        whole hash block."""
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
-        """Return whether as many tokens as the router expects from the source are a hit here already; blocks that were imported for
-        them are then kept for this request, too.
+        """Return whether a search here already finds as many tokens as the router expects from the source.
+
+        If so, blocks that were imported for another request with this prefix are kept for this request, too.
         """
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
         """Allocate host blocks for the offered blocks that are missing here; return None if the host tier has no room."""
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Cut and join the source's bytes into those of this worker's ranks. Any thread may call it."""
+        """Return the bytes of each of this worker's ranks, cut and joined from those of the source's ranks. Any thread may call
+        it."""
 
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
         """Write converted blocks. Raises KeyError: the import has ended, since the cache was emptied."""
 
     def publish_import(self, import_id: str, request_id: str) -> None:
-        """Publish the imported blocks in the host tier, where they are kept until the request is admitted or has ended, or for a
-        limited time. Raises KeyError: the import has ended.
+        """Publish the imported blocks in the host tier. They are kept there until the request is admitted or has ended, but only
+        for a limited time. Raises KeyError: the import has ended.
         """
 
     def drop_import(self, import_id: str) -> None:

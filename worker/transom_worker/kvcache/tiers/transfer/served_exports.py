@@ -1,9 +1,11 @@
 """`PrefixExports`: the source's side of KV transfer, which lends the live blocks of a prefix to other workers while they read them.
 
 - **export**: the referenced blocks of one prefix. They cannot be evicted before the export ends.
-- **lease**: an export ends if its target sends nothing for `TransferConfig.timeout_s`, because it or its connection was lost.
+- **lease**: an export ends if its target calls nothing for `TransferConfig.timeout_s`, because the target or its connection was
+  lost.
 
-Exports run on the worker's event loop; each touches the cache on the engine's thread, between two steps.
+The target calls `open`, `read` for each piece, then `close`. All methods run on the worker's event loop; they touch the cache on
+the engine's thread, between two steps.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ class PrefixExports:
     def __init__(self, store: KvStore, on_engine: OnEngine, config: TransferConfig, observer: TransferObserver) -> None:
         self._store, self._on_engine, self._observer = store, on_engine, observer
         self._lease_s = config.timeout_s
-        self._leases: dict[str, asyncio.TimerHandle | None] = {}  # by export id
+        self._leases: dict[
+            str, asyncio.TimerHandle | None
+        ] = {}  # export id -> the timer of its lease; None: it is being opened
 
     def __len__(self) -> int:
         return len(self._leases)
 
     async def open(self, query: PrefixQuery) -> PrefixOffer | str:
-        """Reference the longest prefix of the query that is cached here and return an offer of it, or else an `ExportOutcome`."""
+        """Reference the query's longest prefix that is cached here, and return an offer of it; else "refused" or "not_found"."""
         if len(self._leases) >= MAX_EXPORTS:
             self._observer.exported("refused")
             return "refused"
@@ -71,18 +75,19 @@ class PrefixExports:
         data = await self._on_engine(lambda: self._store.read_export(export_id, blocks))
         # As numpy arrays, because Ray sends these without copying them into its messages.
         pieces = [np.frombuffer(part, np.uint8) for part in data]
-        if export_id in self._leases:
+        if export_id in self._leases:  # the lease may have expired, or the export was closed, while the engine read
             self._renew(export_id)
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
     def close(self, export_id: str) -> None:
-        """End an export whose target has read everything, or has given up; unknown ids are ignored."""
+        """End an export whose target has read everything or gives up; unknown ids are ignored."""
         if export_id in self._leases:
             self._observer.exported("read")
             self._end(export_id)
 
     def _renew(self, export_id: str) -> None:
+        """Let an export's lease begin again. Raises KeyError: the export has ended."""
         lease = self._leases[export_id]
         if lease is not None:
             lease.cancel()
@@ -93,7 +98,7 @@ class PrefixExports:
         self._end(export_id)
 
     def _end(self, export_id: str) -> None:
-        """Release the export's blocks. The engine does this after all earlier calls, even those that no caller awaits any more."""
+        """End the lease and release the export's blocks. The engine runs calls in order, so it releases after all earlier reads."""
         lease = self._leases.pop(export_id)
         if lease is not None:
             lease.cancel()

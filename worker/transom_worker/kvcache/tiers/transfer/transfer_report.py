@@ -23,9 +23,9 @@ EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = get_args(ExportOutcome)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """One fetch: its source and outcome, the tokens of the prefix that it brought, and the bytes that came.
+    """One fetch: its source and outcome, the length of the prefix in tokens, and the blocks and bytes that it brought.
 
-    `full_length_bytes` is how many bytes would have come if every group kept all of its tokens, as in a transfer without windows.
+    `full_length_bytes` is how many bytes it would have brought if every group kept all of its tokens; sliding groups keep fewer.
     """
 
     source: str
@@ -41,7 +41,7 @@ class TransferObserver:
     """Receives the reports of one worker, on its event loop; this one ignores every report."""
 
     def fetched(self, report: FetchReport) -> None:
-        """Receive the report of a fetch that has ended; requests that share a fetch have one report."""
+        """Receive the report of a fetch that has ended; each request with a fetch has one report."""
 
     def exported(self, outcome: ExportOutcome) -> None:
         """Note that an export has ended, or was refused."""
