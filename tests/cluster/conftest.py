@@ -162,7 +162,7 @@ class HttpServer:
 def http_server(worker: StubWorker | None = None, **config: Any) -> Iterator[HttpServer]:
     ready = threading.Event()
     made: dict[str, Any] = {}
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sends answers at once only if the protocol is named
     listener.bind(("127.0.0.1", 0))
 
     async def serve() -> None:

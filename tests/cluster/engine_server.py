@@ -103,7 +103,7 @@ def engine_server(
     config = ServerConfig(served_model_name="tiny", **(server or {}))
     ready = threading.Event()
     made: list[Any] = []
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sends answers at once only if the protocol is named
     listener.bind(("127.0.0.1", 0))
 
     async def serve() -> None:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import random
+import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +27,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.core.parameters import ParameterLocation
 from schemathesis.core.result import Ok
 from schemathesis.generation.meta import TestPhase
 from schemathesis.pytest.lazy import get_all_tests
@@ -37,6 +41,9 @@ from transom_cluster.http.api import build_api
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 
 KEY = "sesame"
+ENDED_BY_DONE = ("/v1/chat/completions", "/v1/completions")
+EVENT_STREAM = "text/event-stream"
+CLIENT_S = 120
 load_all_checks()
 CHECKED: list[Any] = [
     check
@@ -86,22 +93,80 @@ def is_left_out(case: Case) -> bool:
     return zlib.crc32(repr((case.path, case.headers, case.query, case.body)).encode()) % 20 != 0
 
 
+def check_content(path: str, content_type: str, text: str) -> None:
+    """No error of the server's own, even inside a stream that began well; JSON without NaN and infinities; a stream has its end."""
+    assert not re.search(r'"type": ?"server_error"', text), text
+    if content_type.startswith(EVENT_STREAM):
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        if path in ENDED_BY_DONE:
+            assert text.endswith("data: [DONE]\n\n"), text
+            lines.pop()
+    else:
+        lines = [text] if content_type.startswith("application/json") else []
+    for line in lines:
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
 def test_every_response_is_as_the_document_says(guarded: EngineServer, subtests: pytest.Subtests) -> None:
     def check(case: Case) -> None:
         assert case.meta is not None
         if is_left_out(case):
             return
-        if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body["model"] = "tiny"  # any other one is 404
-        # A route ignores query parameters that it does not know.
-        ignored = set(case.query or ()) - {parameter.name for parameter in case.operation.query}
+        body = case.body
+        if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(body, dict):
+            body["model"] = "tiny"  # any other one is 404
+            if case.path in ENDED_BY_DONE and body.get("stream") is None:
+                body["stream"] = num_good[case.path, True] <= num_good[case.path, False]
+        # A route ignores query parameters that it does not know, and `headers` replace wrong ones.
+        unknown = set(case.query or ()) - {parameter.name for parameter in case.operation.query}
+        has_other_fault = any(
+            case.meta.is_negative_at(place) for place in (ParameterLocation.BODY, ParameterLocation.PATH)
+        )
+        ignored = unknown and not has_other_fault
         checks = [one for one in CHECKED if not (ignored and one.__name__ == "negative_data_rejection")]
         headers = {"Authorization": f"Bearer {KEY}"}
-        case.call_and_validate(base_url=guarded.url, headers=headers, checks=checks, timeout=120)
+        response = case.call_and_validate(base_url=guarded.url, headers=headers, checks=checks, timeout=CLIENT_S)
+        content_type = response.headers.get("content-type", [""])[0]
+        check_content(case.path, content_type, response.text)
+        num_good[case.path, content_type.startswith(EVENT_STREAM)] += response.status_code == 200
         assert num_in_flight(guarded.router) == 0
 
+    num_good: Counter[tuple[str, bool]] = Counter()  # answers with status 200, by path and whether they were streams
     schema = schemathesis.openapi.from_dict(build_api(guarded.router).openapi())
+    schema.config.max_stream_events = 10**6  # every stream is read to its end
     check_all_operations(schema, check, subtests, max_examples=num_examples(3, 15))
+    assert all(num_good[path, is_stream] for path in ENDED_BY_DONE for is_stream in (False, True))
+
+
+CONTENT_TYPES = ["application/json", "text/plain", "multipart/form-data; boundary=x", "", "é\t;;"]
+
+
+def test_bodies_with_broken_bytes(guarded: EngineServer) -> None:
+    """A body that ends too early or has a wrong byte is refused or answered, whatever type of content it says it is."""
+    body = {
+        "messages": [{"role": "user", "content": "café"}],
+        "logit_bias": {"7": 1.5},
+        "stop": ["x"],
+        "stream": True,
+        "max_tokens": 2,
+    }
+    whole = json.dumps(body, ensure_ascii=False).encode()
+    rng = random.Random(0)
+    statuses = set()
+    with httpx.Client(base_url=guarded.url, timeout=CLIENT_S) as client:
+        for number in range(num_examples(20, 200)):
+            at = rng.randrange(len(whole))
+            rest = b"" if number % 4 == 0 else bytes([rng.randrange(256)]) + whole[at + 1 :]
+            content_type = CONTENT_TYPES[number % len(CONTENT_TYPES)]
+            headers = {b"Authorization": f"Bearer {KEY}".encode(), b"Content-Type": content_type.encode()}
+            response = client.post(ENDED_BY_DONE[0], content=whole[:at] + rest, headers=headers)
+            check_content(ENDED_BY_DONE[0], response.headers["content-type"], response.text)
+            statuses.add(response.status_code)
+            if response.status_code != 200:
+                error = response.json()["error"]
+                assert error.keys() == {"message", "type", "param", "code"}
+                assert error["message"]
+    assert statuses == {200, 400}
 
 
 # by path: the method, and the schema of the response
@@ -181,11 +246,11 @@ def test_requests_of_the_published_document(server: HttpServer, subtests: pytest
     def check(case: Case) -> None:
         method, response_schema = SERVED[case.path]
         content = json.dumps(_taken(case.path, case.body)) if isinstance(case.body, dict) else None
-        response = httpx.request(method, f"{server.url}/v1{case.path}", content=content, timeout=120)
+        response = httpx.request(method, f"{server.url}/v1{case.path}", content=content, timeout=CLIENT_S)
         if response.status_code != 200:
             assert response.status_code == 400, response.text
             check_published("ErrorResponse", response.json())
-        elif response.headers["content-type"].startswith("text/event-stream"):
+        elif response.headers["content-type"].startswith(EVENT_STREAM):
             _check_stream(case.path, response.text)
         else:
             check_published(response_schema, response.json())
