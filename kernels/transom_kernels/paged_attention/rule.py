@@ -3,7 +3,7 @@
 The query at position `p` sees key `k` when `k <= p` (causal) and either `k < S` (S sink tokens) or `first_key(p) <= k`, where
 `first_key` is the largest of
 
-- `attend_from`, the first position whose key is in the cache (above 0 only while a window is recomputed whose blocks were evicted);
+- `attend_from`, the first position whose key is in the cache (above 0 only while the engine recomputes a window that was evicted);
 - `p - W + 1` with a sliding window of W tokens, the query counted;
 - `p - p mod C` with attention chunks of C tokens (Llama 4: a query sees its own chunk only).
 
