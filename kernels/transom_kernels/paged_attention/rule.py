@@ -67,7 +67,7 @@ class MaskRule:
         return min(self.num_sink_tokens, low), low
 
     def visible(self, positions: torch.Tensor, keys: torch.Tensor, attend_from: int | torch.Tensor) -> torch.Tensor:
-        """Return the mask [..., R, L] of queries at `positions` [..., R] over `keys` [..., L]; `attend_from` broadcasts to it."""
+        """Return the mask [..., R, L] of R queries at `positions` [..., R] over L `keys` [..., L]; `attend_from` broadcasts."""
         p, k = positions[..., :, None], keys[..., None, :]
         seen = k >= attend_from
         if self.window is not None:
