@@ -132,7 +132,7 @@ def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | N
         known = ", ".join(f"{major}.{minor}" for major, minor in launch.SHARED_BYTES)
         raise ValueError(f"Compute capability {capability[0]}.{capability[1]} is not known; known are {known}.")
     if launch.INTERPRETED:
-        raise ValueError("TRITON_INTERPRET=1 is set, and then Triton compiles nothing; unset it.")
+        raise ValueError("TRITON_INTERPRET=1 is set, so Triton would compile nothing; unset it.")
     from triton import knobs
     from triton.runtime import driver
 

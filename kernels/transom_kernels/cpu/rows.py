@@ -186,7 +186,7 @@ def make_row_products(dtype: str, size: int) -> Any:
     out[m, n] = sum over k of x[m, k] * weight[n, k], in float32. Arguments (strides are in bytes):
 
         x, x_stride, last_x                  address of the tile's first row of x, stride, and index of its last row, from 0
-        weight, weight_stride, last_weight   the same of the weight
+        weight, weight_stride, last_weight   the same for the weight
         width                                K, the length of all rows
         out, out_stride                      address of out[0, 0], and stride
     """

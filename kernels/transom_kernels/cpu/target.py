@@ -38,7 +38,7 @@ class CpuTarget:
     avx_vnni: bool = False  # products of four 8-bit integers over 256 bits (AVX-VNNI), without AVX-512
 
 
-# LLVM's name of a processor -> those of its instruction sets that kernels ask for; for the processors that TRANSOM_CPU may name
+# LLVM's name of a processor that TRANSOM_CPU may name -> the instruction sets that it has, of those that kernels ask for
 _KNOWN = {
     "haswell": {"avx2"},
     "alderlake": {"avx2", "avxvnni"},

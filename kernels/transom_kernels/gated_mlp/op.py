@@ -32,7 +32,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
         ValueError: the width of `gate_up` is odd.
     """
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
+        raise ValueError(f"gate_up has width {gate_up.shape[-1]}; give an even width: a gate and an up of equal width.")
     if uses_triton(gate_up):
         by_triton: Callable[..., torch.Tensor] = implementation("gated_mlp.gpu", "gated_activation_triton")
         return by_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)

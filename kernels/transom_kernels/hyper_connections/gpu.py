@@ -3,9 +3,9 @@
     input  = sum_s pre[s] * x[s]                                 what a sublayer reads of a token's residual streams x
     x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     the streams after the sublayer, whose output is y
 
-pre, post and mix are coefficients, which are computed for each token (`op.py`). A program of the latter two kernels computes a
-range of elements of one token for all of its residual streams, so sums over streams stay inside a thread. Values are rounded only
-where torch's operators would have written a tensor.
+pre, post and mix are coefficients, which are computed for each token (`op.py`). A program of `pre_and_mix` or `post_and_mix`
+computes a range of elements of one token for all of its residual streams, so sums over streams stay inside a thread. Values are
+rounded only where torch's operators would have written a tensor.
 
 Legend: T tokens, S residual streams (padded to BLOCK_S), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """

@@ -83,7 +83,7 @@ def hc_pre(
     _check_streams(x)
     _check_coefficients(x, x.shape[1] * (x.shape[1] + 2), projected, scale, base)
     if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; balancing takes at least 1.")
+        raise ValueError(f"rounds is {rounds}; give at least 1.")
     if uses_triton(x) and x.stride(2) == 1:
         from transom_kernels.hyper_connections.gpu import hc_pre_triton
 

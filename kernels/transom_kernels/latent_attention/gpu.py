@@ -1,6 +1,7 @@
 """Launches the Triton kernels of DeepSeek V4's latent attention (`kernel.py`), and chooses their tile sizes.
 
-Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of the longest sequence, E entries that are pooled.
+Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of the longest sequence, P rows per block, E entries
+that are pooled, R tokens per entry, G groups of R tokens that an entry reads.
 """
 
 from __future__ import annotations

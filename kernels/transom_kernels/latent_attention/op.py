@@ -67,7 +67,7 @@ def pool_rows(
     if rest or channels % max(1, num_groups) or kv_cache.shape[3] != channels or gate_cache.shape != kv_cache.shape:
         raise ValueError(
             f"slots {tuple(slots.shape)}, bias {tuple(position_bias.shape)} and caches {tuple(kv_cache.shape)}, "
-            f"{tuple(gate_cache.shape)} do not fit: rows in groups of the bias's length, as many series as groups."
+            f"{tuple(gate_cache.shape)} do not fit: give rows in groups of the bias's length, and as many series as groups."
         )
     if any(tensor.dtype != torch.float32 for tensor in (kv_cache, gate_cache, position_bias)):
         raise ValueError("kv, gate and position bias must be float32: a compressor's state is kept exactly.")
@@ -101,7 +101,7 @@ def select_entries(
     if head_weights.shape != q.shape[:2] or key_cache.shape[2:] != (1, q.shape[2]) or len(sequence) != len(q):
         raise ValueError(
             f"q {tuple(q.shape)}, weights {tuple(head_weights.shape)}, keys {tuple(key_cache.shape)} and "
-            f"{len(sequence)} sequence numbers do not fit: one head of keys, a weight per query head."
+            f"{len(sequence)} sequence numbers do not fit: give one head of keys, and a weight per query head."
         )
     if uses_triton(q) and q.stride(2) == 1:
         from transom_kernels.latent_attention.gpu import select_entries_triton

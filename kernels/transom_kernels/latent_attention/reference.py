@@ -43,8 +43,8 @@ class LatentInputs:
         for cache, slots in self.places:
             if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] != q.shape[2] or cache.dtype != q.dtype:
                 raise ValueError(
-                    f"q {tuple(q.shape)} {q.dtype} does not fit a cache {tuple(cache.shape)} {cache.dtype}: one head of q's "
-                    "width and dtype is read."
+                    f"q {tuple(q.shape)} {q.dtype} does not fit a cache {tuple(cache.shape)} {cache.dtype}: give "
+                    "one head of q's width and dtype."
                 )
             if slots.dim() != 2 or len(slots) != len(q):
                 raise ValueError(
@@ -126,7 +126,7 @@ def select_entries_reference(
 
 
 def _tiles(count: int, elements_each: int) -> list[slice]:
-    """Split `count` queries or entries into slices whose gathered elements fit in TILE_ELEMENTS, but of at least one."""
+    """Split `count` queries or entries into slices whose gathered elements fit in TILE_ELEMENTS; each has at least one."""
     size = max(1, TILE_ELEMENTS // max(1, elements_each))
     return [slice(begin, begin + size) for begin in range(0, count, size)]
 

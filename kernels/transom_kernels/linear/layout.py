@@ -1,4 +1,4 @@
-"""The memory layout of a packed weight [N, K], which the CPU kernels read: panels of 16 outputs.
+"""The memory layout of a packed weight [N outputs, K inputs], which the CPU kernels read: panels of 16 outputs.
 
 A panel is a sequence of 64-byte lines. A line holds one *word* of 32 bits for each of the 16 outputs: one float32, or a pair of
 16-bit numbers (k, k + 1). A weight of 40 outputs and 100 inputs in bfloat16 has 3 panels of 64 lines: K is padded to 128 and N

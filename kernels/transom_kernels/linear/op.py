@@ -91,7 +91,7 @@ def embedding_rows(
         raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}; give a vector of int64.")
     if isinstance(table, PackedWeight):
         if table.is_gated:
-            raise ValueError("A gated weight is no table.")
+            raise ValueError("The table is a gated weight; give one that is not gated.")
     elif table.dim() != 2:
         raise ValueError(f"The table is {tuple(table.shape)}; give a matrix.")
     if uses_cpu_kernels(ids):
@@ -165,4 +165,6 @@ def _check(x: torch.Tensor, weight: PackedWeight | PackedPanels, *, is_gated: bo
             f"x {x.dtype} {tuple(x.shape)} does not fit a {kind} weight [{weight.num_outputs}, {weight.width}]."
         )
     if is_gated != weight.is_gated:
-        raise ValueError(f"The weight is {'' if weight.is_gated else 'not '}gated; use the other of the two operators.")
+        raise ValueError(
+            "The weight is gated; use gated_linear." if weight.is_gated else "The weight is not gated; use linear."
+        )

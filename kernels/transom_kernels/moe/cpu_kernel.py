@@ -94,7 +94,7 @@ def _count(experts, pairs, expert):
 
 
 def _make_multiply_expert(kind: str, dtype: str, at: Any) -> Any:
-    """Build multiply_expert(arguments, slot, panel, memory, sums, by_place): rows of the slot's expert times one of its panels.
+    """Build multiply_expert(arguments, slot, panel, memory, sums, by_place): multiply the rows of a slot's expert by a panel of it.
 
     It returns the expert, its first place and its number of rows, which is 0 if no pair has that expert. The products [rows, 64]
     are stored from `sums` on, or with `by_place` from row `first place` of `sums` on. `at` names the words of `MatrixArguments`.

@@ -95,7 +95,7 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensor
     _check_routes(x, experts, weights)
     plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
     if not all(weight.is_contiguous() for weight in (x, *plain)):
-        raise ValueError("x and the experts' weights must each lie in one piece of memory; call contiguous() first.")
+        raise ValueError("x and the experts' weights must be contiguous in memory; call contiguous() first.")
     mx = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, MxTensor)]
     if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in mx):
         raise ValueError(f"MXFP4 weights {[weight.shape for weight in mx]} must have a scale for every 32 columns.")

@@ -158,7 +158,7 @@ class AttentionInputs:
         if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[2] != width or q.shape[1] % k_cache.shape[2]:
             raise ValueError(
                 f"q {tuple(q.shape)} does not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} of keys of {width} "
-                "numbers: widths must agree and query heads be a multiple of KV heads."
+                "numbers: widths must agree, and the query heads must be a multiple of KV heads."
             )
         if k_cache.shape[1] != self.batch.block_size:
             raise ValueError(f"cache blocks have {k_cache.shape[1]} tokens; the batch says {self.batch.block_size}.")

@@ -3,7 +3,7 @@
 The query at position `p` sees key `k` when `k <= p` (causal) and either `k < S` (S sink tokens) or `first_key(p) <= k`, where
 `first_key` is the largest of
 
-- `attend_from`, the first position whose key is in the cache (above 0 only while a window is recomputed whose blocks were evicted);
+- `attend_from`, the first position whose key is in the cache (above 0 only while the engine recomputes a window that was evicted);
 - `p - W + 1` with a sliding window of W tokens, the query counted;
 - `p - p mod C` with attention chunks of C tokens (Llama 4: a query sees its own chunk only).
 
@@ -67,7 +67,7 @@ class MaskRule:
         return min(self.num_sink_tokens, low), low
 
     def visible(self, positions: torch.Tensor, keys: torch.Tensor, attend_from: int | torch.Tensor) -> torch.Tensor:
-        """Return the mask [..., R, L] of queries at `positions` [..., R] over `keys` [..., L]; `attend_from` broadcasts to it."""
+        """Return the mask [..., R, L] of R queries at `positions` [..., R] over L `keys` [..., L]; `attend_from` broadcasts."""
         p, k = positions[..., :, None], keys[..., None, :]
         seen = k >= attend_from
         if self.window is not None:

@@ -2,8 +2,8 @@
 
 Everything is float32. It computes one sequence at a time, and long prompts in tiles of query tokens.
 
-Legend: R query tokens of a tile, L keys that its sequence's table holds, H query heads, D key width, Dv value width, B sequences, N
-table columns.
+Legend: T query tokens, R query tokens of a tile, L keys that its sequence's table holds, H query heads, D key width, Dv value
+width, B sequences, N table columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 def policy_attention_reference(inputs: PolicyInputs) -> torch.Tensor:
     """Return attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its compact table that a query sees.
 
-    Keys of sink tokens are multiplied with `sink_q`, and `statistics` [T, H, 2] is written, if they are given.
+    If they are given, `sink_q` replaces `q` for the keys of sink tokens, and `statistics` [T, H, 2] is written.
     """
     out = inputs.q.new_zeros(*inputs.q.shape[:2], inputs.value_width)
     for tile in _tiles(inputs):

@@ -75,7 +75,7 @@ def _check(
         shapes = [None if part is None else tuple(part.shape) for part in (weight, inner, residual)]
         raise ValueError(f"x {tuple(x.shape)} does not fit weight, inner and residual {shapes}.")
     if residual is None and (weight is None or inner is not None or factor != 1.0):
-        raise ValueError("weight None, inner and factor are for sums: give a residual.")
+        raise ValueError("weight=None, inner and factor apply to sums only: give a residual.")
 
 
 # --- the CPU kernel and its launch

@@ -3,7 +3,7 @@
 For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
 Pairs are (i, i + R / 2), or (2i, 2i + 1) if INTERLEAVED.
 
-Legend: T tokens, H heads, R rotated width.
+Legend: T tokens, H heads, D head width, R rotated width.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
     """
     width = cos.shape[-1]
     if width % 2:
-        raise ValueError(f"rotated width {width} is odd; rotary needs pairs.")
+        raise ValueError(f"The rotated width {width} is odd; RoPE rotates pairs of elements.")
     if cos.shape != signed_sin.shape or width > x.shape[-1] or cos.shape[0] != x.shape[0]:
         raise ValueError(
             f"x {tuple(x.shape)} needs tables [{x.shape[0]}, 1 or {x.shape[1]}, at most {x.shape[-1]}]; "

@@ -116,7 +116,7 @@ def _summarise(arguments, record, logits, area, piece, temperature, key):
 
 @helper
 def _largest_or_nan(logits, begin, end):
-    """Return the largest number of [begin, end), or NaN if there is one; four maxima in turn, since each waits for the last."""
+    """Return the largest number of [begin, end), or NaN if there is one. Four maxima at once keep the processor busy."""
     a = b = c = d = splat(LOWEST)
     column = begin
     while column + 64 <= end:

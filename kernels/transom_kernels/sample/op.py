@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}; give [rows, vocabulary] in float32.")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(f"logits of a row lie {logits.stride(1)} apart; give rows that are contiguous.")
+        raise ValueError(f"The logits of a row are {logits.stride(1)} apart in memory; give contiguous rows.")
     for name in ("temperature", "top_k", "top_p", "min_p", "keys"):
         if getattr(params, name).shape != (rows,):
             raise ValueError(

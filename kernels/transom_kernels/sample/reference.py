@@ -14,7 +14,7 @@ Noise is a function of the row's key and the token id:
    chance, and the amounts by which the others exceed it are again independent exponential variables. So one draw bounds the noise
    of a whole block, and the kernels skip most blocks.
 
-Legend: V vocabulary, N elements of any shape.
+Legend: S rows, V vocabulary, C changes to logits, N elements of any shape.
 """
 
 from __future__ import annotations

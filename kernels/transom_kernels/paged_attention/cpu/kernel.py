@@ -6,6 +6,8 @@
 The first work items of `attend` are (tile, KV head), the others (decoding sequence, slot, KV head): a tile is some query tokens of
 a prompt, and slots are items that share a row (`decode.py`). Items of `combine` are (decoding sequence, KV head). `launcher.py`
 launches the kernels, and `arguments.py` has their argument words.
+
+Legend: T query tokens, H query heads, D key width, Dv value width.
 """
 
 from __future__ import annotations

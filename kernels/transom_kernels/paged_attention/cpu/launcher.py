@@ -180,7 +180,7 @@ def _kernels(module: str, kind: AttentionKind) -> _Kernels:
 
 
 def _check_blocks(batch: PagedBatch, rule: MaskRule) -> None:
-    """Check that block tables have the blocks of all visible keys, once a step for each rule, if the host has the tables.
+    """Check that block tables have the blocks of all visible keys, once per step and rule, if the host has the tables.
 
     Raises:
         IndexError: a block is missing.

@@ -79,7 +79,7 @@ def make_copy_row(words: Words, width: int):
 
 
 def make_move_row(stored: str, width: int):
-    """Build move_row(row, out), which copies a row as it is stored; `out` is overwritten up to the end of a vector."""
+    """Build move_row(row, out), which copies a row as it is stored; after the row, `out` gets zeros up to the end of a vector."""
     num_bytes = row_bytes(stored, width)
     element = I16 if num_bytes % 2 == 0 and stored in NUM_BYTES else I8
     vector = F32_16 if stored == "f32" else ir.VectorType(element, VECTOR_BYTES * 8 // element.width)

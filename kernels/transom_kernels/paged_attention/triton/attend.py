@@ -115,7 +115,8 @@ def attend(
         low = tl.maximum(low, position - WINDOW + 1)
     if CHUNK > 0:
         low = tl.maximum(low, position - position % CHUNK)
-    tile_low = tl.min(tl.where(is_row, low, 2147483647))  # keys of the whole tile lie in [tile_low, tile_last]
+    # the tile's keys lie in [tile_low, tile_last]; padding rows must not lower the minimum
+    tile_low = tl.min(tl.where(is_row, low, 2147483647))
     tile_last = first_position + num_tokens - 1
 
     # --- load queries ---

@@ -5,7 +5,7 @@ item* is a tile or one of its splits (`work_items.py`). In each layer every laun
 work items of one tiling; if tiles were split, the kernel `combine` merges their partial results. The arguments that depend on a
 layer's shapes and options are prepared at the first step (`LayerKernels`).
 
-Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile.
+Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile, P block size in tokens.
 """
 
 from __future__ import annotations

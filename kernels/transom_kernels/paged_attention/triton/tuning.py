@@ -47,7 +47,7 @@ def kernel_config(
     # rows that are widened take registers twice, and a head that is computed as two tiles (`attend.py`) has two such rows
     is_widened = cache_bytes < element_bytes
     has_two_widened = is_widened and next_power_of_two(widest) != widest
-    # other than on Hopper, products read keys and values from registers, and twice as often if a head is computed as two tiles
+    # On GPUs other than Hopper, products read keys and values from registers, twice as often if a head is computed as two tiles.
     is_tight = capability != HOPPER and block_m > MIN_DOT_ROWS and 64 < widest < 128
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
