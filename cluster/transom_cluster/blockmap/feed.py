@@ -19,7 +19,7 @@ from transom_cluster.router.worker_client import WorkerClient
 from transom_core.errors import TransomError
 
 MAX_UNSENT = 2  # frames of one worker that may wait
-MAX_MESSAGE_CHARS = 300
+MAX_MESSAGE_CHARS = 300  # of an error's text on the page
 
 
 def sse(event: str, data: bytes) -> bytes:

@@ -14,7 +14,7 @@ from transom_cluster.http.api_keys import KEY_VARIABLES
 from transom_core.errors import ConfigError, ModelError, RequestError
 from transom_core.settings.settings import Settings
 
-USAGE_ERROR = 2
+USAGE_ERROR = 2  # the exit code that typer itself uses for wrong flags
 _ENVIRONMENT: dict[str, list[str]] = {
     **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],

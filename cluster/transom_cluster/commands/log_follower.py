@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-POLL_PERIOD_S = 0.25
+POLL_PERIOD_S = 0.25  # how often the files are read
 MAX_READ_BYTES = 1 << 20  # per read of one file
 OWN_PREFIX = b'{"time": '
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import psutil
 
-GRACE_S = 1.0
-POLL_S = 0.02
+GRACE_S = 1.0  # processes may end by themselves within this time
+POLL_S = 0.02  # how often `end_processes` looks whether they have ended
 
 
 def descendants_of(pid: int) -> list[psutil.Process]:

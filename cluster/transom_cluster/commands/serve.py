@@ -24,9 +24,9 @@ from transom_core.config import ServerConfig
 from transom_core.errors import TransomError
 from transom_core.settings.settings import Settings
 
-START_FAILED = 1
+START_FAILED = 1  # exit code
 INTERRUPTED = 130  # 128 + SIGINT, the exit code that shells use
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0  # for a router to answer; the first response may take twice as long
 HALF_SENT = (
     "Anyone who reaches this port may hold connections open by headers that never end. In production use --haproxy, or a reverse "
     "proxy with a limit of time for headers."

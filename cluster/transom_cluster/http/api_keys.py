@@ -33,8 +33,8 @@ KEY_VARIABLES: dict[str, tuple[str, ...]] = {
 }
 """Setting about keys -> the environment variables from which `transom serve` reads it."""
 
-FILE_CHECK_PERIOD_S = 1.0
-_CLIENT_DIGITS = 32
+FILE_CHECK_PERIOD_S = 1.0  # the key file is not looked at more often than this
+_CLIENT_DIGITS = 32  # of a digest's 64 hexadecimal digits, in the name of a client
 _WEIGHTED_KEY = re.compile(r"(\S+)\s+weight=(\S*)")
 _ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
 

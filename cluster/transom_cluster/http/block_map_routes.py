@@ -23,7 +23,7 @@ from transom_cluster.router.router import Router
 from transom_core.errors import WorkerLost
 
 MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 10.0
-DESCRIBE_TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = 10.0  # for the worker's answer about one block
 
 _Period = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 

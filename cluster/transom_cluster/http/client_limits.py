@@ -28,7 +28,7 @@ from transom_core.fair_cache import CLIENT_SHARE
 HELD_BODY_BYTES = 1 << 30  # the limit of the bodies of all requests at one router together
 MAX_CLIENT_REQUESTS = 7_500  # of one client at once, if not set; a router takes 10,000 (`app.MAX_ONGOING_REQUESTS`)
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
-CONCURRENCY_RETRY_S = 1.0
+CONCURRENCY_RETRY_S = 1.0  # a guess, because the router does not know when requests will end
 
 
 @dataclass(frozen=True, slots=True)

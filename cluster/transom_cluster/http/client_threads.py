@@ -21,7 +21,7 @@ from starlette.types import Receive
 
 from transom_cluster.http.client_disconnect import until_disconnect
 
-MAX_SHORT_CHARS = 100_000
+MAX_SHORT_CHARS = 100_000  # work on more characters than this counts as long
 # There are fewer threads for long work than chat template processes, so that a short chat finds a free process.
 NUM_SHORT_THREADS, NUM_LONG_THREADS = 2, 1
 # These threads only wait: a child process checks a grammar, and a check may take seconds.

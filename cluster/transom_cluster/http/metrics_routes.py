@@ -33,7 +33,7 @@ logger = logging.getLogger("transom.router")
 
 PROCESS_PATH = "/metrics/process"
 GZIP_LEVEL = 1  # lines resemble each other, so higher levels save little for their time
-MIN_GZIP_BYTES = 1024
+MIN_GZIP_BYTES = 1024  # smaller pages are sent uncompressed
 MAX_NAME_CHARS = 256  # of a process's name
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")

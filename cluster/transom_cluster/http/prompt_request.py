@@ -44,7 +44,7 @@ from transom_core.grammar import CheckedGrammar
 from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
 
-MAX_INLINE_TOKENS = 16_384
+MAX_INLINE_TOKENS = 16_384  # engine requests with up to this many prompt tokens are built on the event loop
 PROMPT_END_CHARS = 200  # enough to see whether the template has begun the answer, for example with `<think>`
 
 logger = logging.getLogger("transom.router")

@@ -29,9 +29,9 @@ from transom_core.logs import about_request, request_log_scope
 logger = logging.getLogger("transom.router")
 access_logger = logging.getLogger("transom.access")
 
-FIRST_ERROR_STATUS = 400
+FIRST_ERROR_STATUS = 400  # GET requests with a lower status are not logged
 ID_HEADER = "x-request-id"
-MAX_ID_CHARS = 128
+MAX_ID_CHARS = 128  # more characters of an incoming `x-request-id` are cut off
 
 
 class RequestMiddleware:

@@ -52,7 +52,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
         return found
 
 
-ASK_TIMEOUT_S = 2.0
+ASK_TIMEOUT_S = 2.0  # for the other routers to answer, and then for the workers
 
 Steps = list[dict[str, Any]]
 

@@ -18,9 +18,9 @@ from transom_cluster.routing import index_code as code
 from transom_cluster.routing.index_code import Words
 from transom_core.contract.kv_events import KvRun
 
-LEAST_SLOTS = 8
+LEAST_SLOTS = 8  # of a part
 SMALL_SLOTS = 256  # parts up to this size grow by half
-LEAST_SETS = 64
+LEAST_SETS = 64  # the number of sets stays a power of two: `index_code` masks hashes with it
 WORD_BITS = 64
 
 

@@ -17,7 +17,7 @@ from transom_cluster.routing.fleet_index import PrefixIndexMirror
 from transom_cluster.routing.policy import FACTS, Candidates, worker_seed
 from transom_cluster.routing.worker_view import WorkerView
 
-LEAST_ROWS = 16
+LEAST_ROWS = 16  # the table begins with this many rows, and doubles when it is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from transom_core.config import AutoscalingConfig
 from transom_core.contract import WorkerLoad
 
 REPORT_PERIOD_S = 1.0  # Serve's default is 10
-AVERAGED_OVER_S = 3.0
+AVERAGED_OVER_S = 3.0  # Serve passes the mean load of this time to the policy
 _COUNTS = ("num_running", "num_waiting", "max_num_seqs", "waiting_tokens")
 
 

@@ -17,7 +17,7 @@ from transom_core.machine.gpus import num_visible_gpus
 from transom_core.machine.openmp import wait_variables
 from transom_core.settings.settings import Settings
 
-ROUTER_CPUS = 0.25
+ROUTER_CPUS = 0.25  # that a router requests from Ray
 REPLICA_CPUS = 0.05  # for a replica whose ranks are other processes, on CPUs
 
 

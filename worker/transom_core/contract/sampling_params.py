@@ -9,7 +9,7 @@ from numbers import Integral, Real
 
 from transom_core.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # OpenAI's limit of `top_logprobs`
 MAX_STOP_STRINGS = 16
 LEAST_TEMPERATURE = 1e-5
 

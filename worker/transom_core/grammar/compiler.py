@@ -26,7 +26,7 @@ from transom_core.grammar.grammars_in_use import GrammarsInUse
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
-CACHE_BYTES = 256 << 20
+CACHE_BYTES = 256 << 20  # of all cached grammars
 MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # what the cache keeps of a client; `GrammarChecker` refuses more
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so only an unchecked grammar takes so long
 TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause

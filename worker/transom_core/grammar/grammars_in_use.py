@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30  # of all grammars in use; clients share it evenly
 
 Owner = TypeVar("Owner")
 

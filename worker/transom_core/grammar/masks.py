@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transom_core.grammar.matcher import GrammarMatcher
 
 MAX_THREADS = 8
-LEAST_ROWS = 16
+LEAST_ROWS = 16  # rows that are allocated first; the number then doubles
 INLINE_S = 0.001  # a step whose masks take less CPU time than this has them computed on the calling thread
 MEASURED_PERIOD = 16  # one call in 16 runs on the calling thread in any case, to measure the CPU time of a mask
 NEWEST_SHARE = 0.3  # the weight of the newest measurement in the estimate, which is an exponential average

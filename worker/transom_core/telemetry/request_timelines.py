@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from transom_core.clock import steady_time_s
 from transom_core.fair_cache import CLIENT_SHARE
 
-MAX_TIMELINES = 2000
+MAX_TIMELINES = 2000  # of running and ended requests together
 MAX_EVENTS = 200  # events of one timeline; above it, events from the timeline's middle are merged
 MAX_ENDED_EVENTS = 40_000  # events of all ended timelines together: about 14 MB
 _NUM_FIRST = 50  # events that a long timeline keeps from its beginning

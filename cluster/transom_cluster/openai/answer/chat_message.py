@@ -20,7 +20,7 @@ from io import StringIO
 from transom_cluster.openai.answer.response_types import AssistantMessage
 from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
 
-NUM_DIGITS = 24
+NUM_DIGITS = 24  # hexadecimal digits of a call's id: 96 bits, so that ids do not collide
 
 
 def call_id(response_id: str, choice: int, call: int) -> str:

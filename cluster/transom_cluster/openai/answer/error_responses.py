@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from transom_cluster.openai.answer.response_types import ErrorBody
 from transom_core import errors
 
-RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 1.0  # if the error itself has no `retry_after_s`
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 200
 HIDDEN_MESSAGE = "The server failed on this request; its log has the reason. It is safe to send the request again."

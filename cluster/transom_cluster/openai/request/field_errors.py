@@ -13,8 +13,8 @@ from msgspec import Raw
 
 from transom_core.errors import RequestError
 
-MAX_SHOWN_CHARS = 80
-MAX_QUOTED_CHARS = 1000
+MAX_SHOWN_CHARS = 80  # of a wrong value that the error shows
+MAX_QUOTED_CHARS = 1000  # of msgspec's message that stay, at its beginning and at its end
 MAX_SEARCHED_BYTES = 64 * 2**10  # the error does not show a wrong value inside a longer array or object
 
 _CHOICES = {"kv_policy.type": "full, window, adaptive or heavy"}

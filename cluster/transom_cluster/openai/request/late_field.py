@@ -14,7 +14,7 @@ from transom_cluster.openai.request.body import NULL, decode_field
 from transom_cluster.openai.request.body_shape import check_depth
 from transom_core.errors import RequestError
 
-MAX_FIELD_BYTES = 64 * 2**10
+MAX_FIELD_BYTES = 64 * 2**10  # of the JSON of a field that has no other limit
 
 Value = TypeVar("Value")
 

@@ -28,7 +28,11 @@ from transom_core.text.markup.writer import PartsWriter
 
 
 class AnswerFormat:
-    """A reasoning markup and a tool markup, either of which may be missing. A family with one markup for both is a subclass."""
+    """A reasoning markup and a tool markup, either of which may be missing. A family with one markup for both is a subclass.
+
+    parser = format.parser(tokenizer, context)      then `parser.push` for each token of the answer
+    grammar = format.grammar(tokenizer, context, message=..., tools=...)      for the worker, which samples by it
+    """
 
     def __init__(self, *, tools: ToolMarkup | None = None, reasoning: ReasoningMarkup | None = None) -> None:
         self._tools = tools
@@ -57,7 +61,7 @@ class AnswerFormat:
         """Return the grammar of the whole answer, in llguidance's dialect of Lark; None if nothing constrains the answer.
 
         The reasoning is free text up to its end marker. After it comes a message that `message` allows, or calls that `tools`
-        allows; without `tools` there are no calls.
+        allow; without `tools` there are no calls.
         """
         if isinstance(message, FreeAnswer) and (tools is None or not _holds(context, tools)):
             return None

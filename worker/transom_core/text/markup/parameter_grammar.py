@@ -31,6 +31,8 @@ _NAMES = re.compile(r"[^<>\n]*")  # names that cannot end the tag around them
 class ParameterMarkup:
     """How a family writes an argument: `before_name`, its name, `before_value`, its value, `end`, `after`.
 
+    Example: in `<parameter=city>Paris</parameter>`, these are `<parameter=`, city, `>`, Paris, `</parameter>` and nothing.
+
     All are expressions of a grammar, except `end`, which is the text of the marker after a value. `before_value` returns the
     expression for a value's JSON type. `write_name` spells a name in the markup; only names that match `names` can be written. The
     parser also takes a match of the regular expression `other_ends` for a value's end, so no string may contain one.
@@ -56,6 +58,7 @@ def parameter_rules(lark: LarkText, schema: Mapping[str, Any], markup: Parameter
 
 
 def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], markup: ParameterMarkup) -> str:
+    """Return an expression for the arguments of one kind of object, in the schema's order; optional ones may be missing."""
     rules = []
     for name, value in schema.properties.items():
         rule = _argument(lark, lark.literal(markup.write_name(name)), value, root, markup)
