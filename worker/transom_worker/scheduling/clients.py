@@ -52,9 +52,8 @@ class Client:
         self.running = OrderedQueue()
         self.num_sequences = 0  # at all four places together
         self.service = service  # of its sequences that have stopped running
-        self.turn: tuple[float, float, OrderKey, Client] | None = (
-            None  # its entry in `Clients._turns`; None without a queue
-        )
+        # Its entry in `Clients._turns`; None without a queue.
+        self.turn: tuple[float, float, OrderKey, Client] | None = None
 
     @property
     def num_slots(self) -> int:

@@ -77,9 +77,8 @@ class InFlightPrefixes:
         self.producer_by_digest: dict[bytes, Sequence] = {}
         self.ranges: dict[Sequence, UnpublishedRange] = {}  # by running producer
         self.waiters_of: dict[Sequence | Load, list[Sequence]] = {}  # producer -> those that wait for it
-        self._awaiting_others: deque[Sequence] = (
-            deque()
-        )  # of another client, in the order of the steps at which that ends
+        # Sequences that have awaited another client's producer, in the order of the steps until which they may.
+        self._awaiting_others: deque[Sequence] = deque()
         self._block_size = block_size
 
     def register(self, sequence: Sequence) -> None:

@@ -166,9 +166,8 @@ class StepPlan:
     copy_ticket: list[int] = field(default_factory=list)  # [C]
     disk_digests: list[bytes] = field(default_factory=list)  # of the blocks that copies write to the disk or read there
 
-    waits_for_disk: bool = (
-        False  # whether ranks answer only when copies to the disk have their files, or after a moment
-    )
+    # Whether ranks answer only when copies to the disk have their files, or after a moment.
+    waits_for_disk: bool = False
     grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
 
     @property
