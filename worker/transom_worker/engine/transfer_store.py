@@ -128,9 +128,8 @@ class TransferStore:
         self._imports[import_id] = opened
         waiting = {(tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)}
         if any((HOST, one.group, one.block) in waiting for one in opened.blocks):
-            return (
-                None  # a queued copy reads or writes these blocks, and no plan has it yet; the caller ends the import
-            )
+            # A queued copy, which no plan carries yet, reads or writes these blocks. The caller ends the import.
+            return None
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:
             missing[one.group].append(one.logical)
