@@ -1,13 +1,14 @@
-"""`Arrivals`: requests on their way into the engine, a piece of each group between two steps.
+"""`Arrivals`: adds arriving requests to the engine, at most `MAX_PIECE` of them between two steps.
 
-A *group* is what one `submit` brings: the choices and prompts of an HTTP request, of which all are admitted or none. To add a
-request takes a fraction of a millisecond, and a group may have a thousand, so that only `MAX_PIECE` requests are added between two
-steps; clients take turns where several send more. The requests of a group that takes longer are held until its last one is there.
+A *group* has the requests of one `submit`: the choices and prompts of an HTTP request, of which all are admitted or none. Adding a
+request takes a fraction of a millisecond, and a group may have a thousand requests. So large groups are added in pieces, one per
+*turn* of the engine's loop, so that steps are not delayed; clients take turns if several have more. If a group takes more than one
+turn, its requests are held until its last one is there.
 
-    add          a group has come; as much of it is added as this turn of the loop allows
-    next_turn    a step has run: the groups that came before go on
+    add          a group has arrived: add as much of it as this turn of the loop allows
+    next_turn    a step has run: go on with the groups that wait
     abort        a request has ended before it was added
-    flush        the engine has ended, and refuses what is left
+    flush        the engine has ended, and refuses all requests that are left
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from transom_core.errors import Overloaded
 
 MAX_PIECE = 32  # requests that are added between two steps
 MAX_PIECE_TOKENS = 65_536  # of their prompts; one request may have more
-MAX_TURN = 8  # requests that one client adds where others wait
-MAX_PENDING = 8192  # requests that wait to be added; beyond them a client has its share alone
+MAX_TURN = 8  # requests that one client adds before the next client, if others wait
+# Requests that wait to be added; if more wait, a client may have only its equal share of this number.
+MAX_PENDING = 8192
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The requests of one `submit`, which came at `arrival_s`; those with ids in `fetched` await a prefix from another worker."""
+    """The requests of one `submit`, which arrived at `arrival_s`; those with ids in `fetched` await a prefix from another
+    worker."""
 
     requests: list[Request]
     arrival_s: float
@@ -45,10 +48,10 @@ class Group:
 
 
 class Arrivals:
-    """Only the engine's thread calls it, or whoever acts for it once it has ended.
+    """The groups that are not added completely. Only the engine's thread calls the methods, or the thread that ends the engine.
 
-    `add(group, request)` gives a request to the engine and returns the error of a refused one; `end(group)` is called when all are
-    there, or one was refused.
+    `add(group, request)` gives a request to the engine, and returns the error if the engine refuses it. `end(group)` is called
+    when all requests of a group were added, or one was refused.
     """
 
     def __init__(self, add: Callable[[Group, Request], ErrorInfo | None], end: Callable[[Group], None]) -> None:
@@ -63,7 +66,7 @@ class Arrivals:
         return bool(self._waiting)
 
     def add(self, group: Group) -> None:
-        """Begin to add a group; one that is too much is refused."""
+        """Begin to add a group, or refuse it if too many requests of its client wait to be added."""
         own = self._waiting.get(group.client, ())
         num_clients = len(self._waiting) + (not own)
         num_own = sum(len(one.requests) - len(one.results) for one in own)
@@ -77,12 +80,12 @@ class Arrivals:
         self._go_on()
 
     def next_turn(self) -> None:
-        """Add the next piece."""
+        """Begin a new turn: add up to `MAX_PIECE` more requests."""
         self._num_requests, self._num_tokens = MAX_PIECE, MAX_PIECE_TOKENS
         self._go_on()
 
     def flush(self) -> None:
-        """Add all that is left."""
+        """Add all requests that are left."""
         while self._waiting:
             self.next_turn()
 
@@ -92,6 +95,7 @@ class Arrivals:
             group.aborted.add(request_id)
 
     def _go_on(self) -> None:
+        """Add pieces of the waiting groups, client by client, until this turn's limit is reached."""
         while self._waiting and self._num_requests > 0 and self._num_tokens > 0:
             client, groups = self._waiting.popitem(last=False)
             self._add_piece(groups[0], min(self._num_requests, MAX_TURN if self._waiting else MAX_PIECE))
@@ -101,7 +105,7 @@ class Arrivals:
                 self._waiting[client] = groups  # after all others
 
     def _add_piece(self, group: Group, count: int) -> None:
-        """Add up to `count` requests of a group; after a refusal none of it is needed."""
+        """Add up to `count` requests of a group; after a refusal its other requests are not tried."""
         first = len(group.results)
         piece = group.requests[first : first + count]
         group.is_held = group.is_held or len(piece) < len(group.requests)

@@ -1,4 +1,4 @@
-"""`Deadlines`: when the requests of an engine must have ended."""
+"""`Deadlines`: the times by which the requests of an engine must have ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from transom_worker.engine.running_request import RunningRequest
 
-LEAST_REMOVED = 64  # deadlines of ended requests; fewer are not worth the time that removing them takes
+LEAST_REMOVED = 64  # fewer deadlines of ended requests are not worth the time that removing them takes
 
 
 class Deadlines:
@@ -20,11 +20,11 @@ class Deadlines:
 
     @property
     def next_s(self) -> float:
-        """A time before which no deadline passes; infinite without any."""
+        """A time before which no deadline passes; infinite if there are none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def watch(self, running: RunningRequest, deadline_s: float) -> None:
-        """Note the deadline of a request. Those of ended requests are removed when they are most of all."""
+        """Note the deadline of a request. If more than half of the deadlines are of ended requests, those are removed."""
         running.deadline_s = deadline_s
         heapq.heappush(self._heap, (deadline_s, running.request.request_id))
         if len(self._heap) > 2 * len(self._requests) + LEAST_REMOVED:

@@ -1,23 +1,24 @@
-"""What an engine does with its disk tier: it follows which files there are (`disk.watch`), brings the prefixes of new requests from
-there into the host tier while other requests run, and writes what is cached when it is stopped.
+"""`EngineDiskTier`: uses the disk tier for one engine. It follows which files exist (`disk.watch`), reads the prefixes of new
+requests from files into the host tier while other requests run, and writes the cached prefixes to files when the engine is stopped.
 
     begin      the hit search finds that a new request's prefix continues on the disk, and that reading it takes less time than
-               computing it (`kvcache.prefix_search`): host blocks are taken, and the ranks load the files into them. The request
-               is *held* outside of the queue
-    step_done  the ranks have reported the load. Its blocks are published, and the request is admitted like any other: it finds
+               computing it (`transom_core.kv_cache.prefix_search`): host blocks are taken, and the ranks load the files into them.
+               The request is *held* outside of the queue
+    step_done  the ranks have reported the load: its blocks are published, and the request is admitted like any other. It finds
                a hit in the host tier, where `KeptImports` keeps the blocks for it. If a file was missing or broken, the
                blocks are freed, and the prefix is computed
-    flush      an engine that is stopped has the ranks write what is cached
+    flush      the engine is stopped: the ranks write the cached prefixes
 
-Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads, and is part of the rates
-that routers know (`kvcache.load_rates`), whose prediction is the same hit.
+Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads. It is part of the rates
+that routers know (`load_rates`), so that they predict the same hit.
 
-A disk may hang: one that dies, or a file server that is away. So a load has a limit of time (`_limit_s`). If it is *late*, its
-requests go on by computing, and the disk is *away*: its rates say that reading takes for ever, so that neither this worker nor a
-router finds a hit there. (The index stays as it is: taking a million files out of it would be a message of 32 MB to each router.)
-The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report that a late load was
-read, the disk answers again and is used again; an engine without other work asks them once with each listing of the folder. Loads
-that fail late are no answer; if all have failed, the disk is tried again with the next listing, without the blocks that failed.
+A disk may hang, because it dies or because its file server does not answer. So a load has a time limit (`_limit_s`). If it is
+*late*, its requests go on by computing, and the disk is *away*: the rates then say that reading takes for ever, so that neither
+this worker nor a router finds a hit there. (The index is not emptied: removing a million files from it would be a message of 32 MB
+to each router.) The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report that a
+late load was read, the disk is used again; for that, an engine without other work asks the ranks once with each listing of the
+folder. A late load that fails does not show that the disk answers. If all late loads have failed, the disk is tried again with the
+next listing, without the blocks that failed.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from transom_worker.scheduling.step import StepResult
 
 logger = logging.getLogger("transom.worker")
 
-FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached
+FLUSH_S = 5.0  # the most time for which a stopped engine writes cached prefixes
 FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
-LATE_S = 10.0  # for which a disk may answer nothing
-LATE_FACTOR = 4  # a load may take this many times as long as was estimated: other processes read from the disk, too
-# To read a block from a disk that does not answer, in the rates: longer than computing any block takes.
+LATE_S = 10.0  # how long a load may take in any case
+LATE_FACTOR = 4  # a load may take this many times its estimate more, since other processes read from the disk, too
+# The nanoseconds for reading a block, in the rates, while the disk is away: more than computing any block takes.
 AWAY_NS = 10**12
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for imports: without them it would start at token `memory_start`, with them at `start`."""
+    """A request that waits for an import. With the import it will start at token `start`, without it at `memory_start`."""
 
     request: Request
     memory_start: int
@@ -58,7 +59,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Import:
-    """An import under way, which a request of `client` began: `limit_s` is when it is late, on the tier's clock."""
+    """An unfinished import, which a request of `client` began; from `limit_s` on, on the tier's clock, it is late."""
 
     client: str
     blocks: BlockImport
@@ -69,10 +70,10 @@ class _Import:
 
 
 class EngineDiskTier:
-    """The disk tier of one engine, whose thread calls it and whose requests `scheduler` holds meanwhile.
+    """The disk tier of one engine. The engine's thread calls all methods.
 
-    `end_hold` lets a request be admitted; it takes its id and how many tokens of its prefix were imported. `kept` keeps what was
-    imported. `clock` gives seconds.
+    `scheduler` has the held requests. `end_hold(id, num_tokens)` lets a request be admitted, for which `num_tokens` tokens were
+    imported. `kept` keeps imported blocks until their requests are admitted. `clock` gives seconds.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class EngineDiskTier:
         self.watch = DiskWatch(folder, tiers.disk)
         self._meter = ReadMeter([group.block_bytes for group in self._cache.layout.groups])
         self._loading: dict[int, _Import] = {}  # by ticket
-        self._read_ns: tuple[int, ...] | None = None  # the rates of reads before the disk was away; None: it is not
+        self._read_ns: tuple[int, ...] | None = None  # while the disk is away: the rates of reads before; else None
 
     @property
     def is_away(self) -> bool:
-        """Whether the disk did not answer in time, and has not answered since."""
+        """Whether a load was late, and the disk has not answered since."""
         return self._read_ns is not None
 
     @property
@@ -104,7 +105,7 @@ class EngineDiskTier:
         return any(not one.is_late for one in self._loading.values()) or self.watch.has_news
 
     def take_news(self) -> None:
-        """Take note of the files that have come and gone, and of loads that are late."""
+        """Apply the watch's news to the index, and give up loads that have become late."""
         was_listed = self.watch.has_news
         self.watch.take_news()
         now_s = self._clock()
@@ -120,7 +121,7 @@ class EngineDiskTier:
             self._come_back()
 
     def begin(self, request: Request) -> bool:
-        """Begin to import the prefix of a new request; False if it need not be held."""
+        """Begin to import the prefix of a new request, and return True; False if the request need not be held."""
         self.watch.take_news()
         if self.is_away or not request.reads_prefix_cache:
             return False
@@ -131,7 +132,7 @@ class EngineDiskTier:
         return held is not None
 
     def _import(self, request: Request) -> _Held | None:
-        """Begin or join the import of a request's prefix; None if there is none to wait for."""
+        """Begin or join the import of a request's prefix; None if there is nothing to wait for."""
         cache, sequence = self._cache, self._scheduler.by_request[request.request_id]
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, cache.block_size)
         hit = cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions, with_disk=True)
@@ -151,7 +152,7 @@ class EngineDiskTier:
         return held
 
     def step_done(self, result: StepResult) -> None:
-        """Take note of the loads that have ended."""
+        """Publish the loads that a step's result reports as read, and end those that it reports as failed."""
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
             if (ended := self._loading.pop(ticket, None)) is None:
                 continue
@@ -171,14 +172,14 @@ class EngineDiskTier:
                 self._go_on(ended, was_read=False)
 
     def forget_loads(self) -> None:
-        """End all imports, since the ranks were restarted. All requests have ended."""
+        """End all imports, since the ranks were restarted. The caller has ended all requests."""
         for one in self._loading.values():
             self._cache.tiers.imports.end(one.blocks)
         self._loading = {}
         self._come_back()
 
     def flush(self, executor: Executor) -> None:
-        """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
+        """Have the ranks write cached prefixes to files, the most valuable ones first, for at most `FLUSH_S`."""
         until_s = time.perf_counter() + FLUSH_S
         try:
             executor.drop_in_flight()
@@ -191,9 +192,11 @@ class EngineDiskTier:
             logger.warning("What is cached could not be written to the disk tier: %s", error)
 
     def _is_crowded(self, client: str, last: _Import | None, spared_tokens: int) -> bool:
-        """Return whether loads of other clients, up to `last` (None: all), take longer than computing what a load would spare.
+        """Return whether the loads of other clients, up to `last` (None: all), take longer than computing `spared_tokens` tokens,
+        which this request's load would spare.
 
-        The ranks read one load after the other. So what other clients read delays a request by no more than its own prefix takes.
+        The ranks make one load after the other. This check keeps other clients' loads from delaying a request by more time than
+        computing its prefix takes.
         """
         rates = self._cache.changes.rates
         others_s = 0.0
@@ -205,13 +208,14 @@ class EngineDiskTier:
         return rates is not None and others_s * 1e9 > spared_tokens * rates.token_ns
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
-        """Return the import under way that brings a block of a chain in time."""
+        """Return an unfinished import, not a late one, that brings blocks of a chain; None if there is none."""
         wanted = set(chain)
         in_time = (one for one in self._loading.values() if not one.is_late)
         return next((one for one in in_time if one.blocks.blocks[-1].digest in wanted), None)
 
     def _go_on(self, ended: _Import, *, was_read: bool) -> None:
-        """Let the requests of an import that has ended be admitted, unless there is more for one to wait for."""
+        """Let the requests of an ended import be admitted. All but the first may continue to wait for another import: their prefix
+        may be longer than the first one's."""
         for held in ended.held:
             if not self._waits(held.request):
                 continue
@@ -222,12 +226,12 @@ class EngineDiskTier:
                 more.memory_start = min(more.memory_start, held.memory_start)
 
     def _waits(self, request: Request) -> bool:
-        """Whether a request has not ended meanwhile; another one may have its id then."""
+        """Return whether a request still waits for admission. If it has ended, another request may have its id."""
         sequence = self._scheduler.by_request.get(request.request_id)
         return sequence is not None and sequence.request is request and not sequence.was_admitted
 
     def _leave(self) -> None:
-        """Read nothing from the disk until a late load ends."""
+        """Stop reading from the disk, because a load is late."""
         rates = self._cache.changes.rates
         if rates is None or self.is_away:
             return
@@ -247,7 +251,7 @@ class EngineDiskTier:
         self.watch.always_has_news = False
 
     def _limit_s(self, estimate_s: float) -> float:
-        """Return how long a load may take that is estimated to take `estimate_s` and waits for those under way."""
+        """Return how long a load may take whose own reading is estimated to take `estimate_s`; it waits for unfinished loads."""
         return LATE_S + LATE_FACTOR * (estimate_s + sum(one.estimate_s for one in self._loading.values()))
 
     def _estimate_s(self, blocks: BlockImport) -> float:

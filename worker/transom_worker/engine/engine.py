@@ -1,4 +1,4 @@
-"""The step loop of one worker: requests in, output events out.
+"""`Engine`: the step loop of one worker: requests in, output events out.
 
 One step: the scheduler plans, the executor's ranks compute the plan, the scheduler applies the result, and each new token
 becomes an output event of its request. The loop is synchronous and knows neither Ray nor threads; `EngineThread` runs it beside
@@ -51,9 +51,9 @@ from transom_worker.telemetry.metrics import EngineMetrics
 
 logger = logging.getLogger("transom.worker")
 
-PUBLISH_PERIOD_S = 0.25
-MAX_OUT_OF_MEMORY = 3  # steps in a row that may run out of memory; then the engine ends
-MAX_BLOCKED_S = 1.0
+PUBLISH_PERIOD_S = 0.25  # how often a busy engine publishes its state for the metrics
+MAX_OUT_OF_MEMORY = 3  # the engine ends when this many steps in a row have run out of memory
+MAX_BLOCKED_S = 1.0  # the longest sleep of an engine whose requests wait for another worker, in case no event wakes it
 OUT_OF_MEMORY = (
     "The worker ran out of memory in a step, and this request asked for the most of it: {row.num_tokens} tokens computed, "
     "{row.num_logit_rows} positions with logits, {row.num_attended} tokens of context. Send a shorter prompt, ask for fewer "
@@ -83,10 +83,9 @@ class Engine:
         *,
         clock: Clock = steady_time_s,
     ) -> None:
-        """Starts the executor; where that or anything after it raises, `build_engine` shuts it down.
+        """Start the executor; if this or a later step of the constructor raises, `build_engine` shuts the executor down.
 
-        `clock` tells the time of deadlines and of the requests' events, in seconds since the epoch; any thread may call
-        it.
+        `clock` gives the time for deadlines and for the requests' events, in seconds since the epoch; any thread may call it.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -115,9 +114,9 @@ class Engine:
         )
         self.info: ExecutorInfo = replace(info, max_model_len=self.scheduler.max_model_len)
         self.requests: dict[str, RunningRequest] = {}  # queued and running, by id
-        self.forward_s = 0.0  # that the ranks spent in forward passes, since start
+        self.forward_s = 0.0  # seconds that the ranks spent in forward passes, since start
         self.report = ""  # the start-up report, for people
-        self.dead: Exception | None = None  # what ended the engine
+        self.dead: Exception | None = None  # the error that ended the engine
         self.is_restarting = False
         self._kept_imports = KeptImports(
             self.scheduler.cache.tiers.imports, is_waiting=self.scheduler.waits_for_admission, clock=clock
@@ -136,7 +135,7 @@ class Engine:
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
         self.clock = clock
         self._deadlines = Deadlines(self.requests)
-        self._ready: list[OutputEvent] = []  # events for the next step's return
+        self._ready: list[OutputEvent] = []  # events that the next call of `step` returns
         self._rates = StepRates()
         self._num_out_of_memory = 0  # steps in a row
         self._made_no_plan = False  # the last step computed nothing
@@ -154,7 +153,7 @@ class Engine:
 
     @property
     def _has_other_work(self) -> bool:
-        """Whether `step` would do anything else than computing tokens or starting ranks."""
+        """Whether `step` would do anything besides computing tokens and starting ranks."""
         return bool(
             self._ready
             or self.grammars.is_compiling
@@ -164,14 +163,16 @@ class Engine:
         )
 
     def on_disk_news(self, call: Callable[[], object]) -> None:
-        """Call this, on another thread, when files of the disk tier have come or gone, so that an idle engine takes note of it."""
+        """Have `call` called, on another thread, when files of the disk tier were added or removed, to wake an idle engine."""
         if self._disk is not None:
             self._disk.watch.on_news(call)
 
     @property
     def blocked_s(self) -> float:
-        """For how long `step` would do nothing, unless something is called before: above 0 where the requests wait for blocks that
-        another worker reads. At most `MAX_BLOCKED_S`, and no longer than until the next deadline.
+        """How long the caller may sleep because `step` would do nothing, unless another method is called before.
+
+        Above 0 only if the requests wait for blocks that another worker is reading. At most `MAX_BLOCKED_S`, and not beyond the
+        next deadline.
         """
         waits_for_blocks = self._made_no_plan and self.requests and self.scheduler.cache.tiers.exports.reads_device
         if self._has_other_work or not waits_for_blocks:
@@ -179,7 +180,7 @@ class Engine:
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 
     def load(self) -> WorkerLoad:
-        """How much this worker has to do now, for routers and the autoscaler."""
+        """Return how much this worker has to do now, for routers and the autoscaler."""
         return worker_load(self.scheduler, self._rates)
 
     # Requests in and out
@@ -192,14 +193,14 @@ class Engine:
         is_held: bool = False,
         awaits_group: bool = False,
     ) -> None:
-        """Take one request; its events come out of `step`. It came to this worker at `arrival_s` by `clock` (None: now).
+        """Take one request, which arrived at this worker at `arrival_s` by `clock` (None: now). `step` returns its events.
 
-        A request that `is_held` does not run before `stop_holding`, and one that `awaits_group` not before `end_group`; while there
-        are no others, the engine has no work.
+        A request that `is_held` does not run before `stop_holding`, and one that `awaits_group` does not run before `end_group`. An
+        engine that has only such requests has no work.
 
         Raises:
-            RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
-            WorkerLost: ranks are being started again.  EngineDead: an earlier step failed.
+            RequestError: the request is wrong, too long or too large, or its id is in use.  Overloaded: the queue is full.
+            WorkerLost: the ranks are being restarted.  EngineDead: an earlier step failed.
         """
         if self.dead is not None:
             raise EngineDead(f"The worker's engine has ended: {self.dead}")
@@ -238,7 +239,7 @@ class Engine:
             self._end_hold(request_id)
 
     def end_group(self, request_ids: Iterable[str]) -> None:
-        """Let requests run that have waited for the others of their group, as far as nothing else holds them."""
+        """Let the requests of a group run, now that all of them are there, unless something else still holds them."""
         for request_id in request_ids:
             self._end_hold(request_id)
 
@@ -260,7 +261,7 @@ class Engine:
         self._end_hold(request_id)
 
     def _end_hold(self, request_id: str) -> None:
-        """Let a request run once nothing holds it any more; any other id is ignored."""
+        """Remove one hold of a request, and let it run if that was the last one; unknown ids are ignored."""
         running = self.requests.get(request_id)
         if running is not None and running.num_holds:
             running.num_holds -= 1
@@ -280,7 +281,7 @@ class Engine:
 
         A failing step ends the engine: every request gets an error event, and `add` refuses from then on. A step that runs out of
         memory ends the request that asked for the most, and the others are computed again. When a rank is lost,
-        every request gets an error event with which it can migrate, and the next call starts all ranks again.
+        every request gets an error event with which it can migrate, and the next call restarts all ranks.
         """
         events, self._ready = self._ready, []
         self._expire(events)
@@ -294,12 +295,12 @@ class Engine:
             events += self._run_out_of_memory(error)
         except RankLost as error:
             events += self._lose_ranks(error)
-        except Exception as error:  # any error of an executor ends this engine, but no request may wait for ever
+        except Exception as error:  # an unexpected error ends this engine, but no request may wait for ever
             events += self.fail(error)
         return events
 
     def _step(self, events: list[OutputEvent]) -> None:
-        """One step. Its events are added one by one, so that a failure in the middle loses none of those before it."""
+        """Run one step. It adds its events to `events` one by one, so that a failure in the middle loses none of them."""
         begin_s = time.perf_counter()
         self.executor.check()
         self._take_grammars(events)
@@ -336,7 +337,7 @@ class Engine:
     def _fill(self) -> None:
         """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan.
 
-        With two in flight, the ranks begin the next step while the engine still handles the last one's tokens.
+        With two in flight, the ranks begin the next step while the engine still handles the previous step's tokens.
         """
         while (plan := self.scheduler.schedule()) is not None:
             if grammar_rows := self.scheduler.steps_in_flight[-1].grammar_rows:
@@ -346,11 +347,11 @@ class Engine:
             self._report_plan(plan)
 
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
-        """Add one token to its request."""
+        """Add one sampled token to its request, and return the event; the request may end with it."""
         running = self.requests[output.request_id]
         try:
             event = running.token_event(output)
-        except (RequestError, StepFailed) as error:  # of the request's grammar
+        except (RequestError, StepFailed) as error:  # an error of the request's grammar
             self.grammars.num_failed += 1
             self.scheduler.abort(output.request_id)
             return self._end_with_error(output.request_id, error)
@@ -367,7 +368,7 @@ class Engine:
     # Grammars
 
     def _take_grammars(self, events: list[OutputEvent]) -> None:
-        """Let the requests run whose grammars are ready, and end those whose grammars cannot be used."""
+        """Let the requests run whose grammars are ready, and end those whose grammars have failed."""
         if not self.grammars.is_compiling:
             return
         is_idle = not (events or self.scheduler.has_work)
@@ -380,7 +381,7 @@ class Engine:
                 self._end_hold(request_id)
 
     def _compute_masks(self, outputs: list[SequenceOutput], events: list[OutputEvent]) -> None:
-        """Compute which tokens may follow the new ones in answers with a grammar; some of them end here."""
+        """Compute which tokens may follow the new ones in answers with a grammar, and end the answers that nothing may follow."""
         found = (self.requests.get(output.request_id) for output in outputs)
         held = [running for running in found if running is not None and running.grammar is not None]
         if held:
@@ -421,7 +422,8 @@ class Engine:
     def _run_out_of_memory(self, error: OutOfMemory) -> list[OutputEvent]:
         """End the request that asked for the most in the failed step; the scheduler computes the others again.
 
-        The error is no WorkerLost: at another worker, which has as much memory, the request would do the same.
+        The request gets an `OutOfMemory` error, not a `WorkerLost`: it must not migrate, since another worker with as much memory
+        would run out of memory too.
         """
         events = self._end_largest()
         if self._num_out_of_memory == MAX_OUT_OF_MEMORY:
@@ -445,9 +447,9 @@ class Engine:
     def _lose_ranks(self, error: RankLost) -> list[OutputEvent]:
         """End every request, since its KV blocks are gone: it migrates to another worker, or comes back here after the restart.
 
-        If the rank ran out of memory, the request that asked for the most does not migrate: it would do the same elsewhere.
+        If the rank ran out of memory, the request that asked for the most does not migrate: it would end another worker's rank too.
         """
-        if self.is_restarting:  # the ranks were lost while they started: another attempt would end as this one
+        if self.is_restarting:  # the ranks were lost while they started: another attempt would probably fail, too
             return self.fail(error)
         logger.error("A rank was lost (%s); starting all ranks again.", error)
         self.is_restarting = True
@@ -463,6 +465,7 @@ class Engine:
         return events + self._end_all_with_error(lost)
 
     def _restart_ranks(self) -> None:
+        """Start all ranks again. Raises EngineDead if the model's files have changed, so that cached prefixes would differ."""
         begin_s = time.perf_counter()
         identity = self.executor.restart().identity
         if identity != self.info.identity:
@@ -474,6 +477,7 @@ class Engine:
         self.publish()
 
     def _end_all_with_error(self, error: WorkerLost) -> list[OutputEvent]:
+        """End every request with this error; its `num_lost` becomes the number of requests that had begun to run."""
         error.num_lost = sum(bool(running.times.scheduled_s) for running in self.requests.values())
         return [self._end_with_error(request_id, error) for request_id in list(self.requests)]
 
@@ -483,8 +487,9 @@ class Engine:
         return running.error_event(error)
 
     def shutdown(self) -> None:
-        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended by a
-        failure.
+        """Free the executor's memory and processes; idempotent.
+
+        Cached prefixes are written to the disk tier before, if there is one, unless the engine ended by a failure.
         """
         self.grammars.close()
         disk, self._disk = self._disk, None
@@ -499,7 +504,7 @@ class Engine:
     # What the events report
 
     def publish(self) -> None:
-        """Report the state of queue, cache and ranks."""
+        """Publish the state of queue, cache and ranks for the metrics."""
         self._published_s = time.perf_counter()
         self._has_unpublished_abort = False
         waiting = (one.times.arrival_s for one in self.requests.values() if not one.times.scheduled_s)

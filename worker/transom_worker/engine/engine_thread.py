@@ -23,7 +23,7 @@ from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 
-LOAD_PERIOD_S = 0.05  # the load is measured as often as this; `RouterOutbox` decides when a router learns of it
+LOAD_PERIOD_S = 0.05  # the worker's load is measured this often; `RouterOutbox` decides when a router learns of it
 
 Deliver = Callable[[WorkerMessage], None]
 T = TypeVar("T")
@@ -32,8 +32,8 @@ T = TypeVar("T")
 class EngineThread:
     """Owns an engine and its thread.
 
-    The thread calls `deliver` with each step's events, the changes of the prefix index, and the load, every `LOAD_PERIOD_S` at
-    most.
+    The thread calls `deliver` with each step's events, the changes of the prefix index and, at most every `LOAD_PERIOD_S`, the
+    worker's load.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class EngineThread:
         on_hang: Callable[[], None] = lambda: None,
         ends_process: bool = False,
     ) -> None:
-        """Start the thread. `on_hang` is called on another thread after the requests of a thread that hangs have ended.
+        """Start the thread. If it hangs, its requests end with errors, and then `on_hang` is called on another thread.
 
-        `ends_process`: a hang that lets no Python code run ends the process (`step_watchdog`).
+        `ends_process`: a hang that holds the GIL, so that no other Python code runs, ends the process (`step_watchdog`).
         """
         self._engine = engine
         self._deliver = deliver
@@ -55,8 +55,8 @@ class EngineThread:
         self._wake = threading.Event()
         self._stopping = False
         self._load_at_s = 0.0
-        self._taken: list[str] = []  # ids of admitted requests that no delivered load counts yet
-        self._ended = False  # from here on the thread runs no command: `_post` runs it itself
+        self._taken: list[str] = []  # ids of admitted requests that the last delivered load does not include
+        self._ended = False  # if set, the thread runs no more commands: `_post` runs them itself
         self._is_hung = False
         self._on_hang = on_hang
         self._turns = Turns(engine.config.ranks, is_starting=lambda: engine.is_restarting)
@@ -68,13 +68,13 @@ class EngineThread:
         self._watchdog.start()
 
     def submit(self, requests: list[Request], *, held: Container[str] = ()) -> Future[list[ErrorInfo | None]]:
-        """Admit all of `requests` or none: the future has one entry each, None where admission found nothing wrong.
+        """Admit all of `requests` or none. The future gets a list with, for each request, its error or None.
 
-        Those whose ids are in `held` do not run before `stop_holding`. Large groups are added in pieces between steps (`arrivals`),
-        and after a refusal the rest is not tried.
+        Requests whose ids are in `held` do not run before `stop_holding`. Large groups are added in pieces between steps
+        (`arrivals`), and after a refusal the other requests are not tried.
 
-        The future cannot be cancelled: a caller that gives up must `abort` the requests. While ranks are started again, all
-        requests are refused at once.
+        The future cannot be cancelled: a caller that gives up must `abort` the requests. While ranks are restarted, all requests
+        are refused at once.
         """
         future: Future[list[ErrorInfo | None]] = Future()
         future.set_running_or_notify_cancel()
@@ -133,7 +133,7 @@ class EngineThread:
     def shutdown(self) -> None:
         """End the thread after the present step, then the engine; an unfinished restart of the ranks is interrupted. Idempotent.
 
-        A thread that hangs goes on hanging, with the model's memory: only the end of the process ends it.
+        A thread that hangs, and the model's memory, stay until the process ends.
         """
         self._stopping = True
         self._wake.set()
@@ -146,6 +146,7 @@ class EngineThread:
             self._engine.shutdown()
 
     def _post(self, command: Callable[[], None]) -> None:
+        """Queue a command for the engine's thread, and wake that thread; after its end run the command here."""
         self._inbox.append(command)
         self._wake.set()
         if self._ended:
@@ -162,6 +163,7 @@ class EngineThread:
         self._end(reason)
 
     def _loop(self) -> None:
+        """Run commands and steps in turns until the thread is to end; sleep while there is no work."""
         while not self._stopping and not self._is_hung:
             self._turns.begin()
             self._arrivals.next_turn()
@@ -177,20 +179,20 @@ class EngineThread:
                 self._sleep(None)
 
     def _sleep(self, timeout_s: float | None) -> None:
-        """Wait for a command, the loss of a rank or the end, up to `timeout_s` (None: without end)."""
+        """Wait for a command, news of the disk tier, the loss of a rank or the shutdown, up to `timeout_s` (None: no limit)."""
         self._turns.end()
         self._wake.wait(timeout_s)
         self._wake.clear()
 
     def _give_up(self, error: EngineDead) -> None:
-        """Called by the watchdog: end the requests of a thread that hangs. Nothing that this thread does later has an effect."""
+        """End the requests of a thread that hangs; the watchdog calls this. What the hung thread does later has no effect."""
         self._is_hung = True
         self._engine.executor.interrupt()
         self._end(error)
         self._on_hang()
 
     def _end(self, reason: Exception) -> None:
-        """End every request with an error, those of commands that have not run included."""
+        """End every request with an error, including those of commands that have not run yet."""
         events = self._engine.fail(reason)
         self._ended = True
         self._run_commands()
@@ -198,10 +200,10 @@ class EngineThread:
             self._deliver(WorkerMessage(events=tuple(events)))
 
     def _deliver_news(self, events: list[OutputEvent], *, with_load: bool = False) -> None:
-        """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set.
+        """Deliver a step's events, the changes of the prefix index, and the worker's load if it is due or `with_load` is set.
 
-        A step in which a prompt was finished or a request ended has the load too, so that no router that knows of the event
-        believes that the request's prompt still waits.
+        The load is also delivered if a prompt was completed or a request ended in the step. Otherwise a router would know of that
+        event, and still count the prompt's tokens as waiting.
         """
         kv, load, now_s = self._engine.scheduler.cache.changes.take(), None, time.monotonic()
         taken: list[str] = []
@@ -235,7 +237,7 @@ class EngineThread:
         return None
 
     def _end_group(self, group: Group) -> None:
-        """Let a group's requests run that are all there, or drop them if one was refused."""
+        """Let the requests of a complete group run, or drop them all if one was refused."""
         request_ids = [request.request_id for request in group.requests if request.request_id not in group.aborted]
         if any(group.results):
             for request_id, result in zip((one.request_id for one in group.requests), group.results, strict=True):

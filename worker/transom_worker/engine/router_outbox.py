@@ -1,19 +1,18 @@
-"""`RouterOutbox`: what a worker has not sent to one router yet, and when the next message is due.
+"""`RouterOutbox`: collects what a worker has to tell one router, and decides when the next message is due.
 
-A message costs a router 0.3 to 0.9 ms of CPU time, even if it carries little (docs/routing.md), and 200 workers send to each
-router. So
+A message costs a router 0.3 to 0.9 ms of CPU time, even if it carries little (docs/routing.md), and 200 workers may send to each
+router. So there are three kinds of content:
 
-- **events** of requests are due at once, and their message carries all news;
-- **news** (changes of the prefix index, a load that routers would judge differently) without events is due at once after
-  silence, else `NEWS_PERIOD_S` after the last message;
-- **a heartbeat**, a message with what has changed however little, is due `HEARTBEAT_S` after the last message, so that a router
-  notices a worker that has become silent.
+- **events** of requests are due at once, and their message carries all news too;
+- **news** (changes of the prefix index, or a load that would change a router's decisions) is due `NEWS_PERIOD_S` after the last
+  message, which means at once after silence;
+- a **heartbeat** is due `HEARTBEAT_S` after the last message, so that a router notices a worker that has become silent. It
+  carries even small changes of the load.
 
-For example, with steps of 20 ms: a router whose requests run here learns of everything within a step; a router without requests
-here gets one message a second while others keep the worker busy, and one in five seconds from an idle worker.
+Example with steps of 20 ms: a router whose requests run here learns of everything within a step. A router without requests here
+gets one message a second while other routers keep the worker busy, and one in five seconds from an idle worker.
 
-What waits is joined: a router that reads slowly gets fewer, larger messages, in which changes of the index that cancel out are
-left out.
+Waiting content is joined: a router that reads slowly gets fewer, larger messages, without changes of the index that cancel out.
 """
 
 from __future__ import annotations
@@ -29,16 +28,19 @@ from transom_worker.kvcache.prefix.pending_changes import PendingChanges
 NEWS_PERIOD_S = 1.0
 HEARTBEAT_S = 5.0
 
-# A load is news when it differs from the last one that was sent by more than this.
-REQUESTS_SHARE = 1 / 16  # of running and waiting requests, and more than one request
-TOKENS = 256  # that wait to be computed; a running request counts as 200 (`routing.policy`)
-TOKENS_SHARE = 1 / 8
-PRESSURE = 0.02  # of an answer's time that a request may wait for blocks: `used_share ** 8`
-RATES_FACTOR = 1.25
+# A load is news if it differs from the last one that was sent by more than one of these.
+REQUESTS_SHARE = 1 / 16  # share of the running and waiting requests, and more than one request
+TOKENS = 256  # waiting tokens; for comparison, routers count a running request as 200 (`routing.policy`)
+TOKENS_SHARE = 1 / 8  # share of the waiting tokens
+PRESSURE = 0.02  # difference in `used_share ** 8`, the routers' estimate of the wait for blocks in answer times
+RATES_FACTOR = 1.25  # factor between two measured rates
 
 
 class RouterOutbox:
-    """Collects what one router has to learn. All methods run on one event loop; `clock` gives seconds."""
+    """The messages to one router: `put` adds content, and `receive` waits until a message is due.
+
+    All methods run on one event loop; `clock` gives seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,11 +51,11 @@ class RouterOutbox:
         self._sent_load: WorkerLoad | None = None
         self._sent_s = -math.inf
         self._is_closed = False
-        self._looks_again_s = math.inf  # when `receive`, where it waits, looks again by itself
+        self._looks_again_s = math.inf  # the time at which a waiting `receive` wakes up by itself
         self._changed = asyncio.Event()
 
     def put(self, message: WorkerMessage) -> None:
-        """Add what a step has brought: the events of this router's requests, changes of the index, load."""
+        """Add a message of the engine's thread: the events of this router's requests, changes of the index, load."""
         self._events += message.events
         self._taken += message.taken
         if message.kv is not None:
@@ -69,7 +71,7 @@ class RouterOutbox:
         self._changed.set()
 
     def due_s(self) -> float:
-        """When the next message is due, on the clock; not before the whole index is there."""
+        """Return when the next message is due, on the clock; infinite before the whole index was added."""
         if self._sent_load is None:
             return -math.inf if self._changes.has_whole else math.inf
         if self._events or self._changes.has_whole:
@@ -108,7 +110,7 @@ class RouterOutbox:
 
 
 def is_news(sent: WorkerLoad, load: WorkerLoad) -> bool:
-    """Whether routers would judge a worker differently if they knew `load` instead of `sent`."""
+    """Return whether `load` differs so much from `sent` that routers may decide differently."""
     sent_requests, requests = sent.num_running + sent.num_waiting, load.num_running + load.num_waiting
     return (
         bool(sent_requests) != bool(requests)

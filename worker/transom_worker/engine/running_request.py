@@ -1,8 +1,8 @@
 """`RunningRequest`: one request inside the engine, from its output tokens to the output events that leave the worker.
 
-Text and end of a request are a deterministic function of the request and its output tokens. So a request that migrates from
-another worker carries that worker's tokens (`resumed_output_ids`): they are replayed here, and the text goes on where it
-stopped, with an equal held-back end and equal stop conditions.
+A request's text and its end are a deterministic function of the request and its output tokens. So a request that migrates from
+another worker carries that worker's tokens (`resumed_output_ids`). They are replayed here, and the text continues where it
+stopped: with the same characters held back (they could be the beginning of a stop string), and the same stop conditions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transom_worker.telemetry.engine_events import RequestTimes
 class RunningRequest:
     """Detokenises a request's tokens and checks its stop conditions.
 
-    Order of the checks after each token: end of text and stop tokens, then stop strings, then the grammar, which may leave
-    nothing that could follow, then the length. Nothing but the grammar and the length ends a request before `min_tokens`
-    (until then the sampler forbids stop tokens as well).
+    After each token these are checked in order: end of text and stop tokens, stop strings, the grammar (nothing may be able to
+    follow), and the length. Before `min_tokens` only the grammar and the length end a request; until then the sampler forbids
+    stop tokens as well.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class RunningRequest:
         max_model_len: int,
         arrival_s: float,
     ) -> None:
-        """Replays `resumed_output_ids`; `finish_reason` is set afterwards where these end the request already.
+        """Replay `resumed_output_ids`; `finish_reason` is set if these end the request already.
 
-        `arrival_s` is when the request came to this worker.
+        `arrival_s` is when the request arrived at this worker.
         """
         params = request.params
         most = max_model_len - request.num_prompt_tokens
         self.request = request
-        self.num_output_tokens = 0  # those of other workers included
+        self.num_output_tokens = 0  # including those of other workers
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
         self._max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
@@ -49,14 +49,15 @@ class RunningRequest:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self.grammar: GrammarMatcher | None = None  # has consumed the output so far
-        self.num_holds = 0  # what must end before the request may be admitted: a fetch, a load from the disk, compiling
-        self._num_chars = 0  # of all final text
-        self._end_text = ""  # that a request which ends between two tokens had held back
+        self.grammar: GrammarMatcher | None = None  # it has consumed the output so far
+        # What must end before the request may be admitted: a fetch, a load from the disk, compiling, or its group's arrival.
+        self.num_holds = 0
+        self._num_chars = 0  # length of all final text
+        self._end_text = ""  # text that was held back when the request ended between two tokens
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._num_host_tokens = 0
-        self.num_fetched_tokens = 0  # of its prefix, from another worker, before it was admitted
-        self.num_disk_tokens = 0  # of its prefix, from the disk tier, before it was admitted
+        self.num_fetched_tokens = 0  # tokens of its prefix that came from another worker before it was admitted
+        self.num_disk_tokens = 0  # tokens of its prefix that were read from the disk tier before it was admitted
         self._index_version = 0
         self._kv_quality = KvQuality() if request.kv_quality else None
         self.deadline_s: float | None = None  # on the engine's clock
@@ -66,25 +67,25 @@ class RunningRequest:
                 self._num_chars += len(self._text_of(token_id))
 
     def hold_to(self, matcher: GrammarMatcher) -> None:
-        """Have every further token follow a grammar, whose matcher has consumed the resumed output already."""
+        """Make every further token follow a grammar. Its matcher has consumed the resumed output already."""
         self.grammar = matcher
         if matcher.is_complete:
             self.end_by_grammar()
 
     def end_by_grammar(self) -> None:
-        """End the request between two tokens, since its grammar allows no further one; `end_event` has the text held back."""
+        """End the request between two tokens, since its grammar allows no further token; `end_event` has the held-back text."""
         self._end_text = self._last_text("", "stop", None)
 
     def token_event(self, output: SequenceOutput) -> OutputEvent:
-        """The event of one new token, which may end the request.
+        """Return the event of one new token, which may end the request.
 
         Raises:
-            RequestError, StepFailed: the request's grammar cannot follow the token, which does not leave and is not counted.
+            RequestError, StepFailed: the request's grammar does not accept the token. The token is neither sent nor counted.
         """
         try:
             text = self._text_of(output.token_id)
         except (RequestError, StepFailed):
-            self.num_output_tokens -= 1  # `error_event` says how many tokens have left
+            self.num_output_tokens -= 1  # `error_event` says how many tokens were sent
             raise
         text_offset = self._num_chars
         self._num_chars += len(text)
@@ -128,7 +129,7 @@ class RunningRequest:
         )
 
     def error_event(self, error: Exception) -> OutputEvent:
-        """The last event of a request that `error` has ended."""
+        """Return the last event of a request that ends with this error."""
         return OutputEvent(
             request_id=self.request.request_id,
             position=self.num_output_tokens,
@@ -138,7 +139,7 @@ class RunningRequest:
         )
 
     def _text_of(self, token_id: int) -> str:
-        """Add one token; returns the text that becomes final with it. Sets `finish_reason` where the token ends the request."""
+        """Add one token, and return the text that becomes final with it. Set `finish_reason` if the token ends the request."""
         self.num_output_tokens += 1
         params = self.request.params
         may_stop = self.num_output_tokens >= params.min_tokens
@@ -157,14 +158,17 @@ class RunningRequest:
         return text
 
     def _is_completed_by(self, token_id: int) -> bool:
-        """Move on in the grammar; returns whether nothing can follow the token. Raises RequestError, StepFailed."""
+        """Let the grammar consume a token; return whether nothing can follow it. Raises RequestError, StepFailed."""
         if self.grammar is None:
             return False
         self.grammar.consume(token_id)
         return self.grammar.is_complete
 
     def _last_text(self, piece: str, reason: FinishReason, stop_token_id: int | None) -> str:
-        """End the request with `piece` and all text that was held back; a stop string that this completes is the end's reason."""
+        """End the request with `piece` after all text that was held back, and return the text that becomes final.
+
+        If this completes a stop string, that is the reason of the end instead of `reason`.
+        """
         may_stop = self.num_output_tokens >= self.request.params.min_tokens
         text, stop_string = self._stops.push(piece + self._detokenizer.flush(), may_stop=may_stop)
         if stop_string is not None:

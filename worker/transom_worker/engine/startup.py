@@ -34,10 +34,10 @@ def build_engine(
 ) -> Engine:
     """Load a model and start its engine, for a replica, for offline use and for benchmarks.
 
-    `config` names the executor, unless there is an `executor` already. `clock` is the engine's.
+    `executor` is used if it is given; else one is made as `config` says. `clock` is the engine's.
 
     Raises:
-        ConfigError, ModelError: a setting or the checkpoint is wrong; no rank is left running.
+        ConfigError, ModelError: a setting or the checkpoint is wrong. All ranks have been ended.
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     begin_s = time.perf_counter()
@@ -59,7 +59,9 @@ def build_engine(
 
 
 def resolve_for_device(config: EngineConfig) -> EngineConfig:
-    """Return the config with a value for what the user left to the device; only the worker's process knows what `auto` is.
+    """Return the config with values for the settings that the user left to the device (`auto`).
+
+    This is done in the worker's process, since the router's process may run on a machine without the device.
 
     Raises:
         ConfigError: the device cannot be used.
@@ -68,7 +70,7 @@ def resolve_for_device(config: EngineConfig) -> EngineConfig:
 
     ranks = config.ranks
     if ranks.launcher == "ray" and ranks.size > 1:
-        is_cuda = config.model.device == "cuda"  # the ranks' actors have the GPUs, this process may have none
+        is_cuda = config.model.device == "cuda"  # the ranks' actors have the GPUs; this process may see none
     else:
         is_cuda = choose_device(config.model.device).type == "cuda"
     gpu_bytes = min((gpu.memory_bytes for gpu in read_driver().gpus), default=0) if is_cuda else None

@@ -1,7 +1,7 @@
 """The report that a worker logs at start: its memory by purpose, and the plan of its KV cache as `transom plan` shows it.
 
-- **group**: the layers that keep the KV of the same tokens; each group has blocks of its own size.
-- **page**: a piece of the KV pool that one group leases at a time and divides into its blocks.
+- **group**: layers that keep the KV of the same tokens for the same time; each group has its own block size.
+- **page**: a part of the KV pool; it is leased to one group at a time, and divided into that group's blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _COLUMNS = (
 
 
 def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str:
-    """The report's lines: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, and the tiers
-    below it."""
+    """Return the report: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, and the host and
+    disk tiers."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     each = " on each rank" if info.ranks else ""
@@ -61,7 +61,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str
 
 
 def _rank_lines(info: ExecutorInfo) -> list[str]:
-    """One line per rank: its shard of the model, its memory and its process; no lines where there is one rank."""
+    """Return a line for each rank with its shard of the model, its memory and its process; no lines for a single rank."""
     if not info.ranks:
         return []
     lines = [
@@ -72,7 +72,7 @@ def _rank_lines(info: ExecutorInfo) -> list[str]:
 
 
 def _tier_lines(plan: CachePlan, cache: CacheConfig) -> list[str]:
-    """One line for the host tier and one for the disk tier, where there are any."""
+    """Return a line for the host tier and one for the disk tier, if they exist."""
     lines = []
     if plan.host_layout is not None:
         each = " on each rank" if plan.tensor_parallel_size > 1 else ""
@@ -125,7 +125,7 @@ def _points(points: Sequence[Concurrency]) -> str:
 
 
 def _on_disk(plan: CachePlan, space_bytes: int) -> str:
-    """How many prefixes of each length fit the disk, where each rank has files of its own share."""
+    """Say how many prefixes of each length fit the disk, on which each rank has the files of its own share."""
     ranks = plan.tensor_parallel_size
     return ", ".join(
         f"{space_bytes // (ranks * point.request_bytes):,} of {point.length:,}" for point in plan.concurrency

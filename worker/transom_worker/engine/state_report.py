@@ -1,5 +1,5 @@
-"""Reports on a worker's state: how fast it has been lately, its load for routers and the autoscaler, and all figures that its
-metrics page reads at a scrape.
+"""Reports a worker's state: its recent speed (`StepRates`), its load for routers and the autoscaler (`worker_load`), and all
+figures that its metrics page reads at a scrape (`worker_state`).
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.worker_state import GrammarStats, WorkerState
 
-HEADROOM_LENGTHS = (1024, 8192)  # tokens
-WEIGHT = 0.2  # of the newest measurement
-LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens are no measure of the prefill rate
-# Fetches of fewer bytes are no measure of the rate at which prefixes come: calls take most of their time.
+HEADROOM_LENGTHS = (1024, 8192)  # lengths of requests, in tokens, for which the headroom is reported
+WEIGHT = 0.2  # of the newest measurement in the moving averages
+LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens say too little about the prefill rate
+# Fetches of fewer bytes say too little about the transfer rate: most of their time is that of the calls.
 LEAST_FETCHED_BYTES = 2**20
 
 
 class StepRates:
-    """How fast a worker has been lately: exponential moving averages, 0 until something was measured.
+    """How fast a worker has been lately: exponential moving averages, each 0 until something was measured.
 
-    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. Neither do the
-    first tokens of requests that came before the first step had ended, since all of them waited for it. The prefill rate is the
-    average of tokens over the average of seconds, so that a step has weight by its duration.
+    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. First tokens of
+    requests that arrived before the first step had ended do not count either, since these requests waited for that step. The
+    prefill rate is the average of tokens divided by the average of seconds, so that long steps have more weight.
 
-    The first-token time starts at 0, unlike the others: the first request alone says little about the load, so that it does not
-    count whole. Example: after a request of 10 s the time is 2 s, and after another one of 10 s it is 3.6 s.
+    The first-token time starts at 0, and the first measurement has only its weight, unlike in the other averages: the first request
+    alone says little about the load. Example: after a request of 10 s the time is 2 s, and after another one of 10 s it is 3.6 s.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class StepRates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Tokens per second of steps with prompt tokens, their decode tokens included."""
+        """Tokens per second of steps with prompt tokens, including their decode tokens."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     @property
     def fetch_bytes_per_s(self) -> float:
-        """Bytes per second at which prefixes came from other workers."""
+        """Bytes per second of fetches of prefixes from other workers."""
         return self._fetched_bytes / self._fetch_s if self._fetch_s else 0.0
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
@@ -54,8 +54,9 @@ class StepRates:
             self._fetch_s = _mean(self._fetch_s, seconds)
 
     def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float, *, now_s: float) -> None:
-        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`. One token for each sequence
-        is a decode step.
+        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`.
+
+        A step with one token for each sequence is a decode step.
         """
         if self._warm_since_s is None:
             self._warm_since_s = now_s
@@ -68,13 +69,13 @@ class StepRates:
             self._has_prefilled = True
 
     def first_token(self, arrival_s: float, now_s: float) -> None:
-        """Count the first token of a request that came to this worker at `arrival_s`; both times are of the clock of `now_s`."""
+        """Count the first token, at `now_s`, of a request that arrived at this worker at `arrival_s`, by the same clock."""
         if self._warm_since_s is not None and arrival_s >= self._warm_since_s:
             self.first_token_s += WEIGHT * (now_s - arrival_s - self.first_token_s)
 
 
 def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
-    """How much a worker has to do now, and how fast it has been lately."""
+    """Return how much a worker has to do now, and how fast it has been lately."""
     stats = scheduler.stats()
     used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
     return WorkerLoad(
@@ -98,7 +99,10 @@ def worker_state(
     *,
     oldest_waiting_s: float,
 ) -> WorkerState:
-    """The state of queue, cache and ranks now. `oldest_waiting_s` is the arrival of the oldest request without a step, or 0."""
+    """Return the present state of queue, cache and ranks.
+
+    `oldest_waiting_s` is when the oldest request arrived that no step has computed yet; 0 if there is none.
+    """
     return WorkerState(
         stats=scheduler.stats(),
         load=worker_load(scheduler, rates),
@@ -112,11 +116,12 @@ def worker_state(
 
 
 def _headroom(scheduler: Scheduler) -> dict[str, int]:
-    """Requests that could start now, by their length in tokens; `max` is the longest length that this worker serves."""
+    """Return how many requests could start now, by their length in tokens; `max` is the longest length that this worker serves."""
     longest = scheduler.max_model_len
     lengths = {str(length): length for length in HEADROOM_LENGTHS if length <= longest} | {"max": longest}
     return {name: scheduler.cache.capacity.num_that_fit(length) for name, length in lengths.items()}
 
 
 def _mean(mean: float, value: float) -> float:
+    """Return a moving average after one more value; 0 stands for an average without values."""
     return mean + WEIGHT * (value - mean) if mean else value

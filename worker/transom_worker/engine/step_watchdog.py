@@ -1,18 +1,22 @@
-"""Notices that the thread which runs an engine's steps hangs, in a step or between two.
+"""`Watchdog`: notices if the thread that runs an engine's steps hangs, in a step or between two.
 
 - **turn**: one pass of the step loop: commands, a step, and the delivery of its events. A turn begins and ends on the thread that
   runs the steps; while that thread waits for work there is no turn.
+- **look**: the watchdog's thread checks the present turn in regular periods.
 - **overdue**: a turn that has taken longer than `--step-timeout-s`. Ranks in processes of their own are watched by their executor
-  first, which ends a rank that hangs; a turn is overdue only `RANKS_GRACE_S` later.
+  first, which ends a rank that hangs; with such ranks a turn is overdue only `RANKS_GRACE_S` later.
 
-Three things take long without being a hang. The ranks start again: their executor has limits of its own for that, and the time
-does not count. A kernel is compiled, which a first step of a new shape may do: a turn that is overdue while the Python stack of its
-thread is inside a compiler goes on, for `COMPILE_LIMIT_S` at most. The process was stopped as a whole, as by SIGSTOP or on a
-suspended machine: a look that comes much too late counts as one look's period.
+Three things take long without being a hang:
 
-A thread can only notice a hang that lets other Python threads run. Against one that holds the interpreter's lock, `Watchdog` keeps
-a timer outside of Python (`faulthandler`): it is set again at every look, and where no look comes in time it writes the stacks of
-all threads and ends the process.
+- The ranks are restarted. Their executor has its own limits for that, and the time does not count here.
+- A kernel is compiled, as the first step of a new shape may do. If the Python stack of the thread is inside a compiler when the
+  turn becomes overdue, the turn may go on for `COMPILE_LIMIT_S` at most.
+- The whole process was stopped, by SIGSTOP or because the machine was suspended. A look that comes much too late counts as at most
+  two periods.
+
+A thread notices only hangs that let other Python threads run. Against a hang that holds the GIL, `Watchdog` sets a timer outside of
+Python (`faulthandler`) anew at every look. If no look comes in time, the timer writes the stacks of all threads and ends the
+process.
 """
 
 from __future__ import annotations
@@ -32,19 +36,19 @@ logger = logging.getLogger("transom.worker")
 RANKS_GRACE_S = 30.0
 COMPILE_LIMIT_S = 600.0
 LONGEST_PERIOD_S = 10.0  # between two looks
-LOOKS_PER_TIMEOUT = 8
-STANDARD_ERROR = 2
+LOOKS_PER_TIMEOUT = 8  # so a hang is noticed at most 1/8 of the timeout late
+STANDARD_ERROR = 2  # file descriptor
 COMPILERS = ("/numba/core/", "/llvmlite/", "/triton/compiler/")  # in the path of a function that compiles kernels
 HUNG = "The worker hangs: a step has taken longer than {timeout_s:g} s (--step-timeout-s)."
 
 
 class Turns:
-    """When the turns of one thread began. That thread calls `begin` and `end`; any thread may ask whether one is overdue."""
+    """Measures the turns of one thread. That thread calls `begin` and `end`; the watchdog's thread calls `overdue`."""
 
     def __init__(
         self, config: RanksConfig, *, is_starting: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`is_starting` says whether the present turn starts ranks, so that its time does not count; `clock` is monotonic."""
+        """`is_starting` returns whether the present turn starts ranks, so that its time does not count; `clock` is monotonic."""
         self.limit_s = config.step_timeout_s + (RANKS_GRACE_S if config.size > 1 else 0.0)  # how long a turn may take
         self.period_s = min(LONGEST_PERIOD_S, self.limit_s / LOOKS_PER_TIMEOUT)
         self._step_timeout_s = config.step_timeout_s
@@ -52,22 +56,23 @@ class Turns:
         self._clock = clock
         self._thread: int | None = None  # the thread of the present turn; None between two
         self._number = 0
-        self._looked_at: int | None = None  # the turn that the last look found
+        self._looked_at: int | None = None  # number of the turn that the last look found
         self._last_look_s = 0.0
-        self._spent_s = self._compiled_s = 0.0  # by the looks at this turn
+        self._spent_s = self._compiled_s = 0.0  # time of that turn, as far as looks have seen it
 
     def begin(self) -> None:
-        """A turn begins on the calling thread."""
+        """Note that a turn begins on the calling thread."""
         self._number += 1
         self._thread = threading.get_ident()
 
     def end(self) -> None:
-        """The turn has ended."""
+        """Note that the turn has ended."""
         self._thread = None
 
     def overdue(self) -> EngineDead | None:
         """Look at the present turn, and return the error of a thread that hangs. One thread calls this every `period_s`."""
         thread, number, now_s = self._thread, self._number, self._clock()
+        # A longer time means that the whole process was stopped in between.
         elapsed_s = min(now_s - self._last_look_s, 2 * self.period_s)
         self._last_look_s = now_s
         if thread is None or number != self._looked_at:
@@ -85,10 +90,10 @@ class Turns:
 
 
 class Watchdog:
-    """A thread that looks at turns, and calls `on_hang` once, on that thread, when one is overdue.
+    """A thread that looks at turns. When a turn is overdue, it calls `on_hang` on its own thread, and ends.
 
-    With `ends_process` it also ends the process where the interpreter's lock is held for longer than a turn may take. The timer for
-    that belongs to the whole process, so only the process of one worker may use it.
+    With `ends_process` it also ends the process if the GIL is held for longer than a turn may take. The timer for that belongs to
+    the whole process, so only one watchdog in a process may use it.
     """
 
     def __init__(self, turns: Turns, on_hang: Callable[[EngineDead], None], *, ends_process: bool) -> None:
@@ -97,12 +102,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="transom-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._set_timer()  # the first step may hang before the first look
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; idempotent."""
+        """End the thread; idempotent."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -127,7 +132,7 @@ class Watchdog:
 
 
 def _compiles(thread: int) -> bool:
-    """Whether the Python stack of a thread is inside a compiler of kernels."""
+    """Return whether the Python stack of a thread is inside a compiler of kernels."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if any(compiler in frame.f_code.co_filename for compiler in COMPILERS):

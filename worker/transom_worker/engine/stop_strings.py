@@ -1,15 +1,14 @@
-"""Finds stop strings in text that arrives in pieces.
+"""`StopStrings`: finds stop strings in text that arrives in pieces.
 
 Example: with the stop string `abc`, the piece `xab` gives the final text `x`; `ab` is held back, since it could be the
-beginning of the stop string. The next piece `d` gives `abd`, and the next piece `c` instead of it would have ended the text
-after `x`.
+beginning of the stop string. If the next piece is `d`, `abd` becomes final; if it is `c`, the text ends after `x`.
 
 The search is an Aho-Corasick automaton over the stop strings, which is built only as far as the text reaches.
 
-A **node** is a beginning of one or more stop strings. The node of a text is the longest one that the text ends with. Its **fail**
-node is the next shorter one that the text ends with. Example with the stop strings `abcd` and `bcx`: the node of the text `xabc`
-is `abc`, and its fail node is `bc`. The next character `d` leads to `abcd`, which is a stop string; the character `x` leads by way
-of the fail node to `bcx`; any other character leads to the root, the empty beginning.
+A **node** is a beginning (a prefix) of one or more stop strings. The node of a text is the longest one that the text ends with. Its
+**fail** node is the next shorter one that the text ends with. Example with the stop strings `abcd` and `bcx`: the node of the text
+`xabc` is `abc`, and its fail node is `bc`. The next character `d` leads to `abcd`, which is a stop string; the character `x` leads
+over the fail node to `bcx`; any other character leads to the root, the empty beginning (except `a` and `b`, which begin anew).
 
 A character costs one move to a longer node or to the root, and each move along a fail node shortens the text's node. So n
 characters make at most 2n moves, for any number and length of stop strings. A node is made when the text first reaches
@@ -53,7 +52,7 @@ class StopAutomaton:
         self.root.make_children()
 
     def move(self, node: StopNode, character: str) -> StopNode:
-        """The node of a text that had `node` and is continued by `character`."""
+        """Return the node of a text that had `node` and is continued by `character`."""
         while True:
             child = node.children.get(character)
             if child is not None:
@@ -63,10 +62,10 @@ class StopAutomaton:
             node = node.fail
 
     def _reach(self, parent: StopNode, character: str, node: StopNode) -> StopNode:
-        """Complete a node that a text reaches for the first time.
+        """Complete a node that a text reaches for the first time: set its fail node, and make its children.
 
-        The search for its fail node may complete that one as well, at most one for each stop string: a stop string's beginnings
-        are reached from the shortest on.
+        The search for its fail node (`move`) may complete that node as well, and so on. This recursion has at most one call for
+        each stop string: a stop string's beginnings are reached from the shortest on.
         """
         node.fail = self.root if parent.fail is None else self.move(parent.fail, character)
         is_stop = len(node.stops[0]) == node.length  # sorted: a stop string stands before those that continue it
@@ -88,7 +87,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool) -> tuple[str, str | None]:
-        """Add `text`; returns the text that is now final, and the stop string that ended it, if any.
+        """Add `text`; return the text that is final now, and the stop string that ended it, if any.
 
         While `may_stop` is False, all text becomes final: a stop string counts only if it begins after `min_tokens` were reached.
         """
@@ -112,8 +111,9 @@ class StopStrings:
         return final
 
     def _search(self, automaton: StopAutomaton, text: str) -> tuple[int, int] | None:
-        """Move on by `text`; returns the place in the held text and `text`, and the length, of the first stop string that they
-        hold, the longest of those that begin there.
+        """Move on by `text`; return the first stop string in the held text followed by `text`, as (index, length), or None.
+
+        Of stop strings that begin at the same index, it is the longest.
         """
         node, first = self._node or automaton.root, None
         for end, character in enumerate(text, len(self._held) + 1):

@@ -1,6 +1,7 @@
-"""`TransferStore`: the engine's KV cache as KV transfer uses it: integers from the scheduler's cache, bytes from the ranks.
+"""`TransferStore`: gives KV transfer access to the engine's KV cache: block ids from the scheduler's cache, bytes from the ranks.
 
-`transfer.kv_store.KvStore` says what each method promises, and on which thread it runs.
+The source lends blocks (*export*), and the target takes host blocks for them and writes their bytes (*import*).
+`transfer.kv_store.KvStore` says what each method promises, in which order they are called, and on which thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transom_worker.scheduling.scheduler import Scheduler
 
 
 class TransferStore:
-    """Implements `KvStore`; `shares` say what the blocks of every rank of this worker contain. `kept` are complete imports."""
+    """Implements `KvStore`. `shares` says what the blocks of every rank of this worker contain; `kept` keeps complete imports."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares, kept: KeptImports) -> None:
         self._scheduler, self._cache, self._executor = scheduler, scheduler.cache, executor
@@ -35,7 +36,11 @@ class TransferStore:
     # Source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the blocks of the query's longest boundary that is a hit here. Raises ValueError: other groups or model."""
+        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if there is none.
+
+        Raises:
+            ValueError: the query is of another model, or of a cache with other groups.
+        """
         shape = self._cache.shape
         if query.identity != shape.identity:
             raise ValueError(f"its model is {shape.identity}")
@@ -59,7 +64,8 @@ class TransferStore:
         )
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
-        """Read blocks of an export, for each rank. Raises KeyError: the export has ended."""
+        """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
+        emptied."""
         opened = self._exports[export_id]
         if opened.is_void:
             raise KeyError(export_id)
@@ -71,14 +77,14 @@ class TransferStore:
         return [b"".join(part) for part in parts]
 
     def close_export(self, export_id: str) -> None:
-        """Give the references of an export back."""
+        """Release the references of an export; unknown ids are ignored."""
         if (opened := self._exports.pop(export_id, None)) is not None:
             self._cache.tiers.exports.end(opened)
 
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """The query for the prefix of a held request, as long as its hit may be."""
+        """Return the query for the longest prefix of a held request that may be a hit; None if there is nothing to ask for."""
         sequence = self._scheduler.by_request.get(request_id)
         if sequence is None or not sequence.is_held or not sequence.reads_prefix_cache:
             return None
@@ -98,14 +104,15 @@ class TransferStore:
         )
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
-        """Whether as many tokens as the router expects are a hit here already; they are kept for this request, too."""
+        """Return whether a search here finds as many tokens as the router expects; if so, keep imports of them for this request,
+        too."""
         if self._find(query).start < query.num_tokens:
             return False
         self._kept.join(request_id, query.chain)
         return True
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take host blocks for what of the offer is missing here; None if the host tier has no room for them."""
+        """Take host blocks for the offered blocks that are missing here; None if the host tier has no room for them."""
         self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
@@ -121,7 +128,8 @@ class TransferStore:
         self._imports[import_id] = opened
         waiting = {(tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)}
         if any((HOST, one.group, one.block) in waiting for one in opened.blocks):
-            return None  # a plan that was not made yet copies to or from these blocks; the caller ends the import
+            # A queued copy, which no plan carries yet, reads or writes these blocks. The caller ends the import.
+            return None
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:
             missing[one.group].append(one.logical)
@@ -139,7 +147,7 @@ class TransferStore:
         )
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Cut and join the source's bytes to those of this worker's ranks. Any thread may call it."""
+        """Return the bytes for each of this worker's ranks, made from those of the source's ranks. Any thread may call it."""
         return convert_blocks(offer.shares, self._shares, blocks.group, data)
 
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
@@ -161,12 +169,15 @@ class TransferStore:
             self._cache.tiers.imports.end(opened)
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
-        """The hit of a query's prefix here, as a request that continues it would find it."""
+        """Return the hit here of a request that continues the query's prefix; its one more token (`+ 1`) is never a hit."""
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1, retentions)
 
     def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:
-        """Cut the missing blocks of a group into pieces that are small enough for the ranks of both sides."""
+        """Divide the missing blocks of a group into pieces, and return each with its bytes at the source.
+
+        A piece is at most `MAX_PIECE_BYTES` at the source, and `PIECE_BYTES` on any rank of both sides; but at least one block.
+        """
         sizes = [groups[group].block_bytes for groups in (*offer.shares.groups, *self._shares.groups)]
         of_source = sum(sizes[: offer.shares.num_ranks])
         most = max(1, min(MAX_PIECE_BYTES // max(1, of_source), PIECE_BYTES // max(1, *sizes)))
@@ -175,7 +186,7 @@ class TransferStore:
 
 
 def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The (tier, block) that a copy reads, and the one that it writes."""
+    """Return the (tier, block) that a copy reads, and the one that it writes."""
     return (copy.source_tier, copy.source), (copy.target_tier, copy.target)
 
 

@@ -1,7 +1,8 @@
-"""`CacheSnapshots`: cheap copies of the cache's state for the block map, which must not stop the engine's thread for long.
+"""`CacheSnapshots`: makes cheap copies of the cache's state for the block map (a live view of every block).
 
-At first all blocks are copied, one group at a time, so that steps can run in between; copying a group is a few calls that run at C
-speed. Later snapshots have only the blocks that changed since the last one. Readers use the copies on other threads.
+Copying must not stop the engine's thread for long. So at first all blocks are copied, one group at a time, and steps can run in
+between; copying a group is a few calls that run at C speed. Later snapshots have only the blocks that changed since the last one.
+Readers use the copies on other threads.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class CacheSnapshot:
     free_pages: int
     # Blocks that compaction moved since start; if the number grew, any sequence's block table may have changed.
     num_compacted: int
-    num_repairs: int  # window repairs since start
+    num_repairs: int  # window repairs (computing cached tokens again for sliding groups) since start
     outcome_tokens: dict[str, int]  # prompt tokens since start: "hit", "repaired" or "missed_<reason>"
     groups: tuple[GroupSnapshot, ...]
     host: HostSnapshot | None  # None without a host tier

@@ -3,20 +3,20 @@
 The life cycle of a sequence's blocks, as the scheduler drives it (`kvcache` defines the terms, `sequence_blocks` has the states):
 
     hit = cache.find(chain, num_tokens)               the longest reusable prefix
-    blocks = cache.begin(chain, root, hit=hit)        reference the cached blocks
+    blocks = cache.begin(chain, root, hit=hit)        reference the hit's blocks
     if the state is AWAITS_LOAD:                      some of them are in the host tier
         cache.start_load(blocks)                      allocate blocks on the device, and queue the copies
         cache.finish_load(ticket)                     when the ranks have reported the load
     cache.plan_checkpoints(blocks, boundaries)
     each step:  cache.extend(blocks, end)             allocate blocks for the tokens that the step will compute
-                cache.advance(blocks, ids, processed) when its result has come: publish full blocks, free those outside of windows
+                cache.advance(blocks, ids, processed) when its result is there: publish full blocks, free those outside of windows
     cache.release(blocks)                             drop the references; the prefix cache keeps what was published
     or cache.swap_out(blocks)                         move all blocks to the host tier; then `swap_in` begins to load them again,
                                                       or `drop_swapped` gives them up
 
-Blocks are freed according to processed tokens, those whose step's result has come, never according to scheduled tokens. Other
-callers use the cache's parts: `tiers` (imports, exports, loads), `changes` (what routers must know), `copies` (what the ranks must
-copy), `capacity`, `snapshots`.
+Blocks slide out of a window according to *processed* tokens, those whose step's result has arrived, never according to scheduled
+tokens: a step in flight may still read the blocks. Other callers use the cache's parts: `tiers` (imports, exports, loads),
+`changes` (what routers must know), `copies` (what the ranks must copy), `capacity`, `snapshots`.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class KvCache:
     ) -> PrefixHit:
         """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute.
 
-        `retentions` are those of a sequence with a KV policy. With `with_disk`, the hit may need blocks from the disk tier, for
-        which `tiers.imports` allocates host blocks.
+        `retentions` say which blocks the sequence needs; None: those of sequences without a KV policy. With `with_disk`, the hit
+        may include blocks of the disk tier, for which `tiers.imports` allocates host blocks.
         """
         return find_hit(
             retentions or self.retentions,
@@ -175,8 +175,8 @@ class KvCache:
     def load_to_share(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> tuple[Load, list[int]] | None:
-        """Return the running load that brings most of the blocks that a hit would load, and how many of each group; None if no load
-        brings any.
+        """Return the running load that brings the most of the blocks that a hit would load, and how many of each group; None if no
+        load brings any of them.
 
         `retentions` are as in `find`.
         """
@@ -199,10 +199,10 @@ class KvCache:
         retentions: RetentionSet | None = None,
         keeps_aside: bool = False,
     ) -> SequenceBlocks:
-        """Start a sequence on the cached blocks of a hit (None: without any), and reference them.
+        """Start a sequence on the cached blocks of a hit, and reference them; `hit` is None for a sequence without cached blocks.
 
-        `retentions` are those of a sequence with a KV policy; its `chain` must have a root of its own (`hashing.chain_root`).
-        With `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
+        `retentions` are as in `find`; with a KV policy, the chain must have the policy's own root (`hashing.chain_root`). With
+        `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
 
         If the hit needs a window repair, sliding groups get only their sink blocks; the sequence computes their other blocks from
         `hit.start` on. If the hit has blocks in the host tier, the sequence's state is AWAITS_LOAD.
@@ -239,8 +239,8 @@ class KvCache:
         return True
 
     def finish_load(self, ticket: int) -> Load | None:
-        """Note that the ranks have done a load, so that searches find its blocks on the device; return the load, or None for a
-        ticket that is not known any more.
+        """Note that the ranks have made a load, so that searches find its blocks on the device; return the load, or None for an
+        unknown ticket.
         """
         load = self.tiers.loads.finish(ticket)
         if load is not None and load.blocks.base_node is not None:
@@ -252,8 +252,8 @@ class KvCache:
     ) -> None:
         """Plan checkpoints of an admitted sequence at these boundaries (hash blocks, after the hit); `advance` places them.
 
-        One more is added where the sequence's chain parts from a cached one. From a new request (`is_new`; False after a
-        preemption) the cache learns what clients return to.
+        One more is planned where the sequence's chain parts from a cached one. If the request `is_new` (not admitted again after a
+        preemption), the cache also learns what clients return to.
         """
         if blocks.repair.is_needed:
             self.outcomes.count_repair(blocks.repair.end - blocks.repair.start)
@@ -262,8 +262,8 @@ class KvCache:
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
 
-        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If there are enough free blocks
-        but they are scattered over pages, active blocks are moved together, provided that `compact` allows it.
+        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If there are enough blocks but
+        they are scattered over pages of other groups, `compact` allows moving active blocks together.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
@@ -281,8 +281,8 @@ class KvCache:
         return True
 
     def advance(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
-        """Note that `processed` tokens have their KV: publish full blocks, place checkpoints, free blocks that no query reads
-        again.
+        """Note that the KV of `processed` tokens is computed: publish full blocks, place checkpoints, and free blocks that no query
+        will read again.
         """
         blocks.processed = processed
         if processed < blocks.next_event_at:
@@ -311,11 +311,11 @@ class KvCache:
         self._leave_device(blocks)
 
     def swap_out(self, blocks: SequenceBlocks) -> bool:
-        """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room,
-        or if it has no live block: a load without copies would never be reported.
+        """Move a sequence's live blocks to the host tier, and release its blocks on the device.
 
-        The copies belong to the sequence and are not in the index, so nothing evicts them. No step in flight may compute the
-        sequence. `swap_in` or `drop_swapped` must follow.
+        Return False, with nothing changed, if there is no room, or if the sequence has no live block (a load without copies would
+        never be reported). The host's copies belong to the sequence and are not in the index, so nothing evicts them. No step in
+        flight may compute the sequence. `swap_in` or `drop_swapped` must follow.
         """
         live = blocks.live_blocks()
         counts = [len(of_group) for of_group in live]
@@ -350,12 +350,12 @@ class KvCache:
 
     @property
     def num_releases(self) -> int:
-        """A number that grows whenever blocks may have become free, so that what did not fit is tried again."""
+        """A number that grows whenever blocks may have become free. If it has grown, what did not fit before may be tried again."""
         return self._num_releases + self.tiers.exports.num_ended
 
     def evict_all(self) -> None:
-        """Evict every cached block of both tiers, and withdraw blocks in use from the index. What running loads bring is not
-        published.
+        """Evict every cached block of both tiers, and withdraw active blocks from the index. Blocks that running loads bring are
+        not published.
         """
         self.eviction.drop_all()
         self.evict_unpinned("reset")
@@ -436,6 +436,7 @@ class KvCache:
         if self.allocator.pages_needed(needs) is None:
             if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
                 return None
+            # `clear` moves active blocks only, so nothing may stay cached in the pages that it clears.
             while self.eviction.evict_one():
                 pass
             self.evict_unpinned("compaction")
@@ -448,7 +449,7 @@ class KvCache:
 
 
 def _change_log(index: PrefixIndex, layout: ArenaLayout, *, has_host: bool) -> ChangeLog:
-    """Return the log of an index. Without a host tier, routers are not told of one, and there are no load rates."""
+    """Return the log of an index. Without a host tier, the log has only the device's tier and no load rates."""
     if not has_host:
         return ChangeLog((index.groups,))
     return ChangeLog(index.tiers, LoadRates.unmeasured([group.stride_bytes for group in layout.groups]))

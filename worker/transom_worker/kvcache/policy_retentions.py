@@ -1,9 +1,10 @@
 """Translates KV policies into what the cache must keep: `PolicyRetentions`, and `BoundedRetention` for policies that depend on
 attention.
 
-A *KV policy* is a request's own rule for what its full-attention layers keep. A `window` policy is a sliding window with sinks over
-the cache's full group. Policies that depend on a sequence's attention (`attention_history`) choose while it runs which blocks it
-keeps, up to a bound: the scheduler applies the policy and removes the other blocks (`KvCache.remove`).
+A *KV policy* is a request's own rule for which keys and values its full-attention layers keep. A *retention* says which blocks of a
+KV cache group a sequence keeps. A `window` policy is a sliding window with sinks over the cache's full group. Policies that depend
+on a sequence's attention (`attention_history`) decide while it runs which blocks stay, up to a bound: the scheduler applies the
+policy and removes the other blocks (`KvCache.remove`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ MAX_REMEMBERED = 64  # policies, each under 1 KB; bounded because clients may se
 
 
 class PolicyRetentions:
-    """Makes retentions by policy, and remembers those that were used last. `plain` are the retentions of the cache's own groups,
-    which must all be full groups if a policy is given.
+    """Makes the retentions for a policy, and remembers those that were used last.
+
+    `plain` are the retentions of the cache's own groups, which must all be full groups if a policy is given.
     """
 
     def __init__(self, plain: RetentionSet, *, block_size: int) -> None:
@@ -40,8 +42,8 @@ class PolicyRetentions:
 class BoundedRetention(Retention):
     """A full group of which a sequence holds at most `max_blocks` blocks at once, the first `num_sink_blocks` always.
 
-    No block is freed because of its position alone, so for the cache the group keeps everything; admission counts with the bound.
-    Blocks of such a sequence are never published.
+    No block is freed because of its position alone, so for the cache the group keeps every token; only admission counts with the
+    bound. Blocks of such a sequence are never published.
     """
 
     def __init__(self, spec: GroupSpec, *, num_sink_blocks: int, max_blocks: int) -> None:

@@ -1,11 +1,14 @@
 """`Publishing`: makes a sequence's computed blocks findable for other requests, and places checkpoints at boundaries that it
 passes.
 
-A block's *twin* is another block with equal content and so an equal digest; the index has only one of the two.
+    publish     enter a computed block into the prefix index under its digest
+    checkpoint  a boundary in the prefix tree, at which the cache keeps all blocks that a request needs to continue there
+    twin        another block with equal content and so an equal digest; the index has only one of the two
+    private     said of a sequence whose blocks are never published, because its KV policy depends on its own attention
 
-In sliding groups, a window repair (`sequence_blocks.Repair`) computes exact contents only in the blocks that are live at its end;
-the other blocks in its range are never published. Example with one window group, live blocks 6 and 7 at the end, and the start in
-block 5:
+A *window repair* (`sequence_blocks.Repair`) computes cached tokens again for sliding groups. It computes exact contents only in the
+blocks that are live at its end, since the first tokens of its range lack the keys before them; the other blocks in its range are
+never published. Example with one window group, live blocks 6 and 7 at the end, and the start in block 5:
 
     block            0 ... 4    5         6      7      8 ...
     full group       (cached)   (cached)                publish
@@ -46,10 +49,10 @@ class Publishing:
 
     def plan(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool) -> None:
         """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
-        another.
+        another chain.
 
-        The other chain is either cached in the full groups beyond the hit, or evicted. From a new request (`is_new`; False after a
-        preemption) the cache learns what clients return to.
+        The other chain is either cached in the full groups beyond the hit, or evicted. If the request `is_new` (not admitted again
+        after a preemption), the cache also learns what clients return to.
         """
         if not self._is_on or blocks.is_private:
             return
@@ -71,7 +74,10 @@ class Publishing:
         blocks.planned_checkpoints = sorted(planned.items())
 
     def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
-        """Plan one more checkpoint, at a boundary ahead, if there are sliding groups, which would free the blocks that it needs."""
+        """Plan one more checkpoint, at a boundary that the sequence has yet to reach.
+
+        Without sliding groups none is needed: all blocks stay.
+        """
         if (
             self._is_on
             and blocks.retentions.slides
@@ -106,8 +112,9 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
-        """Place a checkpoint after the last whole hash block of a sequence that ends, if everything up to there was published, and
-        the contents that its load brought are known.
+        """Place a checkpoint after the last whole hash block of a sequence that is released.
+
+        Nothing is placed if the blocks up to there were not all published, or if their contents are unknown (`lost_contents`).
         """
         boundary = blocks.processed // self._block_size
         complete = (
@@ -120,8 +127,8 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def _publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
-        """Publish logical blocks `[begin, end)` of a table on the device, and drop the host tier's leftovers with equal
-        contents."""
+        """Publish logical blocks `[begin, end)` of a table on the device, and free the host's blocks with equal contents that
+        nothing needs (leftovers)."""
         published = self._registry.publish(group, table, begin, end, chain)
         if published:
             self._host.forget_leftovers(group, published)

@@ -1,4 +1,5 @@
-"""The statistics of the KV cache, which the engine turns into metrics. A node is a *checkpoint* while it pins its windows."""
+"""The statistics of the KV cache, which the engine turns into metrics. A node of the prefix tree is a *checkpoint* while it pins
+its windows, the blocks that sliding groups need there."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class CheckpointStats:
 
 
 class CheckpointCounts:
-    """The counts since start from which `CheckpointStats` are made, by kind (`tree.CheckpointKind`)."""
+    """Counts since start by kind (`tree.CheckpointKind`), from which `stats` makes `CheckpointStats`."""
 
     def __init__(self) -> None:
         self.placed: Counter[str] = Counter()

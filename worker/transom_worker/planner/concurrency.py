@@ -5,8 +5,8 @@
                    are freed that many tokens later
 
 The calculation assumes that all requests reach the length at the same time, one token a step. A request holds the most blocks at
-the first token of a block, where it has just got one more block. Example, a window of 40 tokens and blocks of 16: at position 64 a
-request holds blocks 1 to 4, from position 71 on only blocks 2 to 4.
+the first token of a block, when it has just got one more block. Example with a window of 40 tokens and blocks of 16: at position 64
+a request holds blocks 1 to 4, from position 71 on only blocks 2 to 4.
 
 The number of blocks that a sliding group holds repeats with a period; that of a full group only grows. So the peaks are among the
 positions of the last period before the length. Groups may peak at different positions there, so a request can have several demands.

@@ -4,7 +4,7 @@ short.
 Terms (those about clients are in `clients` and `fair_preemption`):
 
     sequence         one request inside the scheduler; sequences are served in the *order* of their keys: by arrival or priority
-    step in flight   a step that has been planned and has not answered
+    step in flight   a step that was planned and whose result has not arrived ("has not answered")
     hit              the cached prefix of a sequence's tokens, which need no computing
     admit            move a sequence from the queue to the running ones: it starts at its hit and gets its first blocks
     preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute"), or
@@ -13,16 +13,17 @@ Terms (those about clients are in `clients` and `fair_preemption`):
                      (`in_flight_prefixes`)
     waiter           a sequence that awaits a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
-    held             said of a new sequence that stays outside of the queue, since it lacks its prefix or its grammar
-    blocked          said of the first sequence of the queue if it did not fit when it was last tried
+    held             said of a new sequence outside of the queue: its prefix is being fetched, or its grammar compiled
+    blocked          said of a client whose first sequence in the queue did not fit when it was last tried
+    slice            the least time that a sequence runs before another client may claim its slot or memory (`fair_preemption`)
     checkpoint       a boundary of a prompt at which the cache keeps what a later request needs to continue there
 
-Three rules, for the sequences of one client; several clients take turns (`clients`), and `fair_preemption` chooses whose sequence
-is preempted:
+Three rules hold for the sequences of one client. Several clients take turns at being admitted (`clients`), and `fair_preemption`
+chooses whose sequence is preempted.
 
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
-  which is preempted. Alone it always fits: requests that could not are refused (`request_validation`), and where
-  its blocks would lie scattered, the cache moves blocks together.
+  which is preempted. Alone it always fits: requests that never could are refused (`request_validation`), and if free blocks
+  lie scattered over pages, the cache moves blocks together.
 - If the first sequence of the queue lacks blocks, no sequence after it is admitted, so the order is kept. A waiter is not in
   the queue, so sequences after it are admitted.
 - The blocks of a sequence that a step in flight computes are released only when that step has answered.
@@ -54,7 +55,7 @@ from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence, 
 from transom_worker.scheduling.sequence_moves import SequenceMoves
 from transom_worker.scheduling.work_counts import WorkCounts
 
-MAX_TRIED_CLIENTS = 32  # in one step, of those whose turn it is: each may cost a search in the prefix cache
+MAX_TRIED_CLIENTS = 32  # the first ones in turn, in one step: each may cost a search in the prefix cache
 
 
 class AdmissionControl:
@@ -74,17 +75,18 @@ class AdmissionControl:
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
         self._num_awaiting_release = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        # Client -> the wait of its first sequence in the queue, if that did not fit, and `cache.num_releases` then.
+        # Client -> (the `wait` of its first sequence in the queue, which did not fit; `cache.num_releases` at that time). If the
+        # sequence leaves the queue, it gets another `wait`, and the entry is of no effect.
         self.blocked: dict[Client, tuple[Wait, int]] = {}
 
     @property
     def num_running_slots_used(self) -> int:
-        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence after it cannot take it."""
+        """Running slots (`max_num_seqs`) in use. A waiter counts too: it keeps a slot, so that no later sequence can take it."""
         return len(self.running) + len(self.waiting.awaiting_prefix)
 
     @property
     def _is_busy(self) -> bool:
-        """Whether other sequences than those that wait hold blocks."""
+        """Whether any sequence holds blocks on the device: running ones do, and those that a step in flight still computes."""
         return len(self.running) > 0 or self._num_awaiting_release > 0
 
     def is_blocked(self, client: Client) -> bool:
@@ -92,8 +94,8 @@ class AdmissionControl:
         since then.
 
         A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
-        window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
-        Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
+        window. Each running sequence may have taken one freed block, so the sequence is tried again when more blocks were freed
+        than there are running sequences. Example: with 3 running sequences it is tried again after 4 freed blocks.
         """
         wait, blocked_at = self.blocked.get(client, (None, 0))
         is_same = self._is_busy and wait is client.queue.first.wait
@@ -127,20 +129,21 @@ class AdmissionControl:
             self._release_finished(sequence)
 
     def allocate_or_preempt(self, sequence: Sequence, count: int, *, steps_in_flight: int) -> int:
-        """Give a running sequence blocks for its next tokens, preempting others if need be.
+        """Give a running sequence blocks for its next tokens; preempt others for that if necessary.
 
-        Returns for how many tokens, at most `count`, it has blocks now; 0 if it must wait or was preempted itself.
+        Return for how many tokens, at most `count`, it has blocks now; 0 if it must wait or was preempted itself. Each round of the
+        loop preempts one sequence, until the tokens fit.
         """
         while True:
             num_fitting = self._allocate(sequence, count)
-            # It waits for the blocks of a step in flight rather than preempt another one.
+            # If a step in flight is about to free blocks, the sequence waits for them rather than preempt another one.
             if num_fitting or self._num_awaiting_release:
                 return num_fitting
             victim = self._last_running()
             if victim is sequence and len(self.running) == 1:
                 if not (steps_in_flight or self.cache.tiers.exports.reads_device):
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
-                return 0  # when the step in flight has answered, blocks that slid out of windows are freed
+                return 0  # the sequence waits: the step in flight, or the end of an export, frees blocks
             if victim.num_in_flight:
                 self._preempt_after_step(victim)
                 return 0
@@ -151,8 +154,8 @@ class AdmissionControl:
     def preempt(self, sequence: Sequence, *, may_swap: bool = True) -> None:
         """Return a running sequence to the queue and release its blocks. No step in flight may compute it.
 
-        It is swapped to the host tier, or computed again later. In the second case its whole hash blocks stay in the prefix cache
-        until they are evicted, so it computes only the tokens after them.
+        Its blocks are swapped to the host tier, or it is computed again later ("recompute"). In the second case its whole hash
+        blocks stay in the prefix cache; if they are not evicted until then, it computes only the tokens after them.
         """
         blocks = sequence.blocks
         assert blocks is not None
@@ -172,9 +175,10 @@ class AdmissionControl:
         self.waiting.put(sequence, InQueue(swapped=blocks if is_swapped else None))
 
     def loaded(self, ticket: int) -> None:
-        """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile.
+        """End the load with this ticket, which the ranks have reported.
 
-        Sequences that waited for the load return to the queue in either case: what it has brought is found on the device.
+        Its sequence runs from now on; if it was preempted or finished meanwhile, it is released. Sequences that waited for the load
+        return to the queue in either case, since searches find its blocks on the device now.
         """
         ended = self.moves.end_load(ticket)
         if ended is None:
@@ -183,7 +187,7 @@ class AdmissionControl:
         self.in_flight_prefixes.ended(load)
         if sequence.status is SequenceStatus.RUNNING:
             self.in_flight_prefixes.published(sequence)
-        elif not sequence.num_in_flight:
+        elif not sequence.num_in_flight:  # PREEMPTING or FINISHED
             self.release_after_step(sequence)
 
     def abandon_loads(self) -> None:
@@ -194,9 +198,9 @@ class AdmissionControl:
             self.release_after_step(sequence)
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence and empty both tiers: the contents of the blocks are not known any more.
+        """Preempt every running sequence and empty both tiers, because the contents of the blocks are not known any more.
 
-        No step may be in flight. What is being loaded is released when the ranks have reported it.
+        No step may be in flight. Sequences that are LOADING are released when the ranks have reported their loads.
         """
         for sequence in list(self.running):
             if sequence.status is SequenceStatus.LOADING:
@@ -207,7 +211,7 @@ class AdmissionControl:
         self.cache.evict_all()
 
     def _last_running(self) -> Sequence:
-        """Return the sequence to preempt if a running one lacks blocks."""
+        """Return the sequence to preempt if a running one lacks blocks; with a single client, the last one in order."""
         last = self.fair.last() if len(self.clients) > 1 else None
         return last or self.running.last
 
@@ -217,22 +221,26 @@ class AdmissionControl:
         self.running.remove(sequence)
 
     def _preempt_after_step(self, sequence: Sequence) -> None:
-        """Preempt a running sequence when the step or the load in flight has answered, which uses its blocks."""
+        """Mark a running sequence as PREEMPTING. It is preempted when the step or load in flight that uses its blocks has
+        answered."""
         sequence.move_to(SequenceStatus.PREEMPTING)
         self.in_flight_prefixes.stopped_running(sequence)
         self._num_awaiting_release += 1
 
     def next_client(self, no_share: set[Client], no_room: set[Client]) -> Client | None:
-        """Return the client whose first waiting sequence is tried next in this step; None if there is no other one.
+        """Return the client whose first waiting sequence is tried next in this step; None if no client is left to try.
 
-        `no_share` and `no_room` are the clients whose first sequences were tried in vain; known to be blocked, a client is added to
-        `no_room`. After such a client one is tried only if it has no running slot, or holds less memory for its weight: another one
-        would take what comes free. Example: A holds 8 blocks, B 4, and both are blocked. After A those are tried that hold fewer
-        than 8, after B those that hold fewer than 4.
+        `no_share` and `no_room` have the clients that were tried in vain: their first sequences get no tokens in this step, or do
+        not fit. This method adds clients that are known to be blocked to `no_room`.
+
+        Once a client lacks room, a later client in turn is tried only if it has no running slot, or holds less memory for its
+        weight than every client that lacks room. Otherwise a client that holds much would take the blocks that become free, before
+        they suffice for the one that holds less. Example: A holds 8 blocks and B 4, and both are blocked. After A, clients that
+        hold fewer than 8 blocks are tried; after B, those that hold fewer than 4.
         """
         if len(self.clients) == 1:
             return None if no_share or no_room else next(iter(self.clients.next_waiting()), None)
-        most = math.inf  # that a client with a running slot may hold
+        most = math.inf  # a client with a running slot is tried only if it holds less than this
         for client in self.clients.next_waiting(MAX_TRIED_CLIENTS):
             if client in no_share or (client.num_slots and no_room and self.fair.held(client) >= most):
                 continue
@@ -245,7 +253,7 @@ class AdmissionControl:
     def admit_next(self, client: Client, budget: int) -> tuple[Sequence, int] | None:
         """Admit a client's first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
 
-        0 tokens: the sequence became a waiter or loads blocks from the host tier, and the next one in the queue may be tried.
+        0 tokens: the sequence became a waiter, or first loads blocks from the host tier; the next one in the queue may be tried.
         None: it cannot be admitted now.
         """
         sequence = client.queue.first
@@ -264,23 +272,28 @@ class AdmissionControl:
         return sequence, count
 
     def claim_slot(self, client: Client) -> bool:
-        """Preempt a sequence of another client if this client is to have its running slot; return whether the slot is free now."""
+        """Preempt a sequence of another client if `fair_preemption` gives its running slot to this client.
+
+        Return whether the slot is free now: not if a step in flight still computes the sequence.
+        """
         victim = None if self.is_blocked(client) else self.fair.for_slot(client)
         if victim is None:
             return False
-        if isinstance(victim.wait, AwaitsPrefix):
+        if isinstance(victim.wait, AwaitsPrefix):  # a waiter holds a slot and no blocks: it just returns to the queue
             self.in_flight_prefixes.stop_waiting(victim)
             return True
         return self._claim(victim)
 
     def claim_blocks(self, client: Client) -> bool:
-        """Preempt a sequence of another client if this client is to have its memory; return whether that is free now."""
+        """Preempt a sequence of another client if `fair_preemption` gives its memory to this client; return whether the memory is
+        free now."""
         if len(self.clients) == 1 or self._num_awaiting_release:
             return False
         victim = self.fair.for_blocks(client)
         return victim is not None and self._claim(victim)
 
     def _claim(self, victim: Sequence) -> bool:
+        """Preempt a sequence now, or when its step in flight has answered; return whether it was preempted now."""
         if victim.status is SequenceStatus.PREEMPTING:
             return False
         if victim.num_in_flight:
@@ -290,12 +303,12 @@ class AdmissionControl:
         return True
 
     def begin_step(self) -> None:
-        """Count a step that is planned now; sequences that have awaited another client's prefix for long enough compute it."""
+        """Count a step that is planned now, and let sequences that have awaited another client's prefix for too long compute it."""
         self.fair.num_steps += 1
         self.in_flight_prefixes.end_long_waits(self.fair.num_steps)
 
     def apply_policy(self, sequence: Sequence, history: AttentionHistory) -> None:
-        """Take the decision of a running sequence's KV policy that is due, and remove the blocks that it does not keep."""
+        """Take the due decision of a running sequence's KV policy, and remove the blocks that the policy does not keep."""
         blocks = sequence.blocks
         assert blocks is not None
         (table,) = blocks.tables
@@ -311,17 +324,17 @@ class AdmissionControl:
         return finished_ids
 
     def restore_finished_ids(self, seq_ids: Iterable[int]) -> None:
-        """Name these ids in the next plan again: the ranks may not have received the plan that did."""
+        """Name these ids in the next plan again: the ranks may not have received the plan that named them."""
         self._finished_ids += seq_ids
 
     # Admission
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Make the sequence a waiter if a running sequence computes a prefix that it lacks, or a load brings blocks that it would
-        load too; return whether it became one.
+        load too; return whether it became a waiter.
 
-        A running producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter
-        needs are kept.
+        A running producer will place a checkpoint where the two prompts part, so that the cache keeps the sliding-window blocks
+        which the waiter needs there.
         """
         producer: Sequence | Load
         found = self.in_flight_prefixes.producer_for(sequence, hit)
@@ -340,9 +353,9 @@ class AdmissionControl:
         return True
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int) -> int | None:
-        """Start a sequence on its hit and move it to the running ones.
+        """Start a sequence after its hit and move it to the running ones.
 
-        Returns how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit.
+        Return how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit.
         """
         index_version = self.cache.changes.version
         assert isinstance(sequence.wait, InQueue)
@@ -362,7 +375,8 @@ class AdmissionControl:
         count = min(sequence.num_ready, budget)
         if sequence.history is not None:
             count = min(count, sequence.history.next_decision)
-        # One block for each running sequence must stay available, or they would soon preempt this one.
+        # One block for each running sequence must stay available (`reserve`), or they would soon preempt this one. If no other
+        # sequence holds blocks, nothing needs to be reserved, and blocks may be moved together to make the sequence fit.
         if blocks.state is BlocksState.AWAITS_LOAD:
             count, fits = 0, self.cache.start_load(blocks, reserve=len(self.running), compact=not self._is_busy)
         elif self._is_busy:
@@ -384,7 +398,7 @@ class AdmissionControl:
         return count
 
     def _resume(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
-        """Move a swapped sequence to the running ones; it loads its blocks first. False: it does not fit."""
+        """Move a swapped sequence to the running ones, where it loads its blocks first; return False if it does not fit."""
         if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not self._is_busy):
             return False
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
@@ -392,9 +406,9 @@ class AdmissionControl:
         return True
 
     def _starts(self, sequence: Sequence, blocks: SequenceBlocks, *, tokens: Mapping[str, int]) -> None:
-        """Move an admitted sequence from the queue to the running ones. One that has a load is LOADING first.
+        """Move an admitted sequence from the queue to the running ones. A sequence with a load is LOADING first.
 
-        `tokens` are its tokens by outcome of the hit search, for the listeners.
+        `tokens` counts its tokens by outcome of the hit search, for the listeners.
         """
         self._work.admitted(sequence, blocks)
         sequence.admitted_step = self.fair.num_steps
@@ -411,9 +425,9 @@ class AdmissionControl:
             listener.admitted(sequence, tokens=tokens)
 
     def _allocate(self, sequence: Sequence, count: int) -> int:
-        """Allocate blocks for `count` more tokens, or for half as many, a quarter ... until they fit; return how many tokens fit.
+        """Allocate blocks for `count` more tokens, or for a half, a quarter ... of them until they fit; return how many fit.
 
-        The cache moves blocks together (compaction) only so that a single token fits.
+        The cache moves blocks together (compaction) only if otherwise not even a single token fits.
         """
         blocks = sequence.blocks
         assert blocks is not None
@@ -428,7 +442,8 @@ class AdmissionControl:
         self._release(sequence, CheckpointKind.GENERATION if sequence.has_output else None)
 
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
-        """Release a sequence's blocks, place a checkpoint of this kind at its end (None: none), and have the ranks forget it."""
+        """Release a sequence's blocks, place a checkpoint of this kind at its end (none if `kind` is None), and have the ranks
+        forget the sequence."""
         assert sequence.blocks is not None
         self.cache.release(sequence.blocks, kind=kind)
         self._left_device(sequence, sequence.blocks)
@@ -437,7 +452,7 @@ class AdmissionControl:
     def _left_device(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
         """Note that a sequence's blocks on the device were released.
 
-        The next plan names it as finished, if the ranks know it: not if it was only loading.
+        If the ranks know the sequence, the next plan names it as finished. They do not know one that was only loading.
         """
         self.policy_counts.left(sequence.request, blocks)
         self.blocked.clear()

@@ -1,20 +1,31 @@
-"""`Clients`: the clients whose requests are at this worker, and which of them is admitted next.
+"""`Clients`: the clients whose requests are at this worker, and whose sequence is admitted next.
 
 Terms:
 
-    running slot  one of the `max_num_seqs` places of running sequences; a sequence that awaits a prefix keeps one as well
+    sequence      one request inside the scheduler
+    weight        a client's part compared with others': with weights 2 and 1, the first client gets twice as much
+    running slot  up to `max_num_seqs` sequences run at once, each in a slot; one that awaits a prefix keeps a slot as well
     level         a client's running slots, divided by its weight
     service       tokens that were computed for a client, divided by its weight: its *virtual time*
-    share         what a client may use of something while others want it too: its weight divided by the weights of all
+    turn          clients take turns at running slots: the client with the lowest level admits its next sequence
+    share         what a client may use of something while others need it too: its weight divided by the weights of all
+    place         where an unfinished sequence is: in the queue, awaiting a prefix, held (not yet to be admitted), or running
 
-Clients take turns at running slots: the client with the lowest level admits its next sequence. Of equal levels the one with less
-service is first (`virtual_time`), so that clients get tokens in the ratio of their weights even where there is a single slot.
-Inside a client sequences have the order of `queue`, priorities included.
+The calls for one sequence `s`, each of which `AdmissionControl` or `Scheduler` makes:
 
-Example with 4 slots and equal weights: A has 1,000 sequences, of which 4 run, and B's first one comes. B's level is 0 and A's is 4,
-so B has the next slot, and also the one after that, unless it has nothing more to run: then A has all slots again.
+    clients.join(s); waiting.put(s, InQueue())                 # it arrives
+    clients.admitted(s); waiting.remove(s); running.add(s)     # it is admitted
+    clients.served(s); running.remove(s)                       # it stops running: its client is charged; then either
+    waiting.put(s, InQueue())                                  #     it was preempted, or
+    clients.leave(s)                                           #     it has finished
 
-A single client is always the next one, so that nothing but the order of its own sequences counts.
+Of clients with equal levels the one with less service is first (`virtual_time`), so that clients get tokens in the ratio of their
+weights even if there is a single slot. The sequences of one client have the order of `queue`, priorities included.
+
+Example with 4 slots and equal weights: A has 1,000 sequences, of which 4 run, and B's first one arrives. B's level is 0 and A's is
+4, so B gets the next slot, and also the one after that. When B has nothing more to run, A gets all slots again.
+
+A single client always has the turn, so that nothing but the order of its own sequences counts.
 """
 
 from __future__ import annotations
@@ -30,18 +41,19 @@ from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, Orde
 
 
 class Client:
-    """One client's unfinished sequences by place, and its service. `Clients` changes it."""
+    """One client's unfinished sequences by place, and its service. Only the other classes of this module change it."""
 
     def __init__(self, name: str, service: float) -> None:
         self.name = name
         self.weight = 1.0
-        self.queue = OrderedQueue()  # may be admitted, the first one first
+        self.queue = OrderedQueue()  # sequences that may be admitted, the first one first
         self.awaiting_prefix = OrderedQueue()
         self.held = OrderedQueue()
         self.running = OrderedQueue()
-        self.num_sequences = 0  # at these places
-        self.service = service
-        self.turn: tuple[float, float, OrderKey, Client] | None = None  # its entry in the order of turns
+        self.num_sequences = 0  # at all four places together
+        self.service = service  # of its sequences that have stopped running
+        # Its entry in `Clients._turns`; None without a queue.
+        self.turn: tuple[float, float, OrderKey, Client] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -55,12 +67,17 @@ class Client:
 
 
 class Clients:
-    """All clients that have unfinished sequences. Every change of a client costs the logarithm of their number."""
+    """All clients that have unfinished sequences.
+
+    Finding a client's entry in the order of turns takes time in proportion to the logarithm of the number of clients.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Client] = {}
-        self._with_slots: dict[Client, None] = {}  # those that have running slots
-        self._turns: list[tuple[float, float, OrderKey, Client]] = []  # of clients with a queue, the next one first
+        self._with_slots: dict[Client, None] = {}  # those that have running slots, as an ordered set
+        # (level, service, order key of the first sequence, client) of each client with a queue; the next one in turn first. Order
+        # keys differ, so clients are never compared.
+        self._turns: list[tuple[float, float, OrderKey, Client]] = []
         self._time = VirtualTime()
         self._total_weight = 0.0
 
@@ -75,7 +92,10 @@ class Clients:
         return self._by_name[sequence.request.client]
 
     def next_waiting(self, num_clients: int | None = None) -> Iterator[Client]:
-        """Yield the clients that have a queue in the order of their turns, `num_clients` at most. Changes end the iteration."""
+        """Yield the clients that have a queue in the order of their turns, `num_clients` at most.
+
+        The caller must not go on with the iteration after a change.
+        """
         return (entry[3] for entry in islice(self._turns, num_clients))
 
     @property
@@ -84,14 +104,17 @@ class Clients:
         return self._with_slots
 
     def exceeds_share(self, request: Request, num_places: int) -> bool:
-        """Return whether one more sequence of this request's client would be more than its share of `num_places`."""
+        """Return whether one more sequence of this request's client would exceed the client's share of `num_places`.
+
+        `num_places` is how many sequences the worker takes in all. A client without sequences never exceeds its share.
+        """
         client = self._by_name.get(request.client)
         if client is None:
             return False
         return client.num_sequences + 1 > max(1.0, num_places * client.weight / self._total_weight)
 
     def join(self, sequence: Sequence) -> None:
-        """Count a new sequence, before it is put anywhere. The newest request decides the weight of its client."""
+        """Count a new sequence, before it is put at any place. The newest request decides the weight of its client."""
         request = sequence.request
         client = self._by_name.get(request.client)
         if client is None:
@@ -104,27 +127,32 @@ class Clients:
         self.changed(client)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a finished sequence, which is at no place any more, and its client with its last one."""
+        """Forget a finished sequence, which must have left its place; forget its client too if this was the client's last one."""
         client = self.of(sequence)
         client.num_sequences -= 1
         if client.num_sequences:
             return
         del self._by_name[client.name]
+        # Exactly 0 without clients: sums of weights are rounded.
         self._total_weight = self._total_weight - client.weight if self._by_name else 0.0
         self._time.remember(client.name, client.service)
 
     def admitted(self, sequence: Sequence) -> None:
-        """Note that a sequence has its client's turn."""
+        """Note that a sequence was admitted, so that its client has had its turn (`VirtualTime.take_turn`)."""
         self._time.take_turn(self.of(sequence).service)
 
     def served(self, sequence: Sequence) -> None:
         """Charge a client for a sequence that stops running: the tokens that were computed since it was admitted."""
         client = self.of(sequence)
+        # At least one token, so that a turn is never free.
         client.service += max(1, num_computed(sequence)) / client.weight
 
     def running_in_turns(self) -> list[Sequence]:
-        """Return the running sequences in the order in which they get tokens where there are too few: the first one of each client,
-        then the second ones, by weight.
+        """Return the running sequences in the order in which they get tokens if a step has too few for all.
+
+        The n-th sequence of a client (n from 1) has the rank n / weight, and lower ranks come first: so clients get tokens in the
+        ratio of their weights. Example: A with weight 2 runs a1, a2 and a3 (ranks 0.5, 1 and 1.5), B with weight 1 runs b1 (rank
+        1). The order is a1, then a2 and b1 by their order keys, then a3.
         """
         ranked = (
             ((rank + 1) / client.weight, sequence.order_key, sequence)
@@ -136,7 +164,7 @@ class Clients:
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
         """Return how many tokens of a step a running sequence leaves to former waiters of its client that stand before it in order.
 
-        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be
+        If they had not waited for a prefix, they would be running and be served first. Only as many of them count as can be
         admitted: the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the
         sequence, and one slot is free: 64 tokens.
         """
@@ -148,7 +176,7 @@ class Clients:
         return reserved_tokens
 
     def changed(self, client: Client) -> None:
-        """Put a client where it belongs in the order of turns."""
+        """Move a client to its new position in the order of turns, after its queue, slots or service have changed."""
         if client.num_slots:
             self._with_slots[client] = None
         else:
@@ -183,14 +211,14 @@ class ClientsQueue(OrderedQueue):
         self._clients.changed(client)
 
     def num_before(self, sequence: Sequence) -> int:
-        """Return how many sequences of the same client come before this one in order; others' do not keep it waiting."""
+        """Return how many sequences of the same client come before this one in order; those of others do not delay it."""
         return self._place(self._clients.of(sequence)).num_before(sequence)
 
 
 class WaitingSequences:
-    """Every WAITING sequence, each at one of three places; `Sequence.wait` says which, and what it waits for.
+    """Every WAITING sequence, each at one of three places; `Sequence.wait` says at which, and what it waits for.
 
-    Iteration and length count all of them: those of the queue first, then those that await a prefix, then held ones.
+    Iteration yields all of them: those of the queue first, then those that await a prefix, then held ones.
     """
 
     def __init__(self, clients: Clients) -> None:
@@ -214,7 +242,7 @@ class WaitingSequences:
         return sum(place.num_before(sequence) for place in self._places.values())
 
     def put(self, sequence: Sequence, wait: Wait) -> None:
-        """Let a sequence wait like this from now on, wherever it waited before. It keeps its place in the order."""
+        """Move a sequence to the place of this `wait`, from the place where it waited before, if any. Its order key stays."""
         self.remove(sequence)
         sequence.wait = wait
         self._places[type(wait)].add(sequence)
@@ -227,5 +255,5 @@ class WaitingSequences:
 
 
 def num_computed(sequence: Sequence) -> int:
-    """Return how many tokens of a running sequence plans have computed since its admission."""
+    """Return how many tokens of a running sequence plans have scheduled since its admission."""
     return sequence.scheduled - sequence.num_found_at_admission

@@ -1,26 +1,29 @@
-"""`FairPreemption`: which sequence is preempted where clients share KV memory and running slots.
+"""`FairPreemption`: chooses which sequence is preempted when clients share KV memory and running slots.
 
-Terms (others are in `clients`):
+Terms (see also `clients`):
 
-    head    the only sequence of a client that runs, or the first one in the queue of a client that has no running slot
-    slice   `SLICE_STEPS` steps since a sequence's admission in which it computed as many new tokens: what was computed before a
-            preemption does not count, so that every slice is progress
-    claim   a waiting sequence takes the slot or the memory of a running one of another client, which is preempted
+    running slot  up to `max_num_seqs` sequences run at once, each in a slot; one that awaits a prefix keeps a slot as well
+    service       tokens that were computed for a client, divided by its weight
+    head          the only running sequence of a client, or the first one in the queue of a client that has no running slot
+    slice         a sequence's slice is over when it was admitted `SLICE_STEPS` steps ago and has computed as many new tokens since
+                  then. Tokens that it had computed before a preemption are not new, so every slice makes progress
+    claim         a waiting sequence takes the slot or the memory of another client's running sequence, which is preempted
 
-With a single client, the last sequence in order is preempted if memory is short, and nothing is claimed. With several:
+With a single client, the last sequence in order is preempted if memory is short, and nothing is claimed. With several clients:
 
-- A running sequence that lacks blocks takes them from the last sequence of the client that holds the most memory for its weight
-  besides that sequence, so never from a head while another client runs two. Exception: a head whose slice is over and which holds
-  more than twice as much as that whole client: one large request is no way to more than a share. Where all are heads, the last
-  one in order is preempted.
+- If a running sequence lacks blocks, each client that runs at least two sequences is compared by the memory that it would still
+  hold without its last one, divided by its weight. The last sequence of the client with the most is preempted: so a head is safe
+  while another client runs two. Exception: a head whose slice is over and whose client holds more than twice as much as that other
+  client is preempted, so that one large request does not get more than a client's share. If all are heads, the last one in order is
+  preempted.
 - A waiting head claims the last sequence of a client that runs several, at once.
-- A waiting head claims another client's head when that one's slice is over and its client has had more service. So clients whose
+- A waiting head claims another client's head if that one's slice is over and its client has had more service. So clients whose
   requests do not fit beside each other take turns, each for a slice at least.
-- Any other waiting sequence claims from a client that would still have more than it, for their weights, after that; and only
-  what has run for a slice, so that nothing is preempted to and fro.
+- Any other waiting sequence claims only from a client that would still have more than its own client after that, for their weights,
+  and only a sequence whose slice is over. So two clients do not preempt each other to and fro.
 
-Example with 8 slots: A runs 8 sequences, and B sends 5. B's first one claims the last one of A at once; three others follow, each
-when its victim has run for a slice, or when one of A's ends. Then both run 4.
+Example with 8 slots: A runs 8 sequences, and B sends 5. B's first one claims the last one of A at once. Three others follow, each
+when its victim's slice is over, or when one of A's ends. Then both run 4.
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ from transom_worker.scheduling.clients import Client, Clients, num_computed
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 
 SLICE_STEPS = 64
-HEAD_FACTOR = 2
-RETRY_STEPS = 4  # after which a claim that has failed is tried again
+HEAD_FACTOR = 2  # a head may hold this many times as much memory as the client that would be preempted otherwise
+RETRY_STEPS = 4  # steps after which a claim that has failed is tried again
 
 
 class FairPreemption:
-    """Chooses whom to preempt. `block_bytes` are those of one block, by group; `num_steps` counts the steps that were planned.
+    """Chooses the sequence to preempt. `block_bytes[group]` is the size of a block; `num_steps` counts the planned steps.
 
-    A choice takes time in proportion to the running sequences. It is made only if slots or memory are short, and for a slot in one
-    of `RETRY_STEPS` steps.
+    A choice takes time in proportion to the number of running sequences. It is made only if slots or memory are short; a failed
+    claim of a slot is tried again only every `RETRY_STEPS` steps.
     """
 
     def __init__(self, clients: Clients, block_bytes: Sequences[int]) -> None:
@@ -47,13 +50,14 @@ class FairPreemption:
         self._block_bytes = tuple(block_bytes)
         self.num_steps = 0
         self._claimed_in_vain: tuple[Client, Sequence] | None = None  # the last claim of a slot, if it failed
-        self._try_again_at = 0  # from this step on it is tried again
+        self._try_again_at = 0  # that claim is tried again from this step on
 
     def last(self) -> Sequence | None:
         """Return the sequence that is preempted if a running one lacks blocks; None if nothing runs."""
         running = [client for client in self._clients.with_slots if client.running]
         several = [client for client in running if len(client.running) > 1]
         loser = max(several, key=lambda client: (self._level(client), _last(client).order_key), default=None)
+        # The exception: a head that holds more than `largest`.
         largest = 0.0 if loser is None else HEAD_FACTOR * self.held(loser)
         heads = [client for client in running if len(client.running) == 1 and self._slice_is_over(_last(client))]
         head = max(heads, key=self.held, default=None)
@@ -64,7 +68,7 @@ class FairPreemption:
         return max((_last(client) for client in running), key=lambda sequence: sequence.order_key, default=None)
 
     def for_slot(self, client: Client) -> Sequence | None:
-        """Return the sequence whose running slot this client's first waiting one claims; None if it has to wait."""
+        """Return the sequence whose running slot this client's first waiting sequence claims; None if it has to wait."""
         if self._claimed_in_vain == (client, client.queue.first) and self.num_steps < self._try_again_at:
             return None
         victim = self._slot_of_other(client)
@@ -73,12 +77,14 @@ class FairPreemption:
         return victim
 
     def _slot_of_other(self, client: Client) -> Sequence | None:
+        """Return the victim of a claim of a slot, as `for_slot`, without the limit on how often it is tried."""
         others = [other for other in self._clients.with_slots if other is not client]
         if any(one.status is SequenceStatus.PREEMPTING for other in others for one in other.running):
-            return None  # its slot comes free
+            return None  # its slot becomes free when its step has answered
         several = [other for other in others if other.num_slots > 1]
         loser = max(several, key=lambda other: (other.num_slots - 1) / other.weight, default=None)
         if loser is not None:
+            # A sequence that awaits a prefix loses no work.
             victim = loser.awaiting_prefix.last if loser.awaiting_prefix else _last(loser)
             if not client.num_slots or (
                 client.level < (loser.num_slots - 1) / loser.weight and self._slice_is_over(victim)
@@ -87,7 +93,7 @@ class FairPreemption:
         return self._overdue_head(client, others)
 
     def for_blocks(self, client: Client) -> Sequence | None:
-        """Return the sequence whose memory this client's first waiting one claims; None if it has to wait."""
+        """Return the sequence whose memory this client's first waiting sequence claims; None if it has to wait."""
         others = [other for other in self._clients.with_slots if other is not client and other.running]
         several = [other for other in others if len(other.running) > 1]
         loser = max(several, key=self._level, default=None)
@@ -102,17 +108,21 @@ class FairPreemption:
         return sum(map(self._held, client.running)) / client.weight
 
     def _level(self, client: Client) -> float:
-        """Return what a client that runs sequences would still hold without its last one, divided by its weight."""
+        """Return the bytes that a client would still hold without its last running sequence, divided by its weight."""
         return self.held(client) - self._held(_last(client)) / client.weight
 
     def _held(self, sequence: Sequence) -> int:
+        """Return the bytes of KV blocks that a sequence references on the device."""
         if sequence.blocks is None:
             return 0
         blocks = zip(sequence.blocks.tables, self._block_bytes, strict=True)
         return sum((len(table.sink_blocks) + len(table.run)) * size for table, size in blocks)
 
     def _overdue_head(self, client: Client, others: Sequences[Client]) -> Sequence | None:
-        """Return the head that a waiting head claims: of those whose slice is over, that of the client with the most service."""
+        """Return the head that a waiting head claims: of the heads whose slice is over, that of the client with the most service.
+
+        None if that client has not had more service than this one, or this one's first waiting sequence is not a head.
+        """
         if client.num_slots:
             return None
         heads = [
@@ -122,7 +132,8 @@ class FairPreemption:
         return _last(most) if most is not None and _service_now(most) > client.service else None
 
     def _slice_is_over(self, sequence: Sequence) -> bool:
-        if sequence.blocks is None:  # it awaits a prefix
+        """Return whether a sequence has run for a slice; True for one that awaits a prefix, which makes no progress itself."""
+        if sequence.blocks is None:
             return True
         begin = max(sequence.num_found_at_admission, sequence.recompute_until)
         num_new = sequence.scheduled - begin
@@ -134,5 +145,5 @@ def _last(client: Client) -> Sequence:
 
 
 def _service_now(client: Client) -> float:
-    """A client's service with what its running sequences have computed since their admissions."""
+    """Return a client's service, including what its running sequences have computed since their admissions."""
     return client.service + sum(map(num_computed, client.running)) / client.weight

@@ -9,13 +9,13 @@ from transom_worker.scheduling.sequence import Sequence
 
 
 class SchedulerListener(Protocol):
-    """Callbacks that the scheduler makes on the engine's thread while it plans a step.
+    """The scheduler calls these methods on the engine's thread, while it takes a request or plans a step.
 
     An implementation must not block, raise, or change the sequence (one request inside the scheduler).
     """
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """The scheduler has queued a request; `num_ahead` waiting requests of its client stand before it."""
+        """The scheduler has queued a request; `num_ahead` waiting requests of the same client stand before it."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.
@@ -26,4 +26,5 @@ class SchedulerListener(Protocol):
         """
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """The scheduler preempts a request; its KV blocks are released after this call. `mode` is how: `recompute`."""
+        """The scheduler preempts a request. `mode` is `recompute` (its KV blocks are released after this call, and it is computed
+        again later) or `swap` (its blocks are moving to the host tier)."""

@@ -1,11 +1,11 @@
-"""What the scheduler does about a step that ran out of memory: it finds the request that asked for the most, and makes steps
+"""Handles a step that ran out of memory: `largest_row` finds the request that asked for the most, and `StepTokenLimit` makes steps
 smaller for a while.
 
-Memory of a step grows with its tokens, with the positions whose logits are needed, and with the tokens that its queries attend
-to. At start the memory of the largest step is measured and kept free (`execution.setup.dummy_run`). So a step runs out of memory
-where another process takes memory of the device, or where the measurement missed something. Then the next steps are smaller:
-half of the step that failed, and twice as large again after each `STEPS_BEFORE_GROWTH` steps with a result. Example with
-`max_num_batched_tokens` of 2,048 and a failed step of 1,500 tokens: 750 tokens for 16 steps, 1,500 for 16 steps, then 2,048.
+A step needs more memory the more tokens it has, the more positions need logits, and the more tokens its queries attend to. At start
+the memory of the largest step is measured and kept free (`execution.setup.dummy_run`). So a step runs out of memory only if another
+process takes memory of the device, or if the measurement missed something. Then the limit is half of the step that failed, and it
+doubles after every `STEPS_BEFORE_GROWTH` steps with a result. Example with `max_num_batched_tokens` of 2,048 and a failed step of
+1,500 tokens: 750 tokens for 16 steps, 1,500 for 16 steps, then 2,048.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class LargestRow(NamedTuple):
 
 
 def largest_row(plan: StepPlan, rows: Iterable[Sequence]) -> LargestRow:
-    """Return the row of a plan with most tokens and rows of logits; of equal ones that with the longest context, then the last."""
+    """Return the row of a plan with the most tokens and logits together; of equal rows the one with the longest context, then the
+    last."""
     columns = zip(rows, plan.start, plan.count, plan.logits_from, strict=True)
     found = [
         LargestRow(sequence, count, max(0, start + count - logits_from), start + count)
         for sequence, start, count, logits_from in columns
     ]
+    # `max` returns the first of equal rows, hence the reversed order.
     return max(reversed(found), key=lambda row: (row.num_tokens + row.num_logit_rows, row.num_attended))
 
 
@@ -47,11 +49,11 @@ class StepTokenLimit:
         self._num_steps = 0  # with a result, since the limit changed
 
     def ran_out_of_memory(self, num_tokens: int) -> None:
-        """A step of `num_tokens` tokens ran out of memory."""
+        """Halve the limit, or the size of the step of `num_tokens` tokens that ran out of memory if that is smaller."""
         self.num_tokens, self._num_steps = max(1, min(num_tokens, self.num_tokens) // 2), 0
 
     def stepped(self) -> None:
-        """A step has a result."""
+        """Note that a step has a result; after `STEPS_BEFORE_GROWTH` of them a lowered limit doubles."""
         if self.num_tokens == self._max_tokens:
             return
         self._num_steps += 1

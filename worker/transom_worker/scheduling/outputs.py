@@ -11,8 +11,8 @@ from transom_worker.scheduling.step import PolicyQuality
 class SequenceOutput(NamedTuple):
     """One new token of one request.
 
-    `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost
-    worker) counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all after it.
+    `position` is the token's index in the output, including output that the request arrived with (a stream that migrated from a
+    lost worker). `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all after it.
     `at_limit`: the request has reached its length limit, and the engine must finish it.
     """
 
@@ -25,5 +25,5 @@ class SequenceOutput(NamedTuple):
     at_limit: bool
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: LogprobTable | None = None
-    quality: PolicyQuality | None = None  # where the step has compared the request's KV policy with full attention
-    num_host_tokens: int = 0  # of `num_cached_tokens`, those that the host tier spared
+    quality: PolicyQuality | None = None  # set if the step has compared the request's KV policy with full attention
+    num_host_tokens: int = 0  # those of `num_cached_tokens` that only the host tier had

@@ -6,11 +6,16 @@ Terms, as `step.StepPlan` uses them:
     pending token  a token that a step in flight (planned, not answered) samples; its id is not known yet
     block table    the block ids of a sequence in one KV cache group; the ranks keep copies of the tables
     delta          how a block table grew and shrank since the ranks were last told
-    move           a block that compaction (moving blocks together to clear pages) gave another id
+    move           another id for a block of a table, which compaction (moving blocks together to clear pages) has copied there
     window repair  a row that computes cached tokens again, so that sliding windows get their blocks
     KV policy      a request's own rule for which keys and values it keeps and reads
-    grammar        of a request: decides which tokens its sequence may sample; the engine computes their mask
+    grammar        a request's grammar decides which tokens its sequence may sample; the engine computes their mask
     sliding group  a KV cache group with a window, chunk or compressor state; the others keep every token
+
+    builder = PlanBuilder(step_id, ...)
+    builder.introduce(sequence)                 # only if the ranks do not know it
+    builder.add_row(sequence, blocks, count)    # for each sequence of the step
+    plan = builder.finish(finished, copies)
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSeq
 from transom_worker.scheduling.work_counts import WorkCounts
 
 MEASURED_PERIOD = 13
-"""Of a sequence with `kv_quality` one token in this many is compared with full attention; no block's size is a multiple of it."""
+"""Of a sequence with `kv_quality`, one token in this many is compared with full attention. No block size is a multiple of it, so
+that tokens at all positions inside blocks are compared."""
 
 
 class PlanBuilder:
@@ -66,7 +72,7 @@ class PlanBuilder:
         pending = sequence.num_pending
         samples = end == len(sequence.token_ids) + pending
         logits_from = end
-        # The row's last input token, if the ranks do not know it: its id, or the row of the step before that samples it.
+        # The row's last input token, if the ranks do not know it: its id, or the row of the previous step that samples it.
         input_id = input_row = NO_ID
         if end > sequence.num_tokens_on_ranks:
             if pending:
@@ -118,6 +124,7 @@ class PlanBuilder:
         return plan
 
     def _add_copy(self, copy: BlockCopy) -> None:
+        """Add a block copy. Its end on the disk, if any, is an index into `disk_digests` instead of a block id."""
         plan, source, target = self.plan, copy.source, copy.target
         if TIER_DISK in (copy.source_tier, copy.target_tier):
             index = len(plan.disk_digests)

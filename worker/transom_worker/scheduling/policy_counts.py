@@ -1,4 +1,4 @@
-"""`PolicyCounts`: what KV policies keep, drop and change, by type of policy, for the metrics.
+"""`PolicyCounts`: counts for the metrics what KV policies keep and drop, and how they change outputs, by type of policy.
 
 A *KV policy* is a request's own rule for what its full-attention layers keep: a window, an adaptive window or a heavy budget.
 """
@@ -18,9 +18,10 @@ POLICY_TYPES = ("window", "adaptive", "heavy")
 
 @dataclass(slots=True, kw_only=True)
 class PolicyStats:
-    """One type of policy. The last four are of the requests that run now; the others count since start.
+    """The counts of one type of policy. The last four are of the requests that run now; the others count since start.
 
-    `kl`, `num_agreeing` and `dropped_mass` are sums over the `num_compared` tokens that were compared with full attention.
+    `kl`, `num_agreeing` and `dropped_mass` (see `step.PolicyQuality`) are sums over the `num_compared` tokens that were compared
+    with full attention.
     """
 
     num_requests: int = 0
@@ -30,25 +31,25 @@ class PolicyStats:
     num_agreeing: int = 0
     dropped_mass: float = 0.0
     num_running: int = 0
-    seen_tokens: int = 0  # that were computed or found in the prefix cache
-    kept_tokens: int = 0  # that the blocks of these requests have room for
-    window_tokens: int = 0  # of these, without the sinks' blocks
+    seen_tokens: int = 0  # tokens that were computed or found in the prefix cache
+    kept_tokens: int = 0  # tokens for which the blocks of these requests have room
+    window_tokens: int = 0  # `kept_tokens` without those of sink blocks
 
 
 class PolicyCounts:
     """Counts of one scheduler. Only the engine's thread calls it."""
 
     def __init__(self) -> None:
-        # By type: what counts since start; of dropped blocks those of sequences that have ended or were preempted.
+        # By type, since start. Dropped blocks are added when their sequence leaves the device; `stats` adds those of running ones.
         self._counted = {name: PolicyStats() for name in POLICY_TYPES}
 
     def queued(self, request: Request) -> None:
-        """Count a request that the scheduler has taken."""
+        """Count a request that the scheduler has queued."""
         if request.kv_policy is not None:
             self._counted[request.kv_policy.type].num_requests += 1
 
     def compared(self, request: Request, quality: PolicyQuality) -> None:
-        """Add what a step has found for one token of a request."""
+        """Add a step's comparison with full attention for one token of a request."""
         assert request.kv_policy is not None
         counted = self._counted[request.kv_policy.type]
         counted.num_compared += 1
@@ -57,7 +58,7 @@ class PolicyCounts:
         counted.dropped_mass += quality.dropped_mass
 
     def left(self, request: Request, blocks: SequenceBlocks) -> None:
-        """Take over the count of a sequence whose blocks leave the device."""
+        """Add the dropped blocks of a sequence whose blocks leave the device."""
         if request.kv_policy is not None:
             self._counted[request.kv_policy.type].num_dropped_blocks += blocks.num_dropped
             blocks.num_dropped = 0

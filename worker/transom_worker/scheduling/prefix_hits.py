@@ -1,4 +1,5 @@
-"""What a sequence that is admitted finds in the prefix cache: `find_hit`, `count_outcome` and `checkpoint_boundaries`.
+"""What a sequence finds in the prefix cache when it is admitted: `find_hit` searches, `count_outcome` counts the tokens found, and
+`checkpoint_boundaries` chooses where later requests will probably continue.
 
 hit         the cached prefix of a sequence's tokens, which need no computing
 checkpoint  a boundary of a prompt at which the cache keeps what a later request needs to continue there
@@ -16,10 +17,13 @@ from transom_worker.scheduling.sequence import CachedPrompt, Sequence
 
 
 def find_hit(cache: KvCache, sequence: Sequence) -> PrefixHit | None:
-    """Search the prefix cache for the sequence's known tokens; None if the sequence reads no prefix cache."""
+    """Search the prefix cache for the sequence's known tokens; None if the sequence does not read the prefix cache.
+
+    A sequence that only writes the cache needs the chain of its digests too, so the chain is extended in either case.
+    """
     policy = sequence.request.kv_policy
     if not cache.enable_prefix_caching or (policy is not None and policy.depends_on_history):
-        return None  # a sequence with a history publishes nothing, and needs no digests
+        return None  # a sequence whose KV depends on its attention history publishes nothing, so it needs no digests
     extend_chain(sequence.chain, sequence.root, sequence.token_ids, cache.block_size)
     if not sequence.reads_prefix_cache:
         return None
@@ -32,7 +36,7 @@ def count_outcome(
     """Return the sequence's tokens by outcome of the hit search: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`).
 
     At the first admission the result has the prompt's tokens, and they are added to the cache's statistics. At a later one
-    it has only the hit and repaired tokens: how much of what the preemption threw away was still cached.
+    it has only the hit and repaired tokens: they say how much of what the preemption released was still cached.
     """
     if sequence.was_admitted:
         if hit is None:
@@ -54,6 +58,7 @@ def checkpoint_boundaries(
     250 tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
     """
     turns = sequence.request.turn_boundaries
+    # If two ends fall into the same hash block, the later assignment wins: PROMPT over TURN over SYSTEM.
     boundaries = {turns[0] // block_size: CheckpointKind.SYSTEM} if turns else {}
     boundaries |= {end // block_size: CheckpointKind.TURN for end in turns[1:][-2:]}
     boundaries[(len(sequence.token_ids) - 1) // block_size] = CheckpointKind.PROMPT

@@ -1,17 +1,17 @@
-"""`OrderedQueue`: sequences of one client in the order in which the scheduler serves them; it preempts them in the reverse order.
+"""`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
 
-Where several clients have requests, they take turns (`clients`); what follows holds inside each client's share.
+If several clients have requests, they take turns (`clients`); the following holds for the sequences of each client.
 
 The order key of a sequence is its *virtual arrival* (`contract.request`), then a counter. With the policy `fcfs` the counter
-alone decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock:
-the arrival here, less the time that the request waited before in its router, plus 30 seconds for each step of its priority
-number.
+alone decides, except that streams that migrated from a lost worker come first. With `priority` the virtual arrival is, on this
+worker's clock: the arrival here, minus the time that the request waited in its router before, plus 30 seconds for each step of its
+priority number (a lower number is served first).
 
-A key never changes, so admission and preemption have one order, and a request moves up in it as those before it end. Bound: let
-a request of priority p come to its router at second t, and clients ask for priorities from -M to M. Only requests that came to
-their routers before t + 30 (p + M) are admitted before it, or preempt it. From that second on the requests before it are a
-fixed set, and the first request in order always makes progress (`admission`): it runs to its end once these have, even if
-others send more requests.
+A key never changes, so admission and preemption have the same order, and a request moves up in it as those before it end. This
+bounds the wait: let a request of priority p arrive at its router at second t, and let clients use priorities from -M to M. Only
+requests that arrive at their routers before t + 30 (p + M) can be admitted before it, or preempt it. From that second on the set of
+requests before it only shrinks, and the first request in order always makes progress (`admission`). So the request runs to its end,
+however many requests arrive later.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def order_time_s(request: Request, config: SchedulerConfig, now_s: float) -> flo
 
 
 class OrderedQueue:
-    """A list of sequences in order of their keys. A preempted sequence keeps its key, so it stands before all that arrived
-    later.
-    """
+    """A list of sequences in order of their keys. A preempted sequence keeps its key, so it stands before all later arrivals."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []

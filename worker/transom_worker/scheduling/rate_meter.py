@@ -1,20 +1,20 @@
-"""Measures what the cache's rates say (`kvcache.load_rates`). `RateMeter` learns from steps' results what computing a token and
-loading a block cost, `ReadMeter` what reading a block from the disk tier costs.
+"""Measures the rates (`transom_core.kv_cache.load_rates`) by which the cache decides whether to load a block or to compute it.
+`RateMeter` learns from steps' results what computing a token and loading a block from the host tier cost, `ReadMeter` what reading
+a block from the disk tier costs.
 
-The measured rates are averages that weigh a measurement by how noisy they have been (`noisy_mean`). The cache gets new ones only
-when one of them is off by more than a quarter, since each change is sent to every router, whose prediction must be the worker's own
-hit.
+The rates are averages in which noisy measurements have little weight (`noisy_mean`). The cache gets new rates only when one of them
+is off by more than a quarter: each change is sent to every router, since a router must predict the same hit as the worker finds.
 
-Loads and reads are measured only where they are made, and they are made where they look cheap. Two rules keep an estimate that is
-too high from ending all of them for ever:
+Loads and reads are measured only when they are made, and they are made only if they look cheap. Two rules prevent that an estimate
+which is too high ends them for ever:
 
-- The estimate is *optimistic*: less than the mean by as much as noise may have raised it. So a few slow loads among many do not
-  stop them.
-- While there is occasion and none is made (steps with prompts for loads, requests for reads), the estimate decays, until one is
-  tried again. That one counts for more then.
+- The estimate is *optimistic*: `OPTIMISM` standard deviations of its uncertainty less than the mean. So a few slow loads among many
+  do not stop all loads.
+- The estimate decays by `DECAY` after each `STALE_OCCASIONS` occasions without a load or read, until one is tried again. An
+  occasion is a step with prompts for loads, and a request for reads. The measurement that ends the decay has more weight.
 
-Example with the constants below: loads took exactly 3 times as long as computing; after 80 steps with prompts one is tried, which
-costs 2 more times, and the estimate is 3 again.
+Example with the constants below: loads took exactly 3 times as long as computing. After 80 steps with prompts (5 decays, since
+3 x 0.8^5 is below 1) a load is tried; it takes 2 times longer than computing would have, and the estimate is 3 again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.noisy_mean import NoisyMean
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
-LEAST_TOKENS = 32  # of prompts in a step; fewer are no measure of what a prompt token costs
+LEAST_TOKENS = 32  # a step with fewer prompt tokens says too little about the cost of one
 STEP = 1.25  # rates change when they are off by this factor
 OPTIMISM = 1.0  # standard deviations by which the estimate of a load or read is below the mean
 STALE_OCCASIONS = 16  # without a load or read, after which its estimate decays
 DECAY = 0.8
-MOST_DECAYS = 12  # to 7 % of what was measured
+MOST_DECAYS = 12  # the estimate decays at most to 7 % of what was measured
 
 
 class RateMeter:
@@ -42,7 +42,7 @@ class RateMeter:
         self._loads = _BlockCost(block_bytes)
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
-        """Learn from a step that computed mostly prompt tokens."""
+        """Learn from a step if at least half of its tokens are prompt tokens; it is also an occasion to load."""
         elapsed_s = timings.prepare_s + timings.forward_s + timings.sample_s
         num_prompt_tokens = sum(count for count in plan.count if count > 1)
         if elapsed_s > 0 and num_prompt_tokens >= max(LEAST_TOKENS, plan.num_tokens // 2):
@@ -50,7 +50,7 @@ class RateMeter:
             self._loads.not_made()
 
     def loaded(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from a load of `num_blocks` blocks, by group."""
+        """Learn from a load of `num_blocks[group]` blocks from the host tier."""
         self._loads.made(num_blocks, elapsed_s)
 
     def next_rates(self, present: LoadRates) -> LoadRates | None:
@@ -69,11 +69,11 @@ class ReadMeter:
         self._reads = _BlockCost(block_bytes)
 
     def read(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from a load of `num_blocks` blocks, by group."""
+        """Learn from a load of `num_blocks[group]` blocks from the disk."""
         self._reads.made(num_blocks, elapsed_s)
 
     def not_read(self) -> None:
-        """Note that a request came for which nothing is read."""
+        """Note that a request arrived for which nothing is read."""
         self._reads.not_made()
 
     def next_rates(self, present: LoadRates) -> LoadRates | None:
@@ -83,7 +83,7 @@ class ReadMeter:
 
 
 class _BlockCost:
-    """What a block costs that is loaded or read, in proportion to its bytes."""
+    """Estimates what loading or reading a block costs, in proportion to its bytes."""
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
         self._block_bytes = block_bytes
@@ -92,21 +92,21 @@ class _BlockCost:
         self._num_decays = 0  # since the last load
 
     def made(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from one of `num_blocks` blocks, by group."""
+        """Learn from one load or read of `num_blocks[group]` blocks."""
         num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
         if elapsed_s > 0 and num_bytes:
             self._byte_s.add(elapsed_s / num_bytes, drift=self._num_decays * math.log(DECAY))
             self._num_occasions = self._num_decays = 0
 
     def not_made(self) -> None:
-        """Note an occasion at which none was made."""
+        """Note an occasion without a load or read."""
         self._num_occasions += 1
         if self._num_occasions == STALE_OCCASIONS:
             self._num_occasions = 0
             self._num_decays = min(self._num_decays + 1, MOST_DECAYS)
 
     def block_ns(self, present_ns: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the nanoseconds of a block, by group, that should hold instead of the present ones."""
+        """Return the nanoseconds per block, by group, that should hold instead of the present ones."""
         if not self._byte_s.num_measured:
             return present_ns
         byte_ns = self._byte_s.mean(optimism=OPTIMISM) * DECAY**self._num_decays * 1e9
@@ -114,5 +114,6 @@ class _BlockCost:
 
 
 def _stepwise(present_ns: int, measured_ns: float) -> int:
+    """Return the measured value, or the present one if the two differ by less than a factor of `STEP`; at least 1 ns."""
     is_near = present_ns / STEP <= measured_ns <= present_ns * STEP
     return present_ns if is_near else max(1, round(measured_ns))

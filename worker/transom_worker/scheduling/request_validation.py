@@ -1,14 +1,14 @@
 """Validates requests when they arrive at a worker, and refuses those that it cannot serve, with the numbers in the message.
 
-A request is validated in two places. The router checks what a client asks for before the request leaves it
-(`transom_cluster.http.prompt_request`), so that most wrong requests never come here. The worker checks in this module
-everything that it relies on. Each condition is checked by one of three functions:
+A request is validated in two places. The router checks a client's request before it sends it to a worker
+(`transom_cluster.http.prompt_request`), so that most wrong requests never arrive here. The worker checks in this module everything
+that it relies on. Each condition is checked by one of three functions:
 
     ids_in_use        the replica, before it notes which router a request belongs to: the id is new
     check_tokens      the engine, before it reads resumed output: version and vocabulary
     check_admission   the scheduler, before it queues the request: the rest; it returns the request's length limit
 
-*Resumed output* is output that a request arrives with, since its stream began on a worker that was lost.
+*Resumed output* is output that a request arrives with, because its stream began on a worker that was lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("transom.worker")
 
 
 def ids_in_use(requests: Sequence[Request], in_use: Container[str]) -> list[RequestError | None]:
-    """Return an error for each of these requests whose id is `in_use` or is given to two of them, None for each other one."""
+    """Return, for each of these requests, an error if its id is `in_use` or another one of them has the same id, else None."""
     counts = Counter(request.request_id for request in requests)
     taken = {one for one, count in counts.items() if count > 1 or one in in_use}
     return [
@@ -70,10 +70,10 @@ def check_admission(
     max_model_len: int,
     kv_policy_obstacle: str,
 ) -> int:
-    """Return the most tokens, prompt and output together, that the request may reach.
+    """Check a request, and return the most tokens, prompt and output together, that it may reach.
 
-    `in_use` are the ids of the scheduler's requests; `policy_retentions` tells what the request keeps by its KV policy;
-    `kv_policy_obstacle` says why the model takes no policy, empty if it does.
+    `in_use` has the ids of the scheduler's requests; `policy_retentions` says which blocks the request keeps by its KV policy;
+    `kv_policy_obstacle` says why the model cannot follow a KV policy, and is empty if it can.
 
     Raises:
         RequestError: the prompt is empty, the resumed output is complete already, the id is in use, the client's name is too long
@@ -113,14 +113,15 @@ def check_admission(
             f"The prompt has {request.num_prompt_tokens} tokens; with this KV policy it may have {longest_prompt}.",
             param="prompt",
         )
-    # For the comparison with full attention, nothing is freed.
+    # A request that is compared with full attention keeps all its blocks.
     kept = cache.retentions if request.kv_quality else policy_retentions.of(request.kv_policy)
     return _length_limit(request, cache, max_model_len=stream_len, retentions=kept)
 
 
 def stream_limit(request: Request, max_model_len: int) -> int:
-    """Return the most tokens, prompt and output together, that the model allows the request: more than its length with some KV
-    policies.
+    """Return the most tokens, prompt and output together, that the model allows the request.
+
+    With some KV policies that is more than `max_model_len`.
     """
     return max_stream_len(
         request.kv_policy,
@@ -131,7 +132,7 @@ def stream_limit(request: Request, max_model_len: int) -> int:
 
 
 def _length_limit(request: Request, cache: KvCache, *, max_model_len: int, retentions: RetentionSet) -> int:
-    """Return the most tokens, prompt and output together, that the request may reach. `retentions` is what it keeps.
+    """Return the most tokens, prompt and output together, that the request may reach. `retentions` says which blocks it keeps.
 
     Raises:
         PromptTooLong: `max_model_len` leaves no room for one more token.
@@ -162,7 +163,7 @@ def _length_limit(request: Request, cache: KvCache, *, max_model_len: int, reten
 
 
 def fit_model_len(capacity_tokens: int, max_model_len: int, *, is_requested: bool) -> int:
-    """Return the longest sequence that both the model and a KV pool of `capacity_tokens` for one sequence can hold.
+    """Return the model length to use: `max_model_len`, or less if the KV pool holds only `capacity_tokens` of one sequence.
 
     Raises:
         ConfigError: the user has requested the length (`is_requested`) and the pool is too small for it.

@@ -4,10 +4,10 @@ Terms:
 
     step       one forward pass of all ranks (the processes that compute)
     plan       what one step computes (`step.StepPlan`); its *rows* are the sequences that it computes
-    in flight  said of a plan without a result; the setting `steps_in_flight` is how many plans may be in flight at once
+    in flight  said of a plan whose result has not arrived; the setting `steps_in_flight` bounds how many plans may be in flight
     sequence   one request inside the scheduler (`sequence.Sequence`)
     publish    make a computed KV block findable in the prefix cache
-    copies     block copies of compaction, which moves blocks together; a plan carries them to the ranks
+    copies     block copies within the device (compaction moves blocks together) or between tiers; a plan carries them to the ranks
 
 One step from the caller's side:
 
@@ -112,7 +112,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished and not held, a plan is in flight, or the ranks have not reported a load."""
+        """Whether the engine has to go on: a request is unfinished and not held, a plan is in flight, or a load is not reported."""
         num_held = len(self.admission.waiting.held)
         return len(self.by_request) > num_held or bool(self.steps_in_flight) or self.admission.moves.is_loading
 
@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not running: new and preempted ones, and those that wait for a prefix that another computes."""
+        """Sequences that are not running: new and preempted ones, and those that wait for a prefix that another one computes."""
         return len(self.admission.waiting)
 
     @property
@@ -147,17 +147,17 @@ class Scheduler:
         return [*self.admission.running, *ended.values()]
 
     def stats(self) -> CacheStats:
-        """Return the KV cache's statistics."""
+        """Return the statistics of the KV cache."""
         return self.cache.stats()
 
     def policy_stats(self) -> dict[str, PolicyStats]:
-        """Return what KV policies keep, drop and change, by type."""
+        """Return, by type, what KV policies keep and drop, and how they change outputs."""
         return self.admission.policy_counts.stats(self.sequences_with_blocks(), block_size=self.cache.block_size)
 
     # Requests in and out
 
     def add(self, request: Request, *, is_held: bool = False) -> None:
-        """Queue a request; where `is_held`, it is not admitted before `stop_holding`.
+        """Queue a request; with `is_held` it is not admitted before `stop_holding`.
 
         Raises:
             RequestError, PromptTooLong, RequestTooLarge: see `request_validation.check_admission`.
@@ -213,7 +213,7 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """End a request in any status, complete or not; return whether there was one.
 
-        Blocks that a step in flight uses are freed when it answers; its token is discarded.
+        Blocks that a step in flight uses are freed when its result arrives; the token that it samples is discarded.
         """
         sequence = self.by_request.pop(request_id, None)
         if sequence is None:
@@ -294,22 +294,22 @@ class Scheduler:
     def fail_in_flight(self) -> list[str]:
         """Forget all plans in flight, since the engine's process was interrupted, and end their requests; return their ids.
 
-        It is unknown whether all of their block copies were made. So loads are sent again, and if other copies are concerned,
-        the contents of blocks are unknown: all sequences are computed again, and both tiers are emptied.
+        It is unknown whether the ranks made all block copies of these plans. So loads are sent again. If there were other copies,
+        the contents of blocks are unknown: all other sequences are computed again, and both tiers are emptied.
         """
         tickets = {ticket for step in self.steps_in_flight for ticket in step.plan.copy_ticket}
         self.cache.tiers.loads.send_again(sorted(tickets))
         taken = [sequence.request.request_id for sequence in self._take_back_plans()]
         for request_id in taken:
             self.abort(request_id)
-        if 0 in tickets:
+        if 0 in tickets:  # the ticket of copies that are not part of a load
             self.admission.preempt_all()
         return taken
 
     def ran_out_of_memory(self) -> LargestRow | None:
         """Make steps smaller for a while, since the oldest plan in flight ran out of memory.
 
-        Returns the plan's row that asked for the most; None if no plan is in flight, or the plan only carried copies.
+        Return the plan's row that asked for the most; None if no plan is in flight, or the plan only carried copies.
         """
         if not self.steps_in_flight:
             return None
@@ -322,16 +322,16 @@ class Scheduler:
     def compute_again(self) -> None:
         """Forget all plans in flight, since the oldest one failed and left the ranks able to go on; compute their requests again.
 
-        What the failed step has written is not used: sequences are preempted, and only blocks of steps with a result have been
-        published. The ranks get every sequence again, so that it does not matter how much of the plan they have done. They make the
-        block copies of all plans, and report their loads, in any case (`StepPlan`).
+        What the failed step has written is not used: its sequences are preempted, and only blocks of steps with a result have been
+        published. The ranks get these sequences anew, so it does not matter how much of the plan they have done. They make the
+        block copies of all plans, and report the loads, in any case (`StepPlan`).
         """
         for sequence in self._take_back_plans():
             if sequence.status is SequenceStatus.RUNNING:  # else it has returned to the queue
                 self.admission.preempt(sequence)
 
     def _take_back_plans(self) -> list[Sequence]:
-        """Forget all plans in flight; return the unfinished sequences that they compute."""
+        """Forget all plans in flight, release their preempted and finished sequences, and return the unfinished ones."""
         taken = []
         while self.steps_in_flight:
             step = self.steps_in_flight.popleft()
@@ -348,13 +348,13 @@ class Scheduler:
         return taken
 
     def plans_to_store_all(self, *, piece_bytes: int) -> Iterator[StepPlan]:
-        """Yield plans that copy what is cached to the disk tier, about `piece_bytes` each. Nothing else may follow them."""
+        """Yield plans that copy all cached nodes to the disk tier, about `piece_bytes` each. No other plan may come after them."""
         nodes = self.cache.eviction.best_first()
         for _ in self.cache.tiers.stores.store_in_pieces(nodes, piece_bytes=piece_bytes):
             yield self._planner.plan_copies()
 
     def reset(self) -> None:
-        """End every request, forget every plan and evict every block, since the ranks were restarted and know no sequences."""
+        """End every request, forget every plan and evict every block, since the restarted ranks know no sequences."""
         self.admission.abandon_loads()
         self.fail_in_flight()
         for request_id in list(self.by_request):

@@ -15,7 +15,8 @@ How far a sequence is computed, as intervals over its token positions:
 the next plan may compute it before its id has arrived. Example: prompt of 100 tokens, all in flight in one step that samples
 the 101st: processed 0, scheduled 100, known 101, of which 1 is pending.
 
-*Resumed output* is output that a request arrives with, since its stream began on a worker that was lost.
+*Resumed output* is output that a request arrives with, because its stream began on a worker that was lost. A step or load *has
+answered* when its result has arrived.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class AwaitsPrefix:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Held:
-    """The sequence is new, and its prefix is on its way from another worker or from the disk, or its grammar is compiled."""
+    """The sequence is new, and must wait until its prefix has come from another worker or the disk, or its grammar is compiled."""
 
 
 Wait = InQueue | AwaitsPrefix | Held
@@ -101,7 +102,7 @@ class CachedPrompt:
     """What the first admission of a sequence found of its prompt in the prefix cache."""
 
     num_tokens: int = 0
-    num_host_tokens: int = 0  # of these, the ones that the host tier spared
+    num_host_tokens: int = 0  # those of them that only the host tier had
     index_version: int = 0  # of the prefix index at that time
 
 
@@ -124,7 +125,7 @@ class Sequence:
     scheduled: int = 0  # tokens that plans have scheduled
     num_in_flight: int = 0  # plans and loads that use the sequence's blocks and have not answered
     num_pending: int = 0  # tokens that those plans sample
-    num_tokens_on_ranks: int = 0  # tokens whose ids, or the rows that sample them, the ranks have been told
+    num_tokens_on_ranks: int = 0  # tokens that the ranks know, by their ids or by the rows that sample them
     sampled_step: int = -1  # id of the plan that samples the newest token
     sampled_row: int = -1  # the row of that plan
     cached_prompt: CachedPrompt | None = None  # None before the first admission
@@ -134,13 +135,12 @@ class Sequence:
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
     recompute_until: int = 0  # a preemption discarded what was computed below this position
     history: AttentionHistory | None = None  # while it runs under a KV policy that depends on its attention
-    awaits_others_until: int | None = (
-        None  # step until which it may await prefixes of other clients, if it has ever done so
-    )
+    # The step until which it may await prefixes of other clients; None if it has never awaited one.
+    awaits_others_until: int | None = None
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change the status, which must be one that may follow the present one."""
+        """Change the status; `TRANSITIONS` must allow the new status after the present one."""
         assert status in TRANSITIONS[self.status], f"{self.request.request_id}: {self.status} -> {status}"
         self.status = status
 
@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def swapped(self) -> SequenceBlocks | None:
-        """The blocks of a WAITING sequence whose KV is in the host tier; None for any other."""
+        """The blocks in the host tier of a WAITING sequence that was preempted by swap; None for any other sequence."""
         return self.wait.swapped if isinstance(self.wait, InQueue) else None
 
     @property
@@ -176,9 +176,9 @@ class Sequence:
 
     @property
     def num_ready(self) -> int:
-        """Tokens that the next plan could compute; 0 at the length limit, whose last token needs no successor.
+        """Tokens that the next plan could compute; 0 at the length limit, since nothing is sampled after the last token.
 
-        A sequence with a grammar waits for its pending token, which decides what may follow it.
+        0 also for a sequence with a grammar and a pending token, since that token decides which tokens may follow it.
         """
         if self.num_pending and self.request.grammar is not None:
             return 0
@@ -187,8 +187,10 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the sequence may begin at a hit: not if all its tokens must be computed, or all their KV compared, or if its KV
-        policy depends on its history.
+        """Whether the sequence may begin at a hit.
+
+        It may not if all its prompt's logits are needed, if its KV policy is compared with full attention, or if the policy depends
+        on the attention of all tokens so far.
         """
         policy, is_compared = self.request.kv_policy, self.request.kv_quality
         return not (self.wants_prompt_logprobs or is_compared or (policy is not None and policy.depends_on_history))
@@ -199,7 +201,7 @@ class Sequence:
         return self.request.params.prompt_logprobs is not None and not self.has_output
 
     def begin_history(self, *, block_size: int) -> None:
-        """Begin the attention history of a sequence with a KV policy that depends on it; its first token is computed next."""
+        """Begin the attention history, if the KV policy depends on it, before the sequence's first token is computed."""
         policy = self.request.kv_policy
         if isinstance(policy, AdaptivePolicy | HeavyPolicy):
             self.history = AttentionHistory(policy, block_size=block_size, num_prompt_tokens=self.num_prompt_tokens)
@@ -210,7 +212,7 @@ class Sequence:
         What a swapped sequence has computed besides its KV stays, since its blocks come back.
         """
         self.blocks = None
-        # A pending token is left where the step that was to sample it ran out of memory.
+        # `num_pending` may be above 0: the step that was to sample the token ran out of memory.
         self.scheduled = self.num_tokens_on_ranks = self.num_pending = 0
         if not is_swapped:
             self.history = self.prompt_logprobs = None

@@ -1,14 +1,14 @@
-"""`SequenceMoves`: moves sequences between the device and the host tier. It swaps preempted ones, and knows which ones load.
+"""`SequenceMoves`: moves sequences between the device and the host tier: it swaps preempted ones, and keeps track of loading ones.
 
 Terms:
 
     swap out   copy a preempted sequence's blocks to the host tier, instead of computing them again later
     swap in    load them back
-    load       copies from the host tier to the device; the ranks make them beside the steps and report the load's *ticket*.
-               A load that is sent again has a new ticket, so a loading sequence is known by its blocks
+    load       copies from the host tier to the device; the ranks make them while steps run, and report the load's number, its
+               *ticket*. A load that is sent again gets a new ticket, so a loading sequence is found by its blocks
 
 A sequence whose load the ranks have not reported is LOADING: it holds its blocks on the device and computes nothing. If it is
-preempted or ended meanwhile, its blocks are released when the load is reported, as if a step in flight computed it.
+preempted or ended meanwhile, its blocks are released when the load is reported, as with a step in flight.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ class SequenceMoves:
         self._cache = cache
         self._work = work
         self._mode = mode
-        self._loading: dict[
-            int, Sequence
-        ] = {}  # id() of its blocks -> a sequence whose load the ranks have not reported
+        # id() of its blocks -> a sequence whose load the ranks have not reported
+        self._loading: dict[int, Sequence] = {}
 
     # Loads
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load was not reported by the ranks yet."""
+        """Whether there is a load that the ranks have not reported yet."""
         return bool(self._loading)
 
     def begin_load(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
@@ -47,9 +46,9 @@ class SequenceMoves:
         self._loading[id(blocks)] = sequence
 
     def end_load(self, ticket: int) -> tuple[Sequence, Load] | None:
-        """Note that the ranks have done a load; return its sequence and the load, None for a ticket that is not known any more.
+        """Note that the ranks have made a load; return its sequence and the load, None for an unknown ticket.
 
-        The sequence is RUNNING then, unless it was preempted or has ended meanwhile.
+        The sequence is RUNNING from now on, unless it was preempted or has ended meanwhile.
         """
         load = self._cache.finish_load(ticket)
         if load is None:
@@ -70,8 +69,9 @@ class SequenceMoves:
     # Swaps
 
     def swap_out(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
-        """Move a preempted sequence's blocks to the host tier, if that is to be preferred to computing it again and there is room;
-        return whether they moved.
+        """Move a preempted sequence's blocks to the host tier, if that is better than computing it again and there is room.
+
+        Return whether they moved.
         """
         if not (self._prefers_swap(sequence, blocks) and self._cache.swap_out(blocks)):
             return False
@@ -79,13 +79,14 @@ class SequenceMoves:
         return True
 
     def drop_swapped(self, sequence: Sequence) -> None:
-        """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
+        """Release the swapped blocks of a waiting sequence, if it has any; its tokens are computed again."""
         if isinstance(sequence.wait, InQueue) and sequence.wait.swapped is not None:
             self._cache.drop_swapped(sequence.wait.swapped)
             sequence.wait.swapped = sequence.history = sequence.prompt_logprobs = None
 
     def lose_swapped(self, sequences: Iterable[Sequence]) -> None:
-        """Have waiting sequences that were swapped computed again, since the host tier's contents are not known any more."""
+        """Drop the swapped blocks of these sequences, so that they are computed again, because the host tier's contents are
+        unknown."""
         for sequence in sequences:
             if sequence.swapped is not None:
                 self._work.swap_lost(sequence, sequence.swapped)
@@ -95,8 +96,8 @@ class SequenceMoves:
         """Return whether to swap a sequence, if there is room.
 
         With "auto" a sequence is swapped if copying its blocks twice, out and back, takes no longer than computing its tokens
-        again. One with private blocks is always swapped: its KV policy chose them by sums of attention. If the tokens were computed
-        again in other steps, these sums would be rounded in another way, and the policy could choose other blocks.
+        again. A sequence with private blocks is always swapped then: its KV policy chose them by sums of attention. If its tokens
+        were computed again in other steps, these sums would be rounded differently, and the policy could choose other blocks.
         """
         rates = self._cache.changes.rates
         never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
@@ -109,6 +110,7 @@ class SequenceMoves:
 
 
 def _stop_loading(sequence: Sequence) -> None:
+    """Note that a sequence's load is over; it runs from now on, unless it was preempted or has ended meanwhile."""
     sequence.num_in_flight -= 1
     if sequence.status is SequenceStatus.LOADING:
         sequence.move_to(SequenceStatus.RUNNING)

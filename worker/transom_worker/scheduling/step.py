@@ -29,7 +29,7 @@ TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
 TIER_DISK = tiers.DISK  # files; a copy names one by an index into the plan's `disk_digests`
 
-LOAD_WAIT_S = 0.005  # for which a plan without rows waits for a load at most
+LOAD_WAIT_S = 0.005  # the most time for which a rank waits for a load before it answers a plan without rows
 
 NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
 WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
@@ -39,9 +39,9 @@ WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of 
 class NewSequence:
     """A sequence that the ranks do not know: a new one, or one that was preempted and admitted again.
 
-    `token_ids` are the prompt followed by the known output (after a preemption or migration), `num_prompt_tokens` is where the
-    output begins. Penalties and sampling noise need it: the token after `n` tokens has output position `n -
-    num_prompt_tokens`.
+    `token_ids` are the prompt followed by the known output (after a preemption or migration). The output begins at
+    `num_prompt_tokens`; penalties and sampling noise depend on this: the token after `n` tokens has output position
+    `n - num_prompt_tokens`.
 
     With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, not the group's own
     number. With `kv_quality`, blocks that deltas and removals take out of its tables keep their contents until the sequence is
@@ -77,13 +77,13 @@ class StepPlan:
     contents.
 
     **Removals** (of sequences with a KV policy). Logical block `removed_logical[x]` leaves the run of (`removed_seq`,
-    `removed_group`), so that a run may have gaps. Appended blocks have the logical indices after the table's last one, removed or
-    not. The delta of a sequence that comes back from the host tier has all its logical blocks, and the plan removes its gaps: where
-    a gap's contents are not kept, the delta has -1.
+    `removed_group`), so a run may have gaps. Appended blocks get the logical indices after the table's last one, even if that was
+    removed. The delta of a sequence that comes back from the host tier has all its logical blocks, and the same plan removes the
+    gaps among them; for a gap whose contents are not kept, the delta has -1 instead of a block id.
 
     **Rows.** Sequence `b` computes positions `[start[b], start[b] + count[b])`. The rank knows its input tokens, except that
     the last one may be new: then `input_id[b]` gives its id, or `input_row[b]` is the row of the previous step that sampled it
-    (an index into that step's B). The one that does not apply is NO_ID; both are if the rank knows all tokens.
+    (an index into that step's B). The one that does not apply is NO_ID; if the rank knows all tokens, both are NO_ID.
 
     **Window repair.** In an ordinary row `attend_from` is 0 and `write_from` is `start`. A row that repairs windows computes
     again tokens whose KV the full groups still have in the cache. Example: a hit of 160 tokens, repaired from token 96 on, new
@@ -99,9 +99,9 @@ class StepPlan:
     Per group `g`: queries of row `b` read no key below `attend_from[g][b]`, sink tokens apart, and write no key or value below
     position `write_from[g][b]`.
 
-    **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for none if `logits_from[b]` is the end, for
-    the last row of a sequence that samples, for more rows where prompt log-probabilities are requested. `sample[b]` is 1 if the
-    last position samples a token, else 0.
+    **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for no position if `logits_from[b]` is the end,
+    for the last one if a token is sampled after it, for more if prompt log-probabilities are requested. `sample[b]` is 1 if a token
+    is sampled after the last position, else 0.
 
     **KV policies.** The four arrays below are empty if no row has a KV policy. `row_window[b]` is 0 for a row that follows its
     layers' own rule. Else the row belongs to a sequence with a KV policy: its query at position `q` reads key `k` of the table
@@ -118,8 +118,8 @@ class StepPlan:
 
     A plan may have no rows: it carries copies while no sequence can compute, or it has nothing at all and asks which loads are
     done. A rank waits up to `LOAD_WAIT_S` for a load before it answers such a plan. Ranks make the copies of every plan that they
-    are given, once and in order, also of a plan that fails or is dropped, and some later result reports every ticket; only the loss
-    of a rank ends that.
+    are given, once and in order, even of a plan that fails or is dropped, and some result reports every ticket, unless a rank is
+    lost.
     """
 
     step_id: int
@@ -166,7 +166,8 @@ class StepPlan:
     copy_ticket: list[int] = field(default_factory=list)  # [C]
     disk_digests: list[bytes] = field(default_factory=list)  # of the blocks that copies write to the disk or read there
 
-    waits_for_disk: bool = False  # the result comes when copies to the disk have their files, or after a moment
+    # Whether ranks answer only when copies to the disk have their files, or after a moment.
+    waits_for_disk: bool = False
     grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
 
     @property
@@ -187,10 +188,10 @@ class StepTimings:
 
 
 class PolicyQuality(NamedTuple):
-    """What a KV policy changes in one row: its next-token distribution P beside Q, that of attention to all keys.
+    """What a KV policy changes in one row: its next-token distribution P is compared with Q, that of attention to all keys.
 
-    `kl` is KL(Q || P) in nats, `top_token_agrees` whether both have the same most likely token, and `dropped_mass` the share of
-    Q's attention on keys that the policy does not read, averaged over layers and query heads.
+    `kl` is KL(Q || P) in nats, `top_token_agrees` says whether both have the same most likely token, and `dropped_mass` is the
+    share of Q's attention on keys that the policy does not read, averaged over layers and query heads.
     """
 
     kl: float
@@ -207,12 +208,12 @@ class StepResult:
     that request them.
 
     `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the
-    row's queries on the block's keys, summed over the queries and averaged over layers and query heads. The numbers add up to
-    `count[b]`.
+    row's queries on the block's keys, summed over the queries and averaged over layers and query heads. Each query's attention adds
+    up to 1, so the numbers add up to `count[b]`.
 
-    `loaded` are the tickets of loads that are done on every rank and were not reported before; `load_s` are the seconds that each
-    took on the slowest rank, without waiting for other loads. `failed` are tickets of loads from the disk that a rank had no
-    file for, or a broken one: the contents of their targets are unknown.
+    `loaded` has the tickets of loads that are done on every rank and were not reported before; `load_s` has the seconds that each
+    took on the slowest rank, without waiting for other loads. `failed` has the tickets of loads from the disk for which a rank had
+    no file or a broken one: the contents of their targets are unknown.
     """
 
     step_id: int

@@ -1,20 +1,22 @@
-"""`StepBudget`: what one step may still compute, in tokens and in blocks of sliding windows.
+"""`StepBudget`: how much one step may still compute, in tokens and in blocks of sliding windows.
 
 Terms:
 
     chunk         the tokens of one sequence in a step, when a long prompt is computed over several steps
-    in flight     computed by a step that has not answered; blocks that such tokens read are not freed
+    in flight     computed by a step whose result has not arrived; blocks that such tokens read are not freed
     extra blocks  the window blocks that a sequence holds, while a chunk is in flight, beyond those that it may hold at any time
 
-Models whose layers all keep every token need the token budget (`max_num_batched_tokens`) alone. A sliding window of `W` tokens
-needs more: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds `W - 1 + t`
-tokens. These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` extra blocks.
+For models whose layers all keep every token, the token budget (`max_num_batched_tokens`) is enough. A sliding window of `W` tokens
+needs a second budget: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds
+`W - 1 + t` tokens. `n` tokens touch at most `ceil((n - 1) / block) + 1` blocks, if they begin with the last token of a block. With
+n = W - 1 + t that is at most `ceil(W / block) + 1` blocks, which the sequence may hold at any time, and `ceil((t - 2) / block)`
+extra blocks.
 
-Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step has answered.
+Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step's result arrives.
 
-A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk is made shorter
-where it would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt
-does not evict cached prefixes only for the duration of a step.
+A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk that would take more
+is made shorter. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does not evict
+cached prefixes only for the duration of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ CHUNKS_PER_POOL = 16  # the window blocks of one chunk take at most 1/16 of the 
 
 
 def chunk_limit(layout: ArenaLayout, block_size: int) -> int | None:
-    """Return the most tokens of one sequence in a step; None if no group slides: then a chunk takes only blocks that stay."""
+    """Return the most tokens of one sequence in a step; None if no group slides, since a chunk then takes only blocks that stay."""
     sliding = [group.stride_bytes for group in layout.groups if not group.spec.keeps_everything]
     if not sliding:
         return None
@@ -34,20 +36,25 @@ def chunk_limit(layout: ArenaLayout, block_size: int) -> int | None:
 
 
 class StepBudget:
-    """The budget of one step.
+    """The rest of one step's budget: `take` subtracts what a sequence gets, and `fit` and `for_new` say how much is left for one.
 
-    `max_chunk` is the most tokens of one sequence; None means that no group slides, so that tokens are the only bound.
+    `num_tokens` is the token budget. `max_chunk` is the most tokens of one sequence; None means that no group slides, so that
+    tokens are the only bound.
     """
 
     def __init__(self, num_tokens: int, *, block_size: int, max_chunk: int | None) -> None:
         self.num_tokens = num_tokens
         self._block_size = block_size
+        # If no group slides, there are as many extra blocks as tokens, which is never the tighter bound.
         self._max_chunk = num_tokens if max_chunk is None else max_chunk
         self._num_extra_blocks = num_tokens if max_chunk is None else -(-num_tokens // block_size)
 
     @property
     def for_new(self) -> int:
-        """Tokens that a newly admitted sequence may start with; 0 if the step is full."""
+        """Tokens that a newly admitted sequence may start with; 0 if the step is full.
+
+        `block * n + 2` tokens are the most that take `n` extra blocks.
+        """
         return (
             min(self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2)
             if self._num_extra_blocks

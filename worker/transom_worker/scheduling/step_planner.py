@@ -1,14 +1,14 @@
 """`StepPlanner`: decides which sequences compute how many tokens in a step (continuous batching with chunked prefill).
 
 Running sequences come first, in order; then waiting sequences are admitted while tokens and running slots are left. A prompt
-that is longer than the step's budget is computed in chunks over several steps. A waiting sequence whose prefix a running
-sequence computes now may become a *waiter*: it waits for that prefix (`in_flight_prefixes`). Example with
+that is longer than the step's budget is computed in chunks over several steps. If a running sequence computes the prefix of a
+waiting one now, the waiting one may become a *waiter* for that prefix (`in_flight_prefixes`). Example with
 `max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
 the next step computes its last 38.
 
-Prompts of several clients divide the step's tokens by the clients' weights, and clients take turns at being admitted (`clients`).
-Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and prompts have *shares*
-of them (`prompt_pace`).
+If several clients have prompts, a step's tokens are divided by the clients' weights, and clients take turns at being admitted
+(`clients`). If steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and each prompt
+gets a *share* of them (`prompt_pace`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_NEW_WAITERS = 32  # sequences that may begin to wait for a prefix in one ste
 class PlannedStep:
     """A plan, and the sequence of each of its rows.
 
-    `grammar_rows` are those of the rows that sample a token whose sequence has a grammar: number among the sampling rows, and
-    request id. The plan needs a `grammar_mask` if there are any.
+    `grammar_rows` lists the rows that sample a token for a sequence with a grammar, as (number among the sampling rows, request
+    id). If there are any, the plan needs a `grammar_mask`.
     """
 
     plan: StepPlan
@@ -47,10 +47,11 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Makes the plans, each with the next step id, within `token_limit`; `admission` admits sequences and gives them blocks.
+    """Makes the plans, each with the next step id. `token_limit` bounds their tokens; `admission` admits sequences and gives them
+    blocks.
 
-    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound. `pace` limits
-    the prompt tokens of a step; None: no limit.
+    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`); None: there is no such bound. `pace`
+    limits the prompt tokens of a step; None: there is no such limit.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class StepPlanner:
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(num_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
         self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
-        if not (builder.rows or steps_in_flight) and shares is not None:  # those that have a share got no blocks
+        # If no sequence with a share got blocks, plan without shares, so that some sequence makes progress.
+        if not (builder.rows or steps_in_flight) and shares is not None:
             self._add_rows(builder, budget, None, steps_in_flight=steps_in_flight)
         if not (builder.rows or self._must_reach_ranks(steps_in_flight)):
             return None
@@ -90,7 +92,7 @@ class StepPlanner:
         return PlannedStep(plan, builder.rows, builder.grammar_rows)
 
     def plan_copies(self) -> StepPlan:
-        """Plan a step that makes the queued copies and computes nothing; it waits for the files of copies to the disk."""
+        """Return a plan that makes the queued copies and computes nothing; its result comes when copies to the disk are written."""
         cache = self._admission.cache
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         self._next_step += 1
@@ -99,7 +101,7 @@ class StepPlanner:
         return plan
 
     def _must_reach_ranks(self, steps_in_flight: int) -> bool:
-        """Return whether the ranks must get a plan without rows: with a load, or to ask whether one is done."""
+        """Return whether the ranks must get a plan even if it has no rows: because it carries a load, or asks which are done."""
         if not (self._admission.moves.is_loading or self._admission.cache.tiers.imports.is_fetching):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
@@ -107,9 +109,9 @@ class StepPlanner:
     def _prompt_shares(self, num_tokens: int) -> dict[Sequence, int] | None:
         """Return how many tokens each prompt may compute in this step of at most `num_tokens`; None for no limit.
 
-        A prompt is a sequence that has more than one token to compute. One that is not named gets no token. There is no limit where
-        a prompt delays no other request, and without a pace also where all prompts are one client's. Otherwise each client
-        has its share of the step, and what a client does not need is the others'.
+        A prompt is a sequence that has more than one token to compute. A prompt that is not in the result gets no token. There is
+        no limit if the only prompt delays no other request; without a pace, there is none either if all prompts are of one client.
+        Otherwise each client gets its share of the step, and what a client does not need is given to the others.
         """
         admission, pace = self._admission, self._pace
         if pace is None and len(admission.clients) <= 1:
@@ -118,14 +120,14 @@ class StepPlanner:
         prompts = [one for one in running if one.num_ready > 1]
         waiting = self._next_waiting()
         num_decoding = len(running) - len(prompts)
-        by_client: dict[Client, tuple[list[Sequence], list[Sequence]]] = {}  # those that run, and those that wait
+        by_client: dict[Client, tuple[list[Sequence], list[Sequence]]] = {}  # client -> (running, waiting) prompts
         for place, sequences in enumerate((prompts, waiting)):
             for one in sequences:
                 by_client.setdefault(admission.clients.of(one), ([], []))[place].append(one)
         num_prompts = len(prompts) + len(waiting)
         if not num_prompts or (num_prompts == 1 and not num_decoding) or (pace is None and len(by_client) == 1):
             return None
-        limit = max(1, num_tokens - num_decoding)
+        limit = max(1, num_tokens - num_decoding)  # each decoding sequence needs one token of the step
         if pace is not None:
             paced = pace.limit((prompts or waiting)[0].scheduled, decodes=num_decoding > 0)
             limit = paced if len(by_client) == 1 else min(limit, paced)
@@ -141,11 +143,14 @@ class StepPlanner:
         return shares
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a prompt one step could compute if there were no other request."""
+        """Return how many tokens of a prompt a step could compute if there were no other request."""
         return min(sequence.num_ready, self._max_chunk or sequence.num_ready)
 
     def _next_waiting(self) -> list[Sequence]:
-        """Return waiting sequences that may be admitted in this step: as many of each client as there are free slots."""
+        """Return waiting sequences that may be admitted in this step: up to the number of free slots from each client.
+
+        At most `MAX_SHARING` in all; clients in the order of their turns.
+        """
         admission = self._admission
         num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
         clients = [one for one in admission.clients.next_waiting(MAX_SHARING) if not admission.is_blocked(one)]
@@ -155,7 +160,10 @@ class StepPlanner:
     def _add_rows(
         self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
     ) -> None:
-        """Add rows for running sequences, then for waiting ones unless a running one was preempted."""
+        """Add rows for running sequences, then for waiting ones unless a running one was preempted.
+
+        A preemption means that memory is short. But if the plan would be empty and no step is in flight, waiting ones are tried.
+        """
         preempted = self._add_running(builder, budget, shares, steps_in_flight=steps_in_flight)
         if not preempted or not (builder.rows or steps_in_flight):
             self._add_waiting(builder, budget, shares)
@@ -167,6 +175,7 @@ class StepPlanner:
         before = self._work.num_preempted
         running = list(self._admission.running)
         num_after = len(running)
+        # If not even one token is there for each sequence, clients take turns at the tokens.
         if num_after > budget.num_tokens and len(self._admission.clients) > 1:
             running = self._admission.clients.running_in_turns()
         for sequence in running:
@@ -187,7 +196,7 @@ class StepPlanner:
                 count = min(count, shares.get(sequence, 0))
             if count > 1 or sequence.num_in_flight:
                 count = budget.fit(sequence, count)
-            # For how many of them there are KV blocks.
+            # For how many of these tokens there are KV blocks.
             blocks = sequence.blocks
             assert blocks is not None
             if count and sequence.scheduled + count > blocks.capacity_tokens:
@@ -206,7 +215,8 @@ class StepPlanner:
     def _before_decision(self, sequence: Sequence, history: AttentionHistory) -> int:
         """Return how many tokens of a sequence can be computed before its KV policy's next decision.
 
-        Takes the decision if it is due; 0 if it is, and a step in flight still computes the sequence.
+        If the decision is due, take it; but return 0 if a step in flight still computes the sequence, since the decision needs its
+        result.
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return 0
@@ -222,8 +232,10 @@ class StepPlanner:
         return self._admission.clients.reserved_before(sequence, num_free_slots=num_free_slots)
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None) -> None:
-        """Admit waiting sequences and add their rows: of each client in order, until one does not fit or has no share, and of all
-        clients until the step is full. Clients take turns; one that is short of slots or memory may claim those of others.
+        """Admit waiting sequences and add their rows, until the step is full or no client is left to try.
+
+        Clients take turns. A client drops out (`no_share`, `no_room`) when its first sequence has no share or does not fit. Before
+        that, it may claim the slot or memory of another client's sequence (`fair_preemption`).
         """
         admission = self._admission
         no_share: set[Client] = set()
@@ -246,7 +258,7 @@ class StepPlanner:
                     no_room.add(client)
                 continue
             sequence, count = admitted
-            if not count:
+            if not count:  # it became a waiter, or loads its blocks first
                 num_new_waiters += 1
                 if num_new_waiters == MAX_NEW_WAITERS:
                     return

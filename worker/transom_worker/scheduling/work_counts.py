@@ -1,15 +1,16 @@
-"""Counts the tokens that steps compute, by reason, and the computed tokens that preemptions discard. Plans are counted when made.
+"""`WorkCounts`: counts the tokens that steps compute, by reason, and the computed tokens that preemptions discard. A plan is
+counted when it is made, not when its result arrives.
 
 A *window repair* computes cached tokens again, so that sliding windows get their KV. `recompute_until` is the position up to
-which a sequence was computed before it was preempted, or was to be computed by a step that ran out of memory.
+which a sequence was scheduled before it was preempted.
 
-The reason of a computed token depends on its position alone, in this order:
+The reason for computing a token depends on its position alone. The first range that has the position counts:
 
     0 ........ end of a window repair ........ recompute_until ........ tokens at arrival ........ end
     |  repair  |          recompute            |       prefill          |         decode           |
 
-Example: a request arrives with a prompt of 100 tokens, is preempted after 110 tokens and later admitted with a hit of 64
-tokens. Then it computes 46 tokens of recompute (64 to 110), and decode from there on.
+Example: a request arrives with a prompt of 100 tokens, is preempted after 110 tokens, and is later admitted with a hit of 64
+tokens. Then it computes 46 tokens again (recompute, positions 64 to 109); all tokens after these are decode.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from transom_worker.scheduling.sequence import Sequence
 class WorkCounts:
     """Tokens, rows, preemptions and swaps since start. Not thread-safe; the engine may hand a `copy` to any thread.
 
-    A computed token is a *repair* below the end of a window repair; else *recompute* where a preemption discarded it; else
-    *prefill* where it was known when the request arrived; else *decode*. A row of a plan counts as a prefill row unless all its
-    tokens are decode.
+    The module's docstring says how the tokens are classified. A row of a plan counts as a prefill row unless all its tokens are
+    decode.
     """
 
     num_tokens: int = 0
@@ -70,12 +70,12 @@ class WorkCounts:
         self.num_tokens += num_tokens
 
     def admitted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Note where an admitted sequence begins, and from which position on its tokens count as decode."""
+        """Note at which position an admitted sequence begins, and from which position on its tokens count as decode."""
         sequence.num_found_at_admission = blocks.processed
         sequence.decode_from = max(sequence.num_tokens_at_arrival, sequence.recompute_until, blocks.repair.end)
 
     def row_before_decode(self, sequence: Sequence, blocks: SequenceBlocks, start: int, end: int) -> None:
-        """Count the tokens `[start, end)` of a row that begins below the sequence's `decode_from`."""
+        """Count the tokens `[start, end)` of a row that begins before the sequence's `decode_from`."""
         self.prefill_rows += 1
         repair_end = min(end, max(start, blocks.repair.end))
         recompute_end = min(end, max(repair_end, sequence.recompute_until))
@@ -85,17 +85,17 @@ class WorkCounts:
         self.prefill_tokens += prefill_end - recompute_end
 
     def swapped(self, blocks: SequenceBlocks) -> None:
-        """Count a preemption that keeps what was computed in the host tier."""
+        """Count a preemption by swap: what was computed moves to the host tier."""
         self.num_swaps += 1
         self.swapped_tokens += blocks.processed
 
     def swap_lost(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Count the tokens of a swapped sequence that are computed again, since the host tier's contents are not known any more."""
+        """Count the tokens of a swapped sequence as discarded, because the host tier's contents are not known any more."""
         self.preempted_tokens += blocks.processed
         sequence.recompute_until = max(sequence.recompute_until, blocks.processed)
 
     def preempted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Count a preemption and the computed tokens that it discards."""
+        """Count a preemption by recompute, and the computed tokens that it discards."""
         self.num_preemptions += 1
         if not (sequence.num_tokens_on_ranks or blocks.was_swapped):  # it was loading a hit, and has computed nothing
             return

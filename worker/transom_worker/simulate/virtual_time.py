@@ -1,7 +1,7 @@
-"""`VirtualClock` and `StepCost`: a simulation's clock advances by the time that each step would take on a real GPU.
+"""`VirtualClock` and `StepCost`: a simulation's clock, which advances by the time that each step would take on a real GPU.
 
-So a recorded trace's requests overlap about as much as they did when they were recorded. Example with the default costs: a step of
-2,000 tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
+So the requests of a recorded trace overlap about as much as they did when they were recorded. Example with the default costs: a
+step of 2,000 tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
 """
 
 from __future__ import annotations

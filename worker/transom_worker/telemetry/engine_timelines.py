@@ -1,12 +1,12 @@
-"""Keeps the timelines of one engine's requests, from which `/debug/requests/{id}`, a worker's spans and its request log lines are
-made.
+"""`EngineTimelines`: keeps the timelines of one engine's requests, from which `/debug/requests/{id}`, a worker's spans and its
+request log lines are made.
 
 - **timeline**: what happened to one request, in order (`request_timelines`).
 - **phase**: consecutive steps of one kind that compute a request. `prefill` computes the tokens that were known at the first
   admission, `recompute` those that were known at a later admission (after a preemption), and `decode` generates tokens.
 
-A phase costs nothing per token. At its beginning it notes the engine's step counters; its figures are the differences of those
-counters, and of the sequence's length, at its end or when a client asks. Example: a prompt of 59 tokens with 16 tokens per step
+A phase costs nothing per token. At its beginning the engine's step counters and the sequence's length are noted. At its end, or
+when a client asks, the phase's figures are the differences from these. Example: a prompt of 59 tokens with 16 tokens per step
 becomes one `prefill` event with `tokens: 59, steps: 4`.
 
 The methods are called on the engine's thread; `events_of` may be called on any thread.
@@ -27,7 +27,7 @@ from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTi
 from transom_worker.telemetry.worker_state import WorkerState
 
 Clock = Callable[[], float]
-"""Tells the time, in seconds since the epoch."""
+"""Returns the time, in seconds since the epoch."""
 
 LEAST_PHASE_S = 1.0
 PHASE_SHARE = 0.25
@@ -46,7 +46,7 @@ class _Phase:
     num_steps: int
     num_rows: int
     num_chunks: int = 0  # steps that computed tokens of a prefill
-    # Steps that were planned after a prefill's last step, but before its token had come: they belong to the decode phase.
+    # Steps that were planned after a prefill's last step, but before its token had arrived: they belong to the decode phase.
     num_steps_ahead: int = 0
     num_rows_ahead: int = 0
 

@@ -1,13 +1,13 @@
-"""Runs the measurements. Four scenarios:
+"""Runs the measurements of `transom bench policies` on given engines. There are four scenarios:
 
 1. memory and throughput with enough KV memory
 2. preemptions in a tight memory budget
 3. quality by number of tokens kept
 4. how many requests run at once in a fixed budget
 
-Scenarios 1, 2 and 4 are the same requests (`memory_and_throughput`) on engines with other memory. `recall` has tasks whose answers
-depend on text far back, which a model with a window can no longer read; `stream` has text of several times the model's trained
-length.
+Scenarios 1, 2 and 4 run the same requests (`memory_and_throughput`) on engines with different amounts of KV memory; scenario 3 is
+`quality_by_window`. Besides, `recall` has tasks whose answers depend on text so far before them that a window does not reach it,
+and `stream` has a text several times as long as the model's trained length.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transom_worker.bench.policies.policy_runs import Run, make_request, run_tog
 from transom_worker.bench.policies.texts import long_text, recall_tasks
 from transom_worker.engine.engine import Engine
 
+# Tokens that policies keep in scenario 3: lengths of windows, and budgets of the other policies.
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)
 NUM_LIKELY = 20  # likeliest tokens of each distribution that are compared

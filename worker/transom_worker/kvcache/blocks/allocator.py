@@ -1,14 +1,16 @@
 """`BlockAllocator`: chooses the blocks that a sequence gets, and evicts cached blocks for them.
 
+    page         a part of the arena; it is leased to one KV cache group at a time
+    active       said of a block that a running sequence references
     busy page    a leased page with an active block
     usable page  a page without an active block: not leased, or leased and *idle*; any group may take it, after evictions
     slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
     run          consecutive free blocks of one page
 
-A group can take its slack and the blocks of usable pages. Since every page has the same number of a group's blocks, simple
-arithmetic decides exactly whether an allocation fits: `pages_needed` divides the usable pages among the groups, and `allocate`
-takes at most its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs ceil((10
-- 3) / 4) = 2 usable pages.
+A group can take its slack and the blocks of usable pages. Every page has the same number of a group's blocks, so simple arithmetic
+decides exactly whether an allocation fits: `pages_needed` divides the usable pages among the groups, and `allocate` takes at most
+its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs ceil((10 - 3) / 4) = 2
+usable pages.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ EVICTED_FOR_OTHER_GROUP = "other_group"
 _SCARCE_FRACTION = 4  # usable pages are scarce when they are at most 1/4 of all pages
 
 Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
-EvictCheckpoint = Callable[[], bool]  # unpins one checkpoint's blocks; False: there was none
+EvictCheckpoint = Callable[[], bool]  # unpins the blocks of one checkpoint; returns False if there was none
 
 
 class BlockAllocator:
@@ -57,7 +59,7 @@ class BlockAllocator:
         return pages if sum(pages) <= self.usable_pages else None
 
     def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
-        """Take `num_blocks[group]` blocks of each group, right after block `near[group]` where possible, and return them. They must
+        """Take `num_blocks[group]` blocks of each group, right after block `near[group]` if possible, and return them. They must
         fit.
 
         Each group may take the pages that it needs, and also pages that no group needs, so that block ids stay consecutive.
@@ -74,9 +76,9 @@ class BlockAllocator:
         return taken
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
-        """Take `count` blocks with one reference each, right after block `near` where possible.
+        """Take `count` blocks with one reference each, right after block `near` if possible.
 
-        Returns the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
+        Return the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
         """
         pool = self._pools[group]
         taken: list[int] = []
@@ -90,6 +92,7 @@ class BlockAllocator:
                 pages += len(new_pages)
                 continue
             first = self._next(pool, near, missing, may_take_page=pages < max_pages)
+            # A page without an active block was usable until now.
             pages += not pool.num_active_in[self._arena.page_of(group, first)]
             run = pool.free_run(first, missing)
             pool.take(run)
@@ -98,14 +101,15 @@ class BlockAllocator:
         return taken, pages
 
     def _new_pages(self, pool: GroupPool, near: int | None, count: int, max_pages: int) -> range:
-        """Lease consecutive pages for `count` blocks at once, as far as it is certain that `_next` would lease them one by one.
+        """Lease consecutive pages for `count` blocks at once, if it is certain that `_next` would lease these pages one by one.
 
-        Returns the pages, at most `max_pages`; none if a free block of another page is, or might be, preferred.
+        This only saves time. Return the pages, at most `max_pages`; none if `_next` would or might prefer a free block of another
+        page.
         """
         num_pages = min(max_pages, -(-count // pool.blocks_per_page), self._arena.num_free)
         if pool.slack:  # stop before usable pages become scarce: then slack is preferred
             num_pages = min(num_pages, self.usable_pages - self._arena.num_pages // _SCARCE_FRACTION)
-        if num_pages <= 1:
+        if num_pages <= 1:  # `_next` leases a single page as well
             return range(0)
         if near is None:
             return self._arena.lease_run(pool.group, num_pages)
@@ -148,18 +152,17 @@ class BlockAllocator:
         return None if emptiest is None else pool.first_free(emptiest)
 
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
-        """Evict the evictable blocks of one busy page, and return one of them; None if there are none.
+        """Evict the evictable blocks of one busy page, and return one of them; None if no busy page has any.
 
-        If `must`, evict checkpoints until there are some.
+        With `must`, evict checkpoints until a busy page has one.
         """
         while not (blocks := pool.evictable_in_busy_page()):
             if not must:
                 return None
             if not self._evict_checkpoint():
                 raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
-            if (
-                block := self._place(pool, None, may_take_page=False)
-            ) is not None:  # the checkpoint's blocks moved to the host tier and are free
+            # If the checkpoint's blocks moved to the host tier, they are free already instead of evictable.
+            if (block := self._place(pool, None, may_take_page=False)) is not None:
                 return block
         self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
         return blocks[0]

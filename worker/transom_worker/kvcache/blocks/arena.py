@@ -1,9 +1,9 @@
 """`Arena`: the pages of the KV memory, each free or leased to one KV cache group. Integers only; `ArenaLayout` has the bytes.
 
 A *page* is one of the equal parts of the memory; while a group leases it, it has only that group's blocks. Free pages are kept as
-*runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run, so that both the new sequence and
-the one whose pages precede the run can grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the second
-takes page 4 (the middle of 1 to 7), and each has 3 free pages after it.
+*runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run. So both the new sequence and the
+one whose pages are right before the run can grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the
+second takes page 4 (the middle of 1 to 7), and each has 3 free pages after it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Arena:
         self.num_pages = layout.num_pages
         self.num_free = layout.num_pages
         self.owner = [FREE] * layout.num_pages  # by page
-        self._run_starts: list[int] = []  # ascending
-        self._run_end: dict[int, int] = {}  # by start
+        self._run_starts: list[int] = []  # first pages of the free runs, ascending
+        self._run_end: dict[int, int] = {}  # first page of a free run -> one past its last page
         self._longest: list[tuple[int, int]] = []  # heap of (-length, start) of free runs; it may have outdated entries
         if layout.num_pages:
             self._run_starts.append(0)
@@ -50,9 +50,9 @@ class Arena:
         return self.lease_run(group, 1, prefer=prefer)[0]
 
     def lease_run(self, group: int, num_pages: int, *, prefer: int | None = None) -> range:
-        """Lease at most `num_pages` consecutive free pages to `group` and return them, at least one.
+        """Lease consecutive free pages to `group` and return them: at least one, at most `num_pages`.
 
-        They begin at `prefer` if that page is free, else at one with free pages after it. There must be a free page.
+        They begin at `prefer` if that page is free, else at a page with free pages after it. There must be a free page.
         """
         first = prefer
         if first is None or first >= self.num_pages or self.owner[first] != FREE:
@@ -72,7 +72,8 @@ class Arena:
             self._add_run(start, end)
 
     def _page_to_grow_from(self) -> int:
-        """Return the middle of the longest free run, or page 0 if the run starts there, since then no sequence grows into it."""
+        """Return the middle of the longest free run; page 0 if the run starts there, since no sequence before it grows into it."""
+        # Remove outdated entries from the heap until the first one is a run that exists. Lengths in the heap are negative.
         length, start = self._longest[0]
         while self._run_end.get(start) != start - length:
             heappop(self._longest)
@@ -121,7 +122,8 @@ class Arena:
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive pages as (first, one past the last); pages that follow or precede their neighbour are joined."""
+    """Return runs of consecutive pages as (first, one past the last). The pages of a run may be in ascending or descending
+    order."""
     runs: list[tuple[int, int]] = []
     start = end = -1
     for page in pages:

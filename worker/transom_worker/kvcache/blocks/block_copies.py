@@ -1,4 +1,4 @@
-"""`BlockCopy` and `CopyQueue`: the block copies that the ranks must make, in the order in which the cache decided them.
+"""`BlockCopy` and `CopyQueue`: the block copies that the ranks must make, in the order in which the cache has queued them.
 
 All copies of all plans take effect in this order. So a block may be the source of one copy and the target of a later one: its old
 contents are copied to the host before new contents replace them.
@@ -16,10 +16,9 @@ from transom_core.kv_cache.tiers import DEVICE, DISK
 
 
 class BlockCopy(NamedTuple):
-    """Copies the contents of block `source` to block `target` of the same group. With ticket 0 it happens before the next forward
-    pass.
+    """A copy of the contents of block `source` to block `target` of the same group.
 
-    On the disk, `digest` names the block, and `source` or `target` is 0.
+    With ticket 0 it is made before the next forward pass. On the disk, `digest` names the block, and that end's id is 0.
     """
 
     group: int
@@ -32,7 +31,7 @@ class BlockCopy(NamedTuple):
 
 
 class CopyQueue:
-    """The copies that are in no plan yet."""
+    """Collects copies until a plan takes them; `waiting` has those that no plan carries yet."""
 
     def __init__(self) -> None:
         self.waiting: list[BlockCopy] = []
@@ -45,7 +44,7 @@ class CopyQueue:
         self.waiting.append(BlockCopy(group, source, target, source_tier, target_tier))
 
     def add_store(self, group: int, block: int, tier: int, digest: bytes) -> None:
-        """Queue a copy of a block of a tier to the disk. Its contents are taken before later copies overwrite it."""
+        """Queue a copy of a block of this tier to the disk. The ranks read its contents before a later copy overwrites them."""
         self.waiting.append(BlockCopy(group, block, 0, tier, DISK, digest=digest))
 
     def add_load(self, copies: Sequence[BlockCopy]) -> int:

@@ -1,9 +1,9 @@
 """`BlockRegistry`: keeps the prefix index and the groups' block pools consistent, and counts what happens to published blocks.
 `BlockTimes` measures how long they stay in the prefix cache before they are hit or evicted.
 
-Every change goes through here, so that index, pools, events for routers, times and counts agree. For the block map the registry
-notes which blocks were *touched*, that is, changed in any way since the last snapshot (`cache_snapshot`), and which of these have
-*moved* to the other tier.
+Every change of a block's state goes through the registry, so that index, pools, events for routers, times and counts agree. For the
+block map the registry records which blocks were *touched* (changed in any way since the last snapshot, `cache_snapshot`), and which
+of these have *moved* to the other tier.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transom_worker.kvcache.prefix.change_log import ChangeLog
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.stats import GroupStats
 
+# Upper bounds of the histograms' buckets, in seconds.
 BOUNDS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0, 43200.0)
 
 
@@ -61,8 +62,9 @@ class BlockRegistry:
         return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
 
     def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> list[bytes]:
-        """Enter logical blocks `[begin, end)` of a table into the index, except blocks that slid out and digests that the index has
-        already; return the digests that were entered.
+        """Enter logical blocks `[begin, end)` of a table into the index; return the digests that were entered.
+
+        Blocks that slid out, and digests that the index has already, are left out.
         """
         if begin >= end:
             return []
@@ -78,8 +80,7 @@ class BlockRegistry:
         return [digest for digest, _ in names]
 
     def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
-        """Enter blocks that are in use into the index under these (digest, logical index) pairs; the index must not have the
-        digests."""
+        """Enter active blocks into the index under these (digest, logical index) pairs; the index must not have the digests."""
         if not blocks:
             return
         digests = [digest for digest, _ in names]
@@ -90,7 +91,7 @@ class BlockRegistry:
             self._touched[group].update(blocks)
 
     def withdraw(self, group: int, blocks: Sequence[int]) -> None:
-        """Remove blocks that are in use from the index; they become free when nothing uses them any more."""
+        """Remove active blocks from the index; they become free when no sequence references them any more."""
         if not blocks:
             return
         published = self._pools[group].published
@@ -141,7 +142,7 @@ class BlockRegistry:
             self._touched[group].update(blocks)
 
     def evict(self, group: int, blocks: list[int], reason: str) -> None:
-        """Evict these evictable blocks; `reason` is counted."""
+        """Evict these evictable blocks, and count them under `reason`."""
         if not blocks:
             return
         entries = self._pools[group].evict(blocks)
@@ -179,9 +180,7 @@ class BlockRegistry:
         return touched, moved
 
     def cached_since_s(self, group: int) -> list[float]:
-        """Return a list by block: when its last reference was removed, in seconds of the cache's clock; 0 if that never
-        happened.
-        """
+        """Return, by block, when its last reference was removed, in seconds of the cache's clock; 0 if that never happened."""
         return self._times[group].since_s()
 
     def cached_age_s(self, group: int, block: int) -> float:

@@ -1,7 +1,8 @@
-"""Block tables: which blocks a sequence holds in one KV cache group, and what changed since the last plan told the ranks.
+"""Block tables: which blocks a sequence holds in one KV cache group, and which changes the ranks do not know yet.
 
-A table has the *sink blocks* and then the *run*, the logical blocks after them; blocks that slide out of a window are dropped from
-the run's front. A block's *id* says where it is in the arena.
+A table has a sequence's first blocks, the *sink blocks*, if the group has attention sinks, and then the *run*, the logical blocks
+after them. Blocks that slide out of a window are dropped from the run's front. A *logical* index is a block's index in its
+sequence; a block's *id* says where it is in the arena.
 
 A table with 1 sink block, after 6 blocks, of which 2 slid out:
 
@@ -9,8 +10,9 @@ A table with 1 sink block, after 6 blocks, of which 2 slid out:
     id         17        (slid out)  40        41        23
                sink_blocks           run, first_block = 3           end_block = 6
 
-The run of a `GappedBlockTable` has gaps where a KV policy removed blocks. If the sequence is measured, blocks that left the table
-are put *aside*: they keep their contents. Example, after 1, 2, 4 and 5 of the logical blocks 1 to 8 were removed:
+The run of a `GappedBlockTable` has gaps where a KV policy removed blocks. If the policy is compared with full attention, blocks
+that left the table are put *aside*: they keep their contents. Example, after 1, 2, 4 and 5 of the logical blocks 1 to 8 were
+removed:
 
     logical    0         3   6   7   8
     id         17        40  23  41  18
@@ -25,13 +27,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HOLE = -1
-"""In a table, a logical block whose contents are in the host tier and whose load has not started; in a delta, a block that the same
-plan removes."""
+"""Instead of a block id. In a table: the block's contents are in the host tier, and their load has not started. In a delta: the
+same plan removes the block."""
 
 
 class TableDelta(NamedTuple):
-    """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append; then the run starts at
-    `first_block`."""
+    """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append the blocks `appended`.
+    After that the run starts at logical block `first_block`."""
 
     dropped: int
     appended: list[int]
@@ -46,10 +48,12 @@ class BlockTable:
     first_block: int
     sink_blocks: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)
+    # Since the last `take_...`: ids of appended blocks, number of blocks dropped from the run's front, logical index -> new block
+    # id of moved blocks that the ranks know, and logical indices of removed blocks.
     _appended: list[int] = field(default_factory=list)
     _dropped: int = 0
-    _moved: dict[int, int] = field(default_factory=dict)  # logical index -> new block id, of blocks that the ranks know
-    _removed: list[int] = field(default_factory=list)  # logical indices
+    _moved: dict[int, int] = field(default_factory=dict)
+    _removed: list[int] = field(default_factory=list)
     # Logical index -> id, of blocks that left the table and keep their contents.
     aside: dict[int, int] = field(default_factory=dict)
 
@@ -100,7 +104,7 @@ class BlockTable:
         self._appended += blocks
 
     def live(self, end: int) -> list[int]:
-        """Return the ids of the table's blocks below logical block `end`, in order, and then those of the blocks aside."""
+        """Return the ids of the table's blocks before logical block `end`, in order, and then those of the blocks aside."""
         run = [block for logical, block in zip(self.run_logicals, self.run, strict=True) if logical < end]
         return [*self.sink_blocks[:end], *run, *self.aside.values()]
 
@@ -123,7 +127,7 @@ class BlockTable:
         self._append_all()
 
     def drop_until(self, first: int) -> list[tuple[int, int]]:
-        """Drop the run's blocks below logical block `first`; return (logical index, block id) of each, ascending."""
+        """Drop the run's blocks before logical block `first`; return (logical index, block id) of each, ascending."""
         count = min(first - self.first_block, len(self.run))
         if count <= 0:
             return []
@@ -172,7 +176,7 @@ class BlockTable:
         return block in self.run or block in self.sink_blocks or block in self.aside.values()
 
     def take_all(self) -> list[int]:
-        """Empty the table; return its block ids without holes, those aside included, the last ones first."""
+        """Empty the table; return its block ids without holes, the last ones of the table first, and then those aside."""
         blocks = [*reversed(self.run), *reversed(self.sink_blocks), *self.aside.values()]
         self.sink_blocks, self.run, self.aside = [], [], {}
         return [block for block in blocks if block != HOLE]
@@ -187,7 +191,7 @@ class BlockTable:
 
 @dataclass(slots=True)
 class GappedBlockTable(BlockTable):
-    """A block table whose run has gaps; `logicals` has the logical index of each of its blocks, ascending."""
+    """A block table whose run has gaps; `logicals[i]` is the logical index of `run[i]`, ascending."""
 
     logicals: list[int] = field(default_factory=list)
     end: int = 0  # one past the last logical block that was ever in the run
@@ -239,7 +243,7 @@ class GappedBlockTable(BlockTable):
         )
 
     def drop_until(self, first: int) -> list[tuple[int, int]]:
-        """Remove the run's blocks below logical block `first`; return (logical index, block id) of each, ascending."""
+        """Remove the run's blocks before logical block `first`; return (logical index, block id) of each, ascending."""
         return self.remove(self.logicals[: bisect_left(self.logicals, first)])
 
     def remove(self, logicals: Sequence[int]) -> list[tuple[int, int]]:
@@ -254,7 +258,7 @@ class GappedBlockTable(BlockTable):
         return removed
 
     def take_all(self) -> list[int]:
-        """Empty the table; return its block ids without holes, those aside included, the last ones first."""
+        """Empty the table; return its block ids as `BlockTable.take_all` does."""
         self.logicals = []
         return BlockTable.take_all(self)
 
@@ -262,8 +266,8 @@ class GappedBlockTable(BlockTable):
         self.run[bisect_left(self.logicals, logical)] = block
 
     def _append_all(self) -> None:
-        """Let the next delta give the ranks every logical block that was ever in the table, and remove those that are not in it any
-        more: their id is `HOLE`, unless they are aside.
+        """Let the next delta give the ranks every logical block that was ever in the table, and let the next removals name those
+        that have left it. In the delta these have the id `HOLE`, unless they are aside.
         """
         held = dict(zip(self.logicals, self.run, strict=True))
         gaps = [logical for logical in range(self.first_block, self.end) if logical not in held]

@@ -1,9 +1,9 @@
-"""`Capacity`: how much the KV pool can hold: the pages that one sequence needs at its peak, the longest sequence that fits, and how
-many more sequences fit now.
+"""`Capacity`: computes how much the KV pool can hold: the pages that one sequence needs at its peak, the longest sequence that
+fits, and how many more sequences fit now.
 
-A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak*
-is the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9
-blocks of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
+A *page* is a part of the pool; it is leased to one KV cache group at a time and holds blocks of that group only. A sequence's
+*peak* is the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10
+and 9 blocks of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transom_worker.kvcache.blocks.arena import Arena
 
 
 class Capacity:
-    """Bounds that count pages. They are exact even if blocks are scattered over pages, since the cache compacts them if it must.
+    """Computes bounds by counting pages. They hold even if blocks are scattered over pages, since the cache can compact them.
 
     `retentions` are those of sequences without a KV policy; for a sequence with a policy, methods take its own.
     """
@@ -37,7 +37,7 @@ class Capacity:
         )
 
     def longest_tokens(self, limit: int, retentions: RetentionSet | None = None) -> int:
-        """Return the longest sequence, at most `limit` tokens, that fits the pool alone."""
+        """Return the length in tokens, at most `limit`, of the longest sequence that fits the pool alone."""
         lengths = range(1, limit + 1)
         return bisect_right(lengths, self._arena.num_pages, key=lambda n: self.worst_case_pages(n, retentions))
 

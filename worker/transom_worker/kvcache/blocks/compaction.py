@@ -1,11 +1,11 @@
 """`Compaction`: clears pages by moving their active blocks into other pages of the same group, when an allocation would otherwise
 fail.
 
-A page is *busy* while it has an active block; else it is *usable*: any group may take it, after evictions. A group's *slack* is its
-blocks in busy pages that are not active.
+A block is *active* while a running sequence references it. A page is *busy* while it has an active block; else it is *usable*: any
+group may take it, after evictions. A group's *slack* is the number of its blocks in busy pages that are not active.
 
-Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
-block of the first page into the second makes the first page usable: [....] [###.].
+Example with pages of 4 blocks (# active, . not active): group A has the pages [#...] [##..], group B needs a page, and none is
+usable. Moving the active block of the first page into the second makes the first page usable: [....] [###.].
 
 Clearing a page makes one more page usable, but costs its group slack: the moved blocks fill slack in other pages, and the inactive
 blocks of the cleared page no longer count as slack. So a page is chosen only if the allocation lacks fewer pages afterwards; pages
@@ -48,7 +48,10 @@ class Compaction:
         self._fixed = fixed
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
+        """Return (group, page) pairs to clear so that each group can take `num_blocks[group]` more blocks; empty if no choice does.
+
+        Pages are chosen one by one, until no usable page is missing.
+        """
         arena, pools = self._arena, self._pools
         fixed = {(group, arena.page_of(group, block)) for group, block in self._fixed()}
         slack = [pool.slack for pool in pools]
@@ -90,7 +93,7 @@ class Compaction:
         return chosen
 
     def clear(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Move the active blocks out of these pages. Cached blocks must have been evicted before."""
+        """Move the active blocks out of these (group, page) pairs. Their cached blocks must have been evicted before."""
         for group, page in pages:
             cleared = {other for of, other in pages if of == group}
             for block in self._arena.blocks(page, group):
@@ -116,7 +119,7 @@ class Compaction:
 
 
 def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:
-    """Return busy pages, those with the fewest active blocks first: at most `slack` pages, since each has a block that must move
-    into slack."""
+    """Return busy pages, those with the fewest active blocks first: at most `slack` pages, since each has at least one block that
+    must move into slack."""
     busy = [page for page, active in pool.num_active_in.items() if active and (pool.group, page) not in fixed]
     return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

@@ -1,7 +1,7 @@
 """`GroupPool`: the blocks of one KV cache group, the state of each block, and counts of blocks by state and page.
 
-A leased page with an active block is *busy*, and one without is *idle*. A group's *slack* is the inactive blocks in its busy pages:
-it can take them without another page, after evictions.
+The arena's pages are leased to one group at a time. A leased page with an active block is *busy*, and one without is *idle*. A
+group's *slack* is the number of inactive blocks in its busy pages: the group can take these without another page, after evictions.
 
 A block in a leased page is in exactly one state, the first of these that applies:
 
@@ -268,7 +268,8 @@ class GroupPool:
         self._add_to_page_counts(page, 0, -moved, moved, 0)
 
     def evict(self, blocks: Iterable[int]) -> list[tuple[bytes, int]]:
-        """Make evictable blocks free; return their digests and logical indices."""
+        """Make evictable blocks free; return (digest, logical index) of each. Pages whose blocks are all free go back to the
+        arena."""
         stride, page_bytes, published, evictable = self._stride, self._page_bytes, self.published, self.evictable
         entries = []
         num_by_page: dict[int, int] = {}
@@ -289,7 +290,7 @@ class GroupPool:
         return entries
 
     def move(self, source: int, target: int) -> None:
-        """Give a free block, `target`, the references, pins and digest of an active block, `source`, which becomes free."""
+        """Move the references, pins and digest of the active block `source` to the free block `target`; `source` becomes free."""
         self.take(range(target, target + 1))
         self.refs[target], self.refs[source] = self.refs[source], 0
         self.pins[target], self.pins[source] = self.pins[source], 0
@@ -303,10 +304,9 @@ class GroupPool:
         return -(-page * self._page_bytes // self._stride)
 
     def _add_to_page_counts(self, page: int | None, active: int, pinned: int, evictable: int, free: int) -> None:
-        """Add these changes to a page's number of blocks in each state; return the page to the arena if all its blocks are free
-        now.
+        """Add these changes to a page's number of blocks in each state; give the page back to the arena if all its blocks are free.
 
-        If `page` is None, no change was collected yet.
+        None for `page` means that no change was collected yet.
         """
         if page is None:
             return
@@ -345,7 +345,7 @@ class GroupPool:
             self.busy_evictable_pages.pop(page, None)
 
     def _return_pages(self, pages: Sequence[int]) -> None:
-        """Return pages whose blocks are all free to the arena."""
+        """Give pages whose blocks are all free back to the arena."""
         per_page = self.blocks_per_page
         self.num_leased_blocks -= per_page * len(pages)
         for page in pages:

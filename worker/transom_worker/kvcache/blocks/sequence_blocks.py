@@ -103,21 +103,21 @@ class SequenceBlocks:
     root: bytes
     hit: PrefixHit | None = None  # the hit from which the sequence started
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the KV policy can be measured
-    is_private: bool = (
-        False  # nothing is published, because a KV policy chooses by the sequence's own history what it keeps
-    )
+    # Nothing is published, because a KV policy decides by the sequence's own attention which blocks it keeps.
+    is_private: bool = False
 
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
     was_swapped: bool = False  # at least once
     lost_contents: bool = False  # the cache was emptied during the sequence's load, so what the load brings is unknown
 
-    processed: int = 0  # tokens whose step has answered
+    processed: int = 0  # tokens whose step's result has arrived
     num_published: int = 0  # leading hash blocks that were published
     capacity_tokens: int = 0  # positions below it have blocks in every group
     next_event_at: int = 0  # at this number of processed tokens something can be published or freed
     repair: Repair = field(default_factory=Repair)
-    planned_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # ahead; hash blocks, ascending
+    # (boundary in hash blocks, kind) of the checkpoints that are not placed yet, ascending.
+    planned_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)
     base_node: Node | None = None  # the deepest node of the prefix tree on the chain; the sequence locks it
     num_returns: int = 0  # earlier requests of the conversation that continued from a checkpoint, as far as is known
     tables_changed: bool = False  # since the last `take_deltas`
@@ -164,8 +164,7 @@ class SequenceBlocks:
         )
 
     def move_to(self, state: BlocksState, load: PendingLoad = NOTHING_TO_LOAD) -> None:
-        """Change the state, and with it what is to be loaded. Raises RuntimeError if the present state does not allow it (a
-        bug)."""
+        """Change the state, and replace `load`. Raises RuntimeError if `TRANSITIONS` does not allow the change, which is a bug."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"the blocks of a sequence are {self.state.name} and cannot become {state.name}")
         self.state, self.load = state, load
@@ -185,7 +184,7 @@ class SequenceBlocks:
 
     @property
     def can_be_swapped(self) -> bool:
-        """Whether the contents are worth keeping: during a window repair they are inexact, and after a loss they are unknown."""
+        """Whether the contents are worth keeping: they are inexact during a window repair, and unknown if `lost_contents`."""
         return not (self.repair.is_under_way or self.lost_contents)
 
     @property
@@ -201,8 +200,8 @@ class SequenceBlocks:
         return shared_digests(retention, self.chain, self.hit, block_size=block_size) if self.hit else []
 
     def live_blocks(self) -> list[list[int]]:
-        """Return by group the blocks on the device that a sequence needs to continue: the windows in window groups, the blocks that
-        a KV policy keeps, and none after the processed tokens.
+        """Return, by group, the blocks on the device that a sequence needs to continue: the blocks of its tables up to the last
+        processed token, and those aside.
         """
         return [table.live(end) for table, end in self._ends()]
 
@@ -211,7 +210,7 @@ class SequenceBlocks:
         return [table.with_holes(end) for table, end in self._ends()]
 
     def _ends(self) -> Iterator[tuple[BlockTable, int]]:
-        """Yield each table, with the end of its logical blocks that have processed tokens."""
+        """Yield each table, and one past its last logical block with a processed token."""
         for retention, table in zip(self.retentions, self.tables, strict=True):
             yield table, -(-self.processed // retention.block_size)
 

@@ -93,9 +93,8 @@ class Node:
         self.tier = DEVICE  # of the segment
         self.windows_tier = DEVICE
         self.num_held_children = 0
-        self.locks = (
-            0  # running sequences whose last node this is, at their start or passed since; a locked node is not evicted
-        )
+        # Running sequences whose last node this is, at their start or passed since; a locked node is not evicted.
+        self.locks = 0
         self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
         # By tier: the node's place in `eviction_policy.Candidates`, if it is there.
         self.candidate_indices: list[int | None] = [None, None]

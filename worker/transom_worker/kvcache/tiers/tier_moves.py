@@ -85,9 +85,8 @@ class TierMoves:
                 digests[group].extend(of_segment)
         if node.windows_tier == DEVICE:
             for group, of_windows in node.window_blocks():
-                digests[group].extend(
-                    reversed(of_windows)
-                )  # farthest from the root first, as `segment_blocks` lists them
+                # Farthest from the root first, as `segment_blocks` lists them.
+                digests[group].extend(reversed(of_windows))
         self._spill(digests)
         if with_segment:
             self._tree.set_tier(node, HOST)

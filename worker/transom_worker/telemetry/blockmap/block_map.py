@@ -1,4 +1,4 @@
-"""Serves the live block map of one worker: it has the watchers, and the loop that makes frames for them.
+"""`BlockMap`: serves the live block map of one worker; it has the watchers, and the loop that makes frames for them.
 
 - **watcher**: one client that receives this worker's frames over HTTP.
 - **frame**: one message of the block map, with all blocks (a whole frame) or the changes since the frame before.
@@ -33,9 +33,9 @@ from transom_worker.telemetry.blockmap.snapshot import Snapshot, SnapshotTaker
 logger = logging.getLogger("transom.worker")
 
 MAX_WATCHERS = 16
-MAX_PENDING = 3  # frames of a watcher
+MAX_PENDING = 3  # frames in a watcher's queue; a watcher that is slower starts again with a whole frame
 LEAST_PERIOD_S = 0.1
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 5.0  # a frame is sent this often even if nothing changes
 
 
 class Watcher:

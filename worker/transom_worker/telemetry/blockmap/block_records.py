@@ -1,4 +1,6 @@
-"""Keeps a record of every block, updated from snapshots; the cost of an update grows with the number of changed blocks only.
+"""`BlockRecords`: keeps a record of every block on the device, updated from snapshots of the cache.
+
+The cost of an update grows only with the number of changed blocks.
 
 Each array has the blocks of all groups, one group after the other. Legend:
 

@@ -1,6 +1,7 @@
-"""Describes one block in full, for the person who selects it on the block map's page. Runs on the engine's thread.
+"""`describe_block`: describes one block in full, for the person who selects it on the block map's page.
 
-It searches all sequences and checkpoints, which is fast enough, since one person asks for one block at a time.
+It runs on the engine's thread, and searches all sequences and checkpoints. That is fast enough, since one person asks for one block
+at a time.
 """
 
 from __future__ import annotations

@@ -25,11 +25,14 @@ Run = tuple[int, int]  # first block, count
 
 
 class HostFrames:
-    """`records` take each copy first. Then `update` applies a snapshot, and the other methods return what a frame shows of it."""
+    """The host tier's part of frames. First `records` must take the copies of all blocks; then `update` applies a snapshot, and the
+    other methods return what a frame shows of it.
+    """
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.records = HostRecords(layout)
-        # id() of a list -> the list and what was made of it; an entry is kept for as long as its list is in use.
+        # id() of a list -> (the list, the result that was computed from it). `_known` has the lists of the last snapshot, `_used`
+        # those of the present one.
         self._known: dict[int, tuple[object, Any]] = {}
         self._used: dict[int, tuple[object, Any]] = {}
         self._free_pages = 0
@@ -55,6 +58,7 @@ class HostFrames:
         return runs
 
     def _holders(self, snapshot: HostSnapshot, sequences: Sequence[SequenceSnapshot]) -> Holders:
+        """Return the blocks that swapped sequences, imports, exports and loads need, with the state in which they are shown."""
         holders: Holders = []
         for sequence in sequences:
             if sequence.phase == SWAPPED_PHASE:
@@ -69,6 +73,8 @@ class HostFrames:
         return holders
 
     def _of_runs(self, runs: list[list[Run]]) -> Blocks:
+        """Return runs, which are given by group, as arrays of groups and block ids."""
+
         def expand() -> Blocks:
             groups = [np.full(count, group) for group, of_group in enumerate(runs) for _, count in of_group]
             blocks = [np.arange(first, first + count) for of_group in runs for first, count in of_group]
@@ -78,6 +84,8 @@ class HostFrames:
         return found
 
     def _of_pairs(self, source: object, pairs: Iterable[tuple[int, int]]) -> Blocks:
+        """Return (group, block) pairs, which are made from the list `source`, as arrays of groups and block ids."""
+
         def split() -> Blocks:
             array = np.array(list(pairs), np.int64).reshape(-1, 2)
             return array[:, 0], array[:, 1]
@@ -94,6 +102,7 @@ class HostFrames:
 
 
 def _runs(blocks: Sequence[int]) -> list[Run]:
+    """Return block ids as runs of consecutive ids, in order."""
     ids = np.array(blocks, np.int64)
     starts = np.flatnonzero(np.concatenate([[True], np.diff(ids) != 1])) if ids.size else ids
     counts = np.diff(np.append(starts, ids.size))

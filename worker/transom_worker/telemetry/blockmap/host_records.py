@@ -1,7 +1,8 @@
-"""Keeps the state of every block of the host tier, updated from snapshots, and encodes it as runs of blocks in equal states.
+"""`HostRecords`: keeps the state of every block of the host tier, updated from snapshots, and encodes runs of blocks in the same
+state.
 
-A host tier may have a million blocks. So a block has only a state, neighbours in equal states are one record, and a frame has at
-most `MAX_RUNS` records: those that do not fit are in the frames after it. Each array has the blocks of all groups, one group after
+A host tier may have a million blocks. So a block has only a state, neighbours in the same state are one record, and a frame has at
+most `MAX_RUNS` records: those that do not fit are sent in later frames. Each array has the blocks of all groups, one group after
 the other. Legend:
 
     N  all blocks of all groups      A  indices into these arrays that may have changed      R  records of a frame
@@ -57,7 +58,7 @@ class HostRecords:
         self._blocks_per_page = np.array([layout.blocks_per_page(group) for group in groups], np.int64)
         total = int(self._offsets[-1])
         self._needed = np.zeros(total, bool)  # [N], as all below
-        self._leftover = np.zeros(total, bool)
+        self._leftover = np.zeros(total, bool)  # in the index, and nothing needs it
         self._holder = np.zeros(total, np.uint8)  # the state of a needed block that no node pins, else 0
         self._plain = np.zeros(total, np.uint8)  # states other than "just evicted" and "just moved"
         self._shown = np.zeros(total, np.uint8)
@@ -79,8 +80,9 @@ class HostRecords:
         return [{name: int(of_group[state]) for state, name in STATE_NAMES.items()} for of_group in self._counts]
 
     def take(self, groups: Sequence[HostGroupChanges]) -> list[Indices]:
-        """Take blocks, by group: all those in some pages, before the first `update`. Returns them and the blocks of pages that were
-        leased or given back with them.
+        """Take the state of blocks, by group; before the first `update` these are all blocks in some pages.
+
+        Return their indices, and those of the other blocks in pages that were leased or given back by these changes.
         """
         return [self._take_group(group, changes) for group, changes in enumerate(groups)]
 

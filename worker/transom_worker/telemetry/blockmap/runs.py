@@ -1,4 +1,7 @@
-"""Keeps a sequence's block table as runs of consecutive block ids, updated from the blocks that were appended to it."""
+"""`TableRuns`: keeps a sequence's block table as runs of consecutive block ids, which take less room in a frame of the block map.
+
+Example: the blocks 40, 41, 42 and 7 at logical indices 3 to 6 are the runs (3, 40, 3) and (6, 7, 1).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ Run = tuple[int, int, int]  # first logical index, first block, count
 
 
 class TableRuns:
-    """The runs of one sequence's block table in one group: sink blocks, which stay, and then a run that slides with its window."""
+    """The runs of one sequence's block table in one group: those of sink blocks, which stay, and then those of the blocks that
+    slide out of the window one after the other."""
 
     __slots__ = ("_first_block", "num_sink_blocks", "runs")
 
@@ -49,6 +53,7 @@ class TableRuns:
             self.runs[begin] = (logical + cut, block + cut, count - cut)
 
     def _append(self, logical: int, blocks: list[int]) -> None:
+        """Append blocks from this logical index on; consecutive ids extend the last run."""
         runs = self.runs
         at = 0
         while at < len(blocks):
@@ -56,7 +61,8 @@ class TableRuns:
             while end < len(blocks) and blocks[end] == first + end - at:
                 end += 1
             count = end - at
-            slides = logical + at == self.num_sink_blocks  # the block before this one is a sink block
+            # The first block after the sink blocks begins a run of its own, even if its id follows: sink blocks are never trimmed.
+            slides = logical + at == self.num_sink_blocks
             if runs and not slides and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (logical + at, first):
                 before = runs.pop()
                 first, count = before[1], before[2] + count

@@ -1,10 +1,10 @@
 """Takes snapshots for the block map on the engine's thread: the cache's changes, the sequences with blocks, and the newest events.
 
-Of a block table a snapshot has only the blocks that were appended since the last snapshot, since a table grows at its end and
-shrinks at its front. Compaction changes tables in the middle, so the snapshot after it has whole tables. Tables with gaps, from
-which KV policies remove blocks anywhere, are short and always whole.
+A block table grows at its end and shrinks at its front, so a snapshot has only the blocks that were appended since the last
+snapshot. Compaction (moving blocks together to clear pages) changes tables in the middle, so the snapshot after it has whole
+tables. Tables with gaps, from which KV policies remove blocks anywhere, are short, and a snapshot always has them whole.
 
-With a host tier a snapshot also has the *swapped* sequences, which wait for their return with all their blocks in the host tier.
+With a host tier a snapshot also has the *swapped* sequences: they were preempted, and all their blocks are in the host tier.
 """
 
 from __future__ import annotations

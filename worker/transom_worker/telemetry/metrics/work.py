@@ -1,4 +1,4 @@
-"""Metric families of queue and scheduler: running and waiting requests, computed tokens by cause, preemptions, and the load."""
+"""Metric families of queue and scheduler: running and waiting requests, computed tokens by phase, preemptions, and the load."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     yield own.gauge(
         "transom_queue_oldest_seconds",
         "Seconds until now that the oldest request has waited of those that wait for their first step; 0 where none waits.",
+        # `oldest_waiting_s` is a time of arrival, and 0 if no request waits.
         max(0.0, steady_time_s() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
     )
     yield from _load(own, state.load)
 
 
 def _computed(own: OwnLabels, work: WorkCounts) -> Iterator[Metric]:
+    """Yield the families of computed tokens and of the rows of steps."""
     phases = {
         "prefill": work.prefill_tokens,
         "decode": work.decode_tokens,
@@ -68,6 +70,7 @@ def _computed(own: OwnLabels, work: WorkCounts) -> Iterator[Metric]:
 
 
 def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
+    """Yield the families of the load that routers and the autoscaler see."""
     yield own.gauge(
         "transom_requests_running", "Requests that hold KV blocks and are being computed.", load.num_running
     )

@@ -65,9 +65,8 @@ class ByteBudget:
             await turn
             yield
         finally:
-            if (
-                turn.done() and not turn.cancelled()
-            ):  # the bytes were granted, even if the caller was cancelled right after
+            # The bytes were granted, even if the caller was cancelled right after.
+            if turn.done() and not turn.cancelled():
                 self.used_bytes -= num_bytes
             else:
                 self._waiting.remove((num_bytes, turn))

@@ -35,9 +35,8 @@ class PrefixExports:
     def __init__(self, store: KvStore, on_engine: OnEngine, config: TransferConfig, observer: TransferObserver) -> None:
         self._store, self._on_engine, self._observer = store, on_engine, observer
         self._lease_s = config.timeout_s
-        self._leases: dict[
-            str, asyncio.TimerHandle | None
-        ] = {}  # export id -> the timer of its lease; None: it is being opened
+        # Export id -> the timer of its lease; None: it is being opened.
+        self._leases: dict[str, asyncio.TimerHandle | None] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
