@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import PATIENT, Api, num_in_flight, running_api, sample, timings, until
 from tests.cluster.stub_worker import LETTERS, StubWorker, stub_workers
+from tests.matrices import some_daily
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import EngineDead, Overloaded, RequestError, WorkerLost
@@ -55,7 +57,11 @@ BODIES = [
 
 
 @pytest.mark.parametrize(
-    ("num_events", "body"), [*((0, body) for body in BODIES), *zip((1, 9, 5, 1), BODIES, strict=True), (5, BODIES[3])]
+    ("num_events", "body"),
+    some_daily(
+        product((0, 1, 5, 9), BODIES),
+        daily=[*product((0,), BODIES), *zip((1, 9, 5, 1), BODIES, strict=True), (5, BODIES[3])],
+    ),
 )
 async def test_a_killed_worker_changes_nothing_of_the_answer(body: dict[str, Any], num_events: int) -> None:
     body = {"max_tokens": 10, **body}

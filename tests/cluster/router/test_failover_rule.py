@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.conftest import PATIENT, Api, running_api, sample, until
 from tests.cluster.stub_worker import LETTERS, StubWorker
+from tests.matrices import some_daily
 from transom_cluster.router.failover import (
     EVIDENCE,
     RELEASE_TOKENS,
@@ -188,7 +190,11 @@ def with_suspect(api: Api) -> set[str]:
 
 @pytest.mark.parametrize(("cause", "num_lost"), [("exception", 3), ("unknown", 5)])
 @pytest.mark.parametrize(
-    ("poison_at", "stream"), [(0, False), (0, True), (1, True), (RELEASE_TOKENS, False), (2 * RELEASE_TOKENS, True)]
+    ("poison_at", "stream"),
+    some_daily(
+        product((0, 1, RELEASE_TOKENS, 2 * RELEASE_TOKENS), (False, True)),
+        daily=[(0, False), (0, True), (1, True), (RELEASE_TOKENS, False), (2 * RELEASE_TOKENS, True)],
+    ),
 )
 async def test_poison_among_many_ends_few_workers_and_itself(
     poison_at: int, stream: bool, cause: LossCause, num_lost: int
