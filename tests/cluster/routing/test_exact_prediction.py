@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.routing.fleet import Fleet, Search, Worker, predict, run_by_run
-from tests.cluster.routing.index_model import keys_of, keys_of_mirror
+from tests.cluster.routing.index_model import keys_of, keys_of_mirror, stored_keys
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
+from transom_cluster.routing.fleet_index import HOLDERS_PER_WORKER, FleetPrefixIndex, PrefixIndexMirror
 from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_core.contract.kv_events import KvUpdate
 
@@ -115,10 +115,26 @@ def assert_exact(fleet: Fleet) -> list[Search]:
         mirror = index.join(worker.cache.shape)
         assert set(differences(worker, index, mirror)) == {0}
         assert (mirror.version, mirror.rates) == (worker.cache.changes.version, worker.cache.changes.rates)
+        assert_equal_after_a_lost_update(worker, index, mirror)
         loaded += [search for search in worker.searches if search.num_host_tokens]
     assert sum(len(worker.rates) for worker in fleet.workers) > 1
     assert loaded
     return loaded
+
+
+def assert_equal_after_a_lost_update(worker: Worker, index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> None:
+    """A mirror that misses one of the worker's updates refuses the next one, and equals `mirror` once it gets the whole index."""
+    other = index.join(worker.cache.shape)
+    assert other.apply(KvUpdate(after=0, version=0, runs=(), whole=True, rates=worker.first_rates))
+    lost = len(worker.updates) // 2
+    accepted = [other.apply(update) for update in (*worker.updates[:lost], *worker.updates[lost + 1 :])]
+    assert [number for number, is_accepted in enumerate(accepted) if not is_accepted] == [lost]
+    assert other.num_blocks == 0
+    assert other.apply(worker.cache.changes.whole())
+    assert (other.version, other.rates, other.num_blocks) == (mirror.version, mirror.rates, mirror.num_blocks)
+    stored = stored_keys(index)
+    for tier in range(HOLDERS_PER_WORKER):
+        assert stored.get(other.holder + tier) == stored.get(mirror.holder + tier)
 
 
 def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:
