@@ -6,12 +6,13 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import PATIENT, Api, running_api, sample, until
+from tests.cluster.conftest import PATIENT, Api, running_api, sample, timings, until
 from tests.cluster.stub_worker import LETTERS, StubWorker
 from tests.matrices import some_daily
 from transom_cluster.router.failover import (
@@ -24,8 +25,8 @@ from transom_cluster.router.failover import (
     may_have_run,
 )
 from transom_core.config import FailoverConfig
-from transom_core.contract import WorkerLoad
-from transom_core.errors import LOSS_CAUSES, LossCause
+from transom_core.contract import ErrorInfo, WorkerLoad
+from transom_core.errors import LOSS_CAUSES, LossCause, WorkerLost
 
 POISON = ord("!")
 
@@ -270,6 +271,31 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
         last.go()
         api.directory.add(last)
         assert (await innocent).json()["choices"][0]["text"] == LETTERS
+
+
+async def test_two_routers_that_lose_a_shared_worker_twice_stop_no_request() -> None:
+    """Each router had one request there, alone as far as it knows: the worker says how many of all routers it lost."""
+    shares = [StubWorker(max_events=1) for _ in range(2)]
+    config: dict[str, Any] = {
+        "failover": FailoverConfig(wait_s=120.0, max_lost_workers=2),
+        "timings": timings(retry_s=0.001, cooldown_s=0.001),
+    }
+    async with running_api(shares[0], **config) as first, running_api(shares[1], **config) as second:
+        answers = [asyncio.create_task(api.complete(max_tokens=26)) for api in (first, second)]
+        for _ in range(2):
+            await until(lambda: all(one.num_running and one.num_silent == len(one.submitted) for one in shares))
+            await until(lambda: all(one.is_read for one in shares))
+            num_lost = sum(share.num_running for share in shares)
+            assert num_lost == 2
+            lost = ErrorInfo.of(WorkerLost("A rank died.", loss_cause="exception", num_lost=num_lost))
+            for share in shares:
+                share.end_all(lost)
+        for share in shares:
+            share.go()
+        for api, answer in zip((first, second), answers, strict=True):
+            assert (await answer).json()["choices"][0]["text"] == LETTERS
+            assert sample(api.router, "worker_losses_total", cause="exception") == 2
+            assert sample(api.router, "suspects_total", judgement="culprit") == 0
 
 
 @pytest.mark.parametrize(("cause", "num_at_once"), [("unknown", 8), ("killed", 8), ("host_lost", 8), ("exception", 1)])
