@@ -24,6 +24,7 @@ from transom_core.errors import Overloaded, WorkerLost
 NO_PAUSES = timings(
     first_reconnect_pause_s=0.0, longest_reconnect_pause_s=0.001, retry_s=0.001, cooldown_s=0.01, drain_s=0.001
 )
+TURNS_UNTIL_SEEN = 10  # of the event loop, from the directory's listing of a worker to the router's stream of it
 ANY = st.data()
 
 
@@ -60,6 +61,8 @@ class Cluster(RuleBasedStateMachine):
         self.answers: list[asyncio.Task] = []
         self.num_losses = 0
         self.numbers = itertools.count()
+        self.num_turns = 0  # of the event loop
+        self.listed_at: dict[str, int] = {}  # the turn, by worker
         self.directory = StubDirectory(self.new_worker(self.models[0]))
         self.router = make_router(directory=self.directory, failover=self.failover, timings=NO_PAUSES)
         self.on_loop(self.router.start)
@@ -68,7 +71,24 @@ class Cluster(RuleBasedStateMachine):
         number = len(self.workers)
         worker = Speaker(worker=f"w{number}", identity=model * 32, loaded_at_s=float(number), num_turns=number % 3 + 1)
         self.workers.append(worker)
+        self.listed_at[worker.worker] = self.num_turns
         return worker
+
+    def models_of(self, name: str) -> set[str]:
+        """The identities of workers that were sent a request of the client `name`."""
+        return {
+            worker.identity
+            for worker in self.workers
+            if any(request.request_id.startswith(f"{name}-") for request in worker.submitted)
+        }
+
+    def has_worker_of(self, identity: str) -> bool:
+        """Whether a worker of this identity lives and is listed, and the router has had time to see it."""
+        return any(
+            worker.identity == identity and self.num_turns - self.listed_at[worker.worker] > TURNS_UNTIL_SEEN
+            for worker in self.directory.workers.values()
+            if not worker.is_dead
+        )
 
     def alive(self) -> list[Speaker]:
         return [worker for worker in self.workers if not worker.is_dead]
@@ -78,6 +98,7 @@ class Cluster(RuleBasedStateMachine):
             action()
             for _ in range(num_turns):
                 await asyncio.sleep(0)
+                self.num_turns += 1
 
         self.runner.run(act())
 
@@ -112,7 +133,7 @@ class Cluster(RuleBasedStateMachine):
         except Overloaded:
             return  # all were full when it came
         except WorkerLost as error:
-            if len(self.models) == 1 or str(error) != MODEL_GONE:
+            if str(error) != MODEL_GONE or all(self.has_worker_of(model) for model in self.models_of(name)):
                 raise
             return
         assert output.identity is not None
