@@ -34,7 +34,8 @@ FORWARD = rate("transom_rank_forward_seconds_total", WORKER, *BY)
 BUSY = rate("transom_rank_busy_seconds_total", WORKER, *BY)
 RANK_STEPS = rate("transom_rank_steps_total", WORKER, "worker")
 DECODE_STEPS = rate("transom_decode_steps_total", WORKER, "worker")
-REPLAYED = rate("transom_decode_steps_total", f'{WORKER},mode="replayed"', "worker")
+REPLAYED_DECODES = rate("transom_decode_steps_total", f'{WORKER},mode="replayed"', "worker")
+REPLAYED_STEPS = rate("transom_rank_steps_total", f'{WORKER},forward="replayed"', "worker")
 RANK_COLUMNS = ("model", *BY, "host", "device", "pid")
 RANKS: list[Panel] = [
     lines(
@@ -92,12 +93,12 @@ RANKS: list[Panel] = [
     lines(
         "Steps that were replayed",
         {
-            "{{worker}} decode steps": ratio(REPLAYED, DECODE_STEPS, "worker"),
-            "{{worker}} all steps": ratio(REPLAYED, RANK_STEPS, "worker"),
+            "{{worker}} decode steps": ratio(REPLAYED_DECODES, DECODE_STEPS, "worker"),
+            "{{worker}} all steps": ratio(REPLAYED_STEPS, RANK_STEPS, "worker"),
         },
         "percentunit",
         shows="Share of steps without prompts, and of all steps, that were replayed from a CUDA graph or a recorded "
-        "program, which costs the host next to nothing. Steps with prompts never are.",
+        "program, which costs the host next to nothing. Steps with prompts are on GPUs, up to 512 tokens.",
         act="Few decode steps: recording failed, which the worker's log explains, "
         "or batches differ from the sizes that were captured.",
         maximum=1,
@@ -106,7 +107,7 @@ RANKS: list[Panel] = [
         "Wrong CUDA graphs",
         {"{{worker}} rank {{rank}}": total("transom_rank_wrong_graphs", WORKER, *BY)},
         "none",
-        shows="Sizes of decode steps whose CUDA graph gave other logits than the forward pass. They run eagerly.",
+        shows="Sizes of steps whose CUDA graph gave other logits than the forward pass. They run eagerly.",
         act="Not 0: report the worker's log line, which names the first layer that differs.",
     ),
     rows(

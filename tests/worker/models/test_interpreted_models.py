@@ -30,7 +30,7 @@ from tests.worker.models.test_sharded_families import CASES, FAMILIES, make_fold
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.paged_attention.triton import tuning
-from transom_worker.execution.replay import backends
+from transom_worker.execution.replay import backends, decode_sizes
 from transom_worker.execution.setup import dummy_run
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -108,11 +108,12 @@ def test_two_runs_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deepseek_v4"])
-def test_a_decode_step_is_captured_and_checked(
+def test_a_decode_step_and_a_mixed_step_are_captured_and_checked(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, device = make_folder(tmp_path, name), RecorderDevice()
     monkeypatch.setattr(backends, "capture_device", lambda _: device)
+    monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (12,))
     monkeypatch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
     settings = {
         "kv_cache_memory_bytes": "4MiB",
@@ -123,13 +124,13 @@ def test_a_decode_step_is_captured_and_checked(
     }
     with prefer("interpreted"), caplog.at_level(logging.INFO):
         runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
-    assert runner.info.num_graphs == len(device.graphs) == 1
+    assert runner.info.num_graphs == len(device.graphs) == 2
     assert "differs by" not in caplog.text
 
 
 @contextmanager
 def recording() -> Iterator[RecorderDevice]:
-    """Engines that are made within record and replay their decode steps."""
+    """Engines that are made within record and replay their steps."""
     device = RecorderDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "capture_device", lambda _: device)
@@ -142,6 +143,7 @@ def test_replayed_steps_in_hits_repairs_and_preemption(tmp_path: Path, monkeypat
     tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", SPLIT_KEYS)
+        patch.setattr(decode_sizes, "MIXED_TOKENS", (8, 16))
         wanted = run_engine(tmp_path, "interpreted", lengths=LENGTHS, **GRAPHED)
         with recording():
             got = run_engine(tmp_path, "interpreted", lengths=LENGTHS, **GRAPHED)

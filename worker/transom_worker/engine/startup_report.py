@@ -48,7 +48,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str
         lines.append(f"operators run as {_KERNELS[info.kernels]}{compiled}")
     if memory.device.startswith("cuda"):
         lines.append(
-            f"decode steps are replayed from {info.num_graphs:,} CUDA graphs"
+            f"decode steps and small steps with prompts are replayed from {info.num_graphs:,} CUDA graphs"
             if info.num_graphs
             else "decode steps are launched kernel by kernel"
         )

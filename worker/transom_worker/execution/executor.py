@@ -65,8 +65,9 @@ class RankUsage:
     """The time and memory that one rank has used since its process began.
 
     `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
-    decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program; all of them only decode.
-    `num_wrong_graphs` counts the sizes of decode steps that run eagerly because their CUDA graph computed something else, twice.
+    decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program, and `num_graph_decodes`
+    those of them that only decode. `num_wrong_graphs` counts the sizes of steps that run eagerly because their CUDA graph computed
+    something else, twice.
     `other_bytes` is the memory that the process holds now beyond weights and KV pool.
     """
 
@@ -76,6 +77,7 @@ class RankUsage:
     num_eager_steps: int = 0
     num_eager_decodes: int = 0
     num_graph_steps: int = 0
+    num_graph_decodes: int = 0
     num_wrong_graphs: int = 0
     disk: DiskUsage | None = None  # None without a disk tier
 
@@ -103,7 +105,7 @@ class ExecutorInfo:
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
-    num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
+    num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps and mixed steps
     # The model and all else that decides the numbers of these ranks (`setup.cache_setup`); empty for a model without files.
     identity: str = ""
     disk_fingerprint: bytes = b""  # which files of a disk tier the first rank can read

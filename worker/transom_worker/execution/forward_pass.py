@@ -1,4 +1,4 @@
-"""Runs a step's forward pass. A decode step of a recorded size is replayed (`replay`); every other step runs *eagerly*: the host
+"""Runs a step's forward pass. A step of a recorded size is replayed (`replay`); every other step runs *eagerly*: the host
 launches its kernels one by one.
 
     run = forward.prepare(plan, store)      copies the inputs to the device
@@ -34,16 +34,17 @@ class ForwardPass:
         self.policy_report: PolicyReport | None = None
         self.num_eager_steps = 0
         self.num_eager_decodes = 0  # the eager steps that only decode
-        self.num_graph_steps = 0  # steps that were replayed from a CUDA graph or a program; all of them only decode
+        self.num_graph_steps = 0  # steps that were replayed from a CUDA graph or a program
+        self.num_graph_decodes = 0  # the replayed steps that only decode
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of captured CUDA graphs, one for each size of decode steps."""
+        """Return the number of captured CUDA graphs, one for each size of decode steps and mixed steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
     @property
     def num_wrong_graphs(self) -> int:
-        """Return the number of sizes of decode steps whose graph was discarded, because its results differed from an eager pass."""
+        """Return the number of sizes of steps whose graph was discarded, because its results differed from an eager pass."""
         return 0 if self._replay is None else self._replay.num_wrong
 
     def prepare(
@@ -79,6 +80,7 @@ class ForwardPass:
             run = partial(self._run, plan, eager_batch())
         else:
             self.num_graph_steps += 1
+            self.num_graph_decodes += arrays.only_decodes
             if sampled_S is not None and self._replay is not None:
                 token_ids = self._replay.token_ids
                 token_ids.copy_(with_sampled(token_ids, sampled_S))

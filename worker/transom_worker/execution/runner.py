@@ -103,6 +103,7 @@ class ModelRunner:
             num_eager_steps=self._forward.num_eager_steps,
             num_eager_decodes=self._forward.num_eager_decodes,
             num_graph_steps=self._forward.num_graph_steps,
+            num_graph_decodes=self._forward.num_graph_decodes,
             num_wrong_graphs=self._forward.num_wrong_graphs,
             disk=self.tiers.disk_usage,
             other_bytes=max(0, process_memory_bytes(self._device) - weights_and_kv),

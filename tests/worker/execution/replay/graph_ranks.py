@@ -39,7 +39,9 @@ def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) 
     return kept[0]
 
 
-def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[HandScheduler], dict[int, int]]]:
+def random_steps(
+    seed: int, num_steps: int, most_seqs: int, most_new: int = 5
+) -> list[Callable[[HandScheduler], dict[int, int]]]:
     """Steps over sequences that come, are cut into chunks, decode together and go; each tells a scheduler, and says what to run."""
     rng = random.Random(seed)
     steps: list[Callable[[HandScheduler], dict[int, int]]] = []
@@ -53,7 +55,7 @@ def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[Ha
         if new is not None or not left:
             new, length = number, rng.choice((1, 3, 7, 12))
             left[new] = total[new] = length
-        counts = {seq: min(rng.randint(1, 5), num) or 1 for seq, num in left.items()}
+        counts = {seq: min(rng.randint(1, most_new), num) or 1 for seq, num in left.items()}
         tokens = [rng.randint(3, 500) for _ in range(left.get(number, 0))]
         for seq, count in counts.items():
             total[seq] += left[seq] == 0
@@ -104,7 +106,8 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
     from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 
     checkpoint, fault, max_model_len = pipe.recv()
-    device = FailingDevice() if fault == "fails" and rank == 1 else RecorderDevice()
+    num_graphs = {"fails": 1, "a mixed size fails": MAX_SEQS}.get(fault)  # until the first capture that fails
+    device = FailingDevice(num_graphs) if num_graphs and rank == 1 else RecorderDevice()
     check, num_wrong = DecodeGraphs.check, {"once": 1, "twice": 2}.get(fault, 0) if rank == 1 else 0
 
     def check_wrongly(self: Any, *args: Any) -> None:
@@ -116,9 +119,11 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
 
     DecodeGraphs.check = check_wrongly  # type: ignore[method-assign,assignment]
     parallel = Parallel(rank=rank, size=SIZE, comm=RecordedComm(comm))  # type: ignore[arg-type]
-    with runner_of(checkpoint, device, parallel=parallel, max_num_seqs=MAX_SEQS, max_model_len=max_model_len) as runner:
+    settings: dict[str, Any] = {"max_num_seqs": MAX_SEQS, "max_model_len": max_model_len}
+    mixed_tokens = (6,) if "mixed" in fault else ()
+    with runner_of(checkpoint, device, parallel=parallel, mixed_tokens=mixed_tokens, **settings) as runner:
         hand, logits = HandScheduler(runner.info.layout), []
-        for step in random_steps(0, NUM_STEPS if fault == "none" else 0, MAX_SEQS):
+        for step in random_steps(0, NUM_STEPS if fault.startswith("none") else 0, MAX_SEQS):
             parts = comm.gather(logits_of(runner, hand, step(hand)))
             logits.append(None if parts is None else torch.cat(parts, dim=1))
         return runner.info.num_graphs, runner.usage.num_graph_steps, logits

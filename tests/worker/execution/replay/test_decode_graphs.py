@@ -25,7 +25,7 @@ from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
 from transom_kernels.paged_attention.triton import tuning
-from transom_worker.execution.replay import backends
+from transom_worker.execution.replay import backends, decode_sizes
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
@@ -54,11 +54,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def runner_of(
-    checkpoint: Path, device: RecorderDevice | None, *, parallel: Parallel | None = None, **settings: Any
+    checkpoint: Path,
+    device: RecorderDevice | None,
+    *,
+    parallel: Parallel | None = None,
+    mixed_tokens: tuple[int, ...] = (),
+    **settings: Any,
 ) -> Iterator[ModelRunner]:
-    """A runner on interpreted kernels that records on `device`."""
+    """A runner on interpreted kernels that records on `device`; mixed steps have sizes of `mixed_tokens`."""
     with prefer("interpreted"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "capture_device", lambda _: device)
+        patch.setattr(decode_sizes, "MIXED_TOKENS", mixed_tokens)
+        patch.setattr(decode_sizes, "MIXED_SEQS", 3)
+        patch.setattr(decode_sizes, "FEW_SEQS", 2)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
@@ -88,8 +96,14 @@ class BakingDevice(RecorderDevice):
 
 
 class FailingDevice(RecorderDevice):
+    """Captures some graphs, and fails then."""
+
+    def __init__(self, num_graphs: int = 1) -> None:
+        super().__init__()
+        self.num_graphs = num_graphs
+
     def capture(self, run: Callable[[], None]) -> RecordedGraph:
-        if self.graphs:
+        if len(self.graphs) >= self.num_graphs:
             raise RuntimeError("operation not permitted when stream is capturing")
         return super().capture(run)
 

@@ -1,22 +1,40 @@
-"""Every decode step that a graph should serve fits into a size, and there are few sizes."""
+"""Every step that a graph should serve fits into a size, and there are few sizes."""
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_worker.execution.replay.decode_sizes import MAX_ITEMS, DecodeSize, DecodeSizes, StepSize
+from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.triton.launches import LaunchKey
+from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
+from transom_worker.execution.batch.step_arrays import GroupArrays, StepArrays, row_ranges
+from transom_worker.execution.replay.decode_sizes import (
+    FEW_SEQS,
+    MAX_ITEMS,
+    MIXED_TOKENS,
+    DecodeSize,
+    DecodeSizes,
+    StepSize,
+)
+from transom_worker.execution.replay.graph_inputs import GroupLaunchKey, plan_work_by_key, size_of
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
 WINDOW = GroupSpec(name="window", kind=GroupKind.SINKS_WINDOW, layers=(1,), block_size=16, window=128, sinks=4)
 
 
-def sizes(max_num_seqs: int = 64, max_model_len: int = 131_072) -> DecodeSizes:
+def sizes(max_num_seqs: int = 64, max_model_len: int = 131_072, *, max_num_batched_tokens: int = 1024) -> DecodeSizes:
     return DecodeSizes(
-        [FULL, WINDOW], max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=1024
+        [FULL, WINDOW],
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
 
 
@@ -34,8 +52,16 @@ def test_sequences_come_in_few_sizes() -> None:
     assert sizes(64).num_seqs == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert sizes(50).num_seqs == (1, 2, 4, 8, 16, 24, 32, 48, 50)
     assert sizes(1).num_seqs == (1,)
-    assert [len(sizes(64, length).all) for length in (1024, 8192, 131_072)] == [9, 26, 39]
-    assert [len(sizes(256, length).all) for length in (1024, 8192, 131_072)] == [13, 37, 55]
+    assert [len(sizes(64, length).decodes) for length in (1024, 8192, 131_072)] == [9, 26, 39]
+    assert [len(sizes(256, length).decodes) for length in (1024, 8192, 131_072)] == [13, 37, 55]
+    assert [len(sizes(256, length).mixed) for length in (1024, 8192, 131_072)] == [8, 24, 40]
+    assert {size.mixed_tokens for size in sizes(256).mixed} == set(MIXED_TOKENS)
+    assert {size.num_seqs for size in sizes(256).mixed} == {32, 127, 255, 256}
+    assert sizes(256, max_num_batched_tokens=300).most_mixed_tokens == 256
+    assert sizes(256, max_num_batched_tokens=100).mixed == ()
+    for made in (sizes(64), sizes(256)):
+        assert made.all == made.decodes + made.mixed
+        assert all(size.num_seqs < size.num_tokens for size in made.mixed)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +116,102 @@ def test_the_longest_sequence_of_a_size_fits_it(max_model_len: int) -> None:
         assert step.num_columns[0] <= made.num_columns(size, 0)
         assert not (step.has_combine_items and size.level == 0)
         assert made.num_combine_items(size) >= step.has_combine_items
+
+
+def launch_keys(group: int, element_bytes: int) -> list[GroupLaunchKey]:
+    """A layer with a full cache and one with a window, `group` query heads of 128 for each KV head."""
+    shape = {"group": group, "key_size": 128, "element_bytes": element_bytes, "cache_bytes": element_bytes}
+    rules = (MaskRule(), MaskRule(window=WINDOW.window, num_sink_tokens=WINDOW.sinks))
+    return [(index, LaunchKey(rule=rule, **shape)) for index, rule in enumerate(rules)]
+
+
+def mixed_step(starts: list[int], counts: list[int]) -> StepArrays:
+    """A step of sequences that have all their blocks, as far as its plan of work needs it."""
+    rows = row_ranges(starts, counts)
+    groups = []
+    for spec in (FULL, WINDOW):
+        first = [max(0, start - spec.window + 1) // 16 if spec.window else 0 for start in starts]
+        first = [max(block, spec.num_sink_blocks) for block in first]
+        ends = zip(starts, counts, first, strict=True)
+        most = max(1, *(-(-(start + count) // 16) - block for start, count, block in ends)) + spec.num_sink_blocks
+        groups.append(
+            GroupArrays(
+                block_size=16,
+                num_sink_blocks=spec.num_sink_blocks,
+                block_table=np.empty((len(starts), most), dtype=np.int32),
+                first_block=np.array(first),
+                attend_from_host=[0] * len(starts),
+                slots=rows.positions,
+                rows=rows,
+            )
+        )
+    return StepArrays(token_ids=rows.positions, rows=rows, logit_rows=rows.offset[1:] - 1, groups=tuple(groups))
+
+
+def random_counts(rng: random.Random, most_tokens: int, most_seqs: int) -> list[int]:
+    """New tokens of sequences, at least one of which has several."""
+    counts = [rng.randint(2, min(most_tokens, rng.choice((4, 40, most_tokens))))]
+    while (left := most_tokens - sum(counts)) and len(counts) < most_seqs and rng.random() < 0.98:
+        counts.append(min(left, rng.choice((1, 1, 1, 1, 1, 1, 1, 1, rng.randint(2, 4), 5, rng.randint(5, 100)))))
+    rng.shuffle(counts)
+    return counts
+
+
+@settings(deadline=None, max_examples=num_examples(daily=60, exhaustive=3000))
+@given(seed=st.integers(0, 2**32), group=st.sampled_from((1, 4, 8, 40, 200)), element_bytes=st.sampled_from((2, 4)))
+def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, group: int, element_bytes: int) -> None:
+    """By brute force: each launch has room for the work items of all steps that are given its size, and of the tokens added."""
+    rng = random.Random(seed)
+    made = sizes(rng.choice((1, 5, 64, 256, 600)), rng.choice((900, 5000, 131_072)))
+    most_tokens = rng.choice((2, 30, 129, *MIXED_TOKENS))
+    counts = random_counts(rng, most_tokens, made.num_seqs[-1])
+    reach = rng.choice((900, 900, 5000, made._max_model_len))
+    starts = [rng.randint(0, max(0, min(reach, made._max_model_len) - count)) for count in counts]
+    keys, arrays = launch_keys(group, element_bytes), mixed_step(starts, counts)
+    works = plan_work_by_key(arrays, keys, is_mixed=True)
+    step = size_of(arrays, works, keys)
+    size = made.smallest_for(step)
+    has_few = sum(1 < count <= FEW_TOKENS for count in counts)
+    if max(start + count for start, count in zip(starts, counts, strict=True)) <= 1024 and has_few <= FEW_SEQS:
+        assert size is not None
+        assert size.level == 0
+    if size is None:
+        return
+    assert size in made.all
+    assert size.num_seqs >= len(counts)
+    assert size.mixed_tokens == next(tokens for tokens in MIXED_TOKENS if tokens >= sum(counts))
+    launches = [(group, tiling) for group, key in keys for tiling in key.tilings]
+    for work, (index, tiling) in zip(works, launches, strict=True):
+        num_added = 0 if tiling.split_keys else -(-(size.mixed_tokens - sum(counts)) // tiling.tile_tokens)
+        num_items, num_combine_items = made.room(size, tiling)
+        assert len(work.items) + num_added <= num_items
+        assert len(work.combine_items) <= num_combine_items
+        assert arrays.groups[index].block_table.shape[1] <= made.num_columns(size, index)
+
+
+@pytest.mark.parametrize(
+    ("counts", "shape"),
+    [
+        ([2], (128, 32)),
+        ([1, 127], (128, 32)),
+        ([1, 128], (256, 32)),
+        ([1] * 33 + [50], (128, 127)),
+        ([1] * 126 + [2], (128, 127)),
+        ([1] * 200 + [312], (512, 256)),
+        ([1, 512], None),
+        ([1] * 255 + [2], (384, 256)),
+        ([1] * 257 + [2], None),
+        ([2] * FEW_SEQS, (128, 32)),
+        ([2] * (FEW_SEQS + 1), (128, 32, 1)),
+        ([2] * 200, None),
+    ],
+)
+def test_mixed_steps_at_the_edges_of_sizes(counts: list[int], shape: tuple[int, ...] | None) -> None:
+    """Tokens and sequences, and the level where it is not 0."""
+    keys, arrays = launch_keys(4, 2), mixed_step([7] * len(counts), counts)
+    size = sizes(256, 9000).smallest_for(size_of(arrays, plan_work_by_key(arrays, keys, is_mixed=True), keys))
+    if shape is None:
+        assert size is None
+    else:
+        num_tokens, num_seqs, level = (*shape, 0)[:3]
+        assert size == DecodeSize(level=level, num_seqs=num_seqs, mixed_tokens=num_tokens)

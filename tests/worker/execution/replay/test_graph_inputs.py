@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
@@ -10,6 +12,7 @@ from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.backends import GRAPH_BYTES, graph_bytes
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_bytes, plan_work_by_key, size_of
@@ -97,4 +100,9 @@ def test_memory_is_set_aside_for_what_graphs_hold() -> None:
     held = graph_bytes(sizes, architecture, scheduler, "float32")
     top = DecodeSize(level=sizes.num_levels - 1, num_seqs=8)
     partials = sizes.num_items(top) * 2 * 16 * 10 * 4  # KV heads, rows, values with a maximum and a sum
+    specs = [group.spec for group in runner.info.layout.groups]
+    mixed = DecodeSizes(specs, max_num_seqs=8, max_model_len=4000, max_num_batched_tokens=512)
+    added = graph_bytes(mixed, architecture, scheduler, "float32") - held
+    largest = replace(scheduler, max_num_batched_tokens=512, max_num_seqs=8)
+    assert added >= len(mixed.mixed) * GRAPH_BYTES + activation_bytes(architecture, largest, torch.float32) + partials
     assert held > len(sizes.all) * GRAPH_BYTES + partials + buffer_bytes(top, sizes, ASKS, runner._builder) // 2

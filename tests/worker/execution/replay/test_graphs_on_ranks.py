@@ -43,22 +43,25 @@ def on_ranks(checkpoint: Path, fault: str, max_model_len: int) -> list[Any]:
         return [process.receive() for process in processes]
 
 
-def test_ranks_replay_what_one_rank_computes(checkpoint: Path) -> None:
+@pytest.mark.parametrize(("fault", "num_mixed"), some_daily([("none", 0), ("none, mixed", 2)], daily=[("none", 0)]))
+def test_ranks_replay_what_one_rank_computes(checkpoint: Path, fault: str, num_mixed: int) -> None:
     with test_decode_graphs.runner_of(checkpoint, None, max_num_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN) as runner:
         hand = HandScheduler(runner.info.layout)
         wanted = [logits_of(runner, hand, step(hand)) for step in random_steps(0, NUM_STEPS, MAX_SEQS)]
-    (num_graphs, num_replayed, logits), others = on_ranks(checkpoint, "none", MAX_MODEL_LEN)
+    (num_graphs, num_replayed, logits), others = on_ranks(checkpoint, fault, MAX_MODEL_LEN)
     assert (num_graphs, num_replayed) == others[:2]
-    assert num_graphs == NUM_SIZES
-    assert num_replayed >= NUM_STEPS // 4
+    assert num_graphs == NUM_SIZES + num_mixed
+    assert num_replayed >= NUM_STEPS // (2 if num_mixed else 4)
     for ours, theirs in zip(logits, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("fault", "num_graphs"),
-    some_daily([("once", 2), ("twice", 1), ("fails", 0)], daily=[("twice", 1), ("fails", 0)]),
+    some_daily(
+        [("once", 2), ("twice", 1), ("fails", 0), ("a mixed size fails", 2)], daily=[("twice", 1), ("fails", 0)]
+    ),
 )
 def test_what_fails_on_one_rank_is_given_up_by_all(checkpoint: Path, fault: str, num_graphs: int) -> None:
-    """Rank 1's first graph of two is wrong once, or twice; or its second capture fails."""
+    """Rank 1's first graph of two is wrong once, or twice; or its second capture fails, or that of the only mixed size."""
     assert [found[:2] for found in on_ranks(checkpoint, fault, ONE_LEVEL)] == [(num_graphs, 0)] * SIZE

@@ -1,8 +1,8 @@
-"""Chooses how decode steps are replayed: CUDA graphs, recorded programs of CPU kernels, or not at all.
+"""Chooses how steps are replayed: CUDA graphs, recorded programs of CPU kernels, or not at all.
 
 `graph_bytes` estimates the memory that CUDA graphs need in addition to a step's peak, before the KV pool is sized.
 
-Decode steps always run eagerly where a recording would be wrong or would gain nothing:
+Steps always run eagerly where a recording would be wrong or would gain nothing:
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
 - Latent and compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
@@ -20,11 +20,11 @@ from transom_core.config import EngineConfig, SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.model_config.architecture import Architecture
 from transom_kernels.launch import next_power_of_two, uses_cpu_kernels, uses_triton
-from transom_kernels.paged_attention.triton.tuning import MIN_DOT_ROWS
+from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS, MIN_DOT_ROWS
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.decode_replay import DecodeReplay
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, few_of
 from transom_worker.execution.replay.graph_capture import capture_device
 from transom_worker.execution.replay.graph_warm_up import capture_decode_graphs
 from transom_worker.models.model import Model
@@ -42,7 +42,7 @@ _RECORDED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.
 def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
-    """Return the sizes of decode steps to capture as CUDA graphs; None if no graphs are captured."""
+    """Return the sizes of steps to capture as CUDA graphs; None if no graphs are captured."""
     if not _may_record(config, groups) or not parallel.comm.can_capture or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):
@@ -65,7 +65,7 @@ def make_replay(
     max_model_len: int,
     parallel: Parallel,
 ) -> DecodeReplay | None:
-    """Return the backend for a model's decode steps; None if they run eagerly.
+    """Return the backend for a model's recorded steps; None if all run eagerly.
 
     `sizes`, from `decode_sizes`, are captured now, which takes up to two minutes. Programs are recorded as steps occur.
     """
@@ -88,16 +88,20 @@ def graph_bytes(
 ) -> int:
     """Return the bytes that all graphs need: one pool of activations, one tensor of logits and one input buffer that all share, and
     the graphs themselves.
+
+    Mixed sizes are captured after the decode sizes. They need larger tensors, into which the pool's free ones may not fit, so both
+    kinds are counted.
     """
     if sizes is None:
         return 0
     dtype: torch.dtype = getattr(torch, dtype_name)
-    most_seqs = sizes.num_seqs[-1]
-    decoding = replace(scheduler, max_num_batched_tokens=most_seqs, max_num_seqs=most_seqs)
-    pool = activation_bytes(architecture, decoding, dtype) + max(
-        _partial_bytes(size, sizes, architecture) for size in sizes.all
-    )
-    logits = most_seqs * architecture.vocab_size * FLOAT_BYTES
+    pool = 0
+    for kind in filter(None, (sizes.decodes, sizes.mixed)):
+        most_tokens, most_seqs = max(size.num_tokens for size in kind), max(size.num_seqs for size in kind)
+        largest = replace(scheduler, max_num_batched_tokens=most_tokens, max_num_seqs=most_seqs)
+        partials = max(_partial_bytes(size, sizes, architecture) for size in kind)
+        pool += activation_bytes(architecture, largest, dtype) + partials
+    logits = sizes.num_seqs[-1] * architecture.vocab_size * FLOAT_BYTES
     inputs = max(_table_bytes(size, sizes) for size in sizes.all)
     return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
 
@@ -105,7 +109,8 @@ def graph_bytes(
 def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
     """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
 
-    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights.
+    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. A mixed
+    size has them for sequences with a few new tokens too: for a tile of `FEW_TOKENS` tokens each, or as many smaller ones.
     """
     if size.level == 0:
         return 0
@@ -113,7 +118,8 @@ def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architect
     for layer in architecture.layers:
         rows = max(MIN_DOT_ROWS, next_power_of_two(layer.num_heads // layer.num_kv_heads))
         widest = max(widest, layer.num_kv_heads * rows * ((layer.value_size or layer.head_size) + 2))
-    return sizes.num_items(size) * widest * FLOAT_BYTES
+    num_few_items = sizes.num_items(few_of(size)) * FEW_TOKENS if size.mixed_tokens else 0
+    return (sizes.num_items(size) + num_few_items) * widest * FLOAT_BYTES
 
 
 def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:

@@ -1,9 +1,9 @@
-"""Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
+"""Steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
-Every size of decode steps is captured at start-up (`decode_sizes`). A graph is used only if a replay over new inputs gives the same
-logits as a forward pass over these inputs. If a check fails, steps of its size run eagerly; if a capture fails, all of them do.
+Every size of decode steps and of mixed steps is captured at start-up (`decode_sizes`). A graph is used only if a replay over new
+inputs gives the same logits as a forward pass over these inputs; `graph_warm_up` says what runs eagerly if one does not.
 
-Legend: B sequences of a size, V vocabulary.
+Legend: B sequences of a size, T tokens of a size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Captured:
 
 
 class DecodeGraphs(DecodeReplay):
-    """The graphs of one model's decode steps, by size."""
+    """The graphs of one model's steps, by size."""
 
     def __init__(
         self,
@@ -85,22 +85,29 @@ class DecodeGraphs(DecodeReplay):
     def prepare(
         self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
     ) -> Callable[[], torch.Tensor] | None:
-        """See `DecodeReplay.prepare`. A step with KV policies always runs eagerly."""
-        if not arrays.only_decodes or policy is not None or not self._captured:
+        """See `DecodeReplay.prepare`. A step with KV policies always runs eagerly, and so does one with more logit rows than
+        sequences, which prompt log-probabilities need."""
+        is_mixed = not arrays.only_decodes
+        if policy is not None or not self._captured or (is_mixed and not self._may_replay_mixed(arrays)):
             return None
-        work_plans = plan_work_by_key(arrays, self._launch_keys)
-        size = self.sizes.smallest_for(size_of(arrays, work_plans))
+        work_plans = plan_work_by_key(arrays, self._launch_keys, is_mixed=is_mixed)
+        size = self.sizes.smallest_for(size_of(arrays, work_plans, self._launch_keys if is_mixed else ()))
         captured = None if size is None else self._captured.get(size)
         if captured is None:
             return None
         self._load(captured.inputs, arrays, work_plans)
         self._prepared = captured.inputs
-        return partial(self._replayed, captured.graph, len(arrays.token_ids))
+        return partial(self._replayed, captured.graph, len(arrays.logit_rows))
+
+    def _may_replay_mixed(self, arrays: StepArrays) -> bool:
+        """Return whether a mixed step may fit a size, so that it is worth planning."""
+        fits = len(arrays.token_ids) <= self.sizes.most_mixed_tokens
+        return fits and len(arrays.logit_rows) <= len(arrays.rows.start_host)
 
     def warm_up(self, size: DecodeSize, first: StepArrays) -> GraphInputs:
         """Run one size's step, which also compiles its kernels, and return its inputs for `record` and `check`."""
         inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
-        self._load(inputs, first, plan_work_by_key(first, self._launch_keys))
+        self._load_planned(inputs, first)
         self._device.warm_up(partial(self._run, inputs, None))
         return inputs
 
@@ -117,14 +124,14 @@ class DecodeGraphs(DecodeReplay):
         Raises:
             ReplayMismatch: the replay gives other logits than the forward pass.
         """
-        self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
+        self._load_planned(inputs, second)
         replayed_BV, logits_BV = self._replayed(graph, size.num_seqs), self._model.forward(inputs.forward_batch())
         check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
         self._captured[size] = _Captured(inputs, graph)
 
     def layer_sums(self, size: DecodeSize) -> torch.Tensor:
-        """Return memory for the sums over each layer's outputs, and over their absolute values, [2, layers, B]."""
-        return torch.zeros(2, self._model.architecture.num_layers, size.num_seqs, device=self.builder.device)
+        """Return memory for the sums over each layer's outputs, and over their absolute values, [2, layers, T]."""
+        return torch.zeros(2, self._model.architecture.num_layers, size.num_tokens, device=self.builder.device)
 
     def first_wrong_layer(
         self, inputs: GraphInputs, graph: Replayable, sums: torch.Tensor, second: StepArrays
@@ -132,7 +139,7 @@ class DecodeGraphs(DecodeReplay):
         """Return the first layer whose sums in a replay over a second step differ from those in its forward pass; None if none
         differ. `record` has captured the graph with `sums`.
         """
-        self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
+        self._load_planned(inputs, second)
         graph.replay()
         replayed = sums.clone()
         self._run(inputs, sums)
@@ -151,15 +158,23 @@ class DecodeGraphs(DecodeReplay):
         if sums is not None:
 
             def note(layer: int, x_BN: torch.Tensor) -> None:
-                sums[0, layer], sums[1, layer] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
+                of_rows = sums[
+                    :, layer, : len(x_BN)
+                ]  # the last layer of a mixed step computes only rows that have logits
+                of_rows[0], of_rows[1] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
 
             batch.after_layer = note
         logits_BV = self._model.forward(batch)
         self._logits_BV[: len(logits_BV)].copy_(logits_BV)
 
-    def _replayed(self, graph: Replayable, num_seqs: int) -> torch.Tensor:
+    def _replayed(self, graph: Replayable, num_rows: int) -> torch.Tensor:
         graph.replay()
-        return self._logits_BV[:num_seqs]
+        return self._logits_BV[:num_rows]
+
+    def _load_planned(self, inputs: GraphInputs, arrays: StepArrays) -> None:
+        """Plan the work items of a step that is captured or checked, and load it."""
+        is_mixed = inputs.size.mixed_tokens > 0
+        self._load(inputs, arrays, plan_work_by_key(arrays, self._launch_keys, is_mixed=is_mixed))
 
     def _load(self, inputs: GraphInputs, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
         """Wait until the device has read the last step from the host buffer, write this step there, and begin to copy it to the

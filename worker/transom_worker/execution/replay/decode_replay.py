@@ -1,6 +1,6 @@
-"""The interface of a backend for recorded decode steps, and the comparison of a replay with a forward pass.
+"""The interface of a backend for recorded steps, and the comparison of a replay with a forward pass.
 
-Legend: B sequences of a step, V vocabulary.
+Legend: B sequences of a step, R logit rows (B of them in a decode step), V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PolicyVariant:
 
 
 class DecodeReplay(ABC):
-    """The recorded decode steps of one model. `num_wrong` counts sizes that are not replayed because their recording is wrong."""
+    """The recorded steps of one model. `num_wrong` counts sizes that are not replayed because their recording is wrong."""
 
     num_wrong = 0
 
@@ -35,7 +35,7 @@ class DecodeReplay(ABC):
     def prepare(
         self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
     ) -> Callable[[], torch.Tensor] | None:
-        """Write a step's inputs, and return the function that computes its logits, [B, V], which stay valid until the next step.
+        """Write a step's inputs, and return the function that computes its logits, [R, V], which stay valid until the next step.
 
         If no recording can run the step, `prepare` does nothing and returns None. `policy` is None if no row has a KV policy.
         `eager_batch` makes the step's inputs for a forward pass that is not recorded.

@@ -1,6 +1,6 @@
-"""The sizes that decode steps are padded to, so that few CUDA graphs serve all of them. Integers only.
+"""The sizes that steps are padded to, so that few CUDA graphs serve all of them. Integers only.
 
-A step replays the graph of the smallest size that it fits into. A size has two parts:
+A step replays the graph of the smallest size that it fits into. A decode size has two parts:
 
 - num_seqs: how many sequences, out of 1, 2, 4, 8, 16, 24, 32, 48, ...
 - level: how long their contexts are. It sets how wide block tables are, and how many work items an attention layer has.
@@ -12,48 +12,76 @@ Level 0 has one work item per sequence. Level n above it has 4**n work items per
 lengths, a level's tables are wide enough for a sequence twice as long as that average.
 
 Example with DECODE_SPLIT_KEYS 1,024: level 0 reaches up to 1,024 tokens; level 1 up to 2 x 1,024 x 4 = 8,192, level 2 up to 32,768.
+
+*Mixed* steps, which compute prompt chunks beside decodes or alone, have sizes of their own: a third part is the number of tokens
+(`MIXED_TOKENS`), and there are fewer numbers of sequences, since one that is added costs hardly anything. Attention has a launch
+for each tiling (`tuning.tilings`), and each launch has room for a fixed number of work items (`DecodeSizes.room`):
+
+- one new token: as in a decode size of as many sequences and this level;
+- a few: as in a decode size of `FEW_SEQS` sequences, for each tile that such a sequence has;
+- many: as many tiles as the step's tokens can have. The tokens that are added are tiles of this launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transom_core.kv_cache.groups import GroupSpec
 from transom_kernels.paged_attention.triton import tuning
+from transom_kernels.paged_attention.triton.work_items import Tiling
 
 # The largest number of work items of an attention layer. With more, the device takes longer to read the keys than the host takes to
 # launch the kernels, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.
 MAX_ITEMS = 1024
 LEVEL_FACTOR = 4  # each level has this many times the work items of the level below
 LONGEST_TO_AVERAGE = 2  # the longest sequence of a level above 0, as a multiple of its average sequence
+# Tokens of mixed steps. With up to some 256 tokens a step takes as long as reading the weights does (an H100 computes 295 bfloat16
+# operations in the time of reading a byte), so tokens that are added are nearly free; above, they take time, and sizes are closer.
+# A step of more than 512 tokens keeps the device busy for longer than the host takes to launch it.
+MIXED_TOKENS = (128, 256, 384, 512)
+MIXED_SEQS = 32  # sequences of mixed steps; or else as many as there may be
+# Sequences with a few new tokens in a mixed step: a prompt's last chunk, or what a cached prefix leaves. Hardly any step has two.
+FEW_SEQS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class DecodeSize:
-    """The size of one captured graph."""
+    """The size of one captured graph. `mixed_tokens` are the tokens of a mixed step; 0: a decode step, with a token a sequence."""
 
     level: int
     num_seqs: int
+    mixed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the graph computes."""
+        return self.mixed_tokens or self.num_seqs
 
     def __str__(self) -> str:
-        return f"{self.num_seqs} sequences at level {self.level}"
+        mixed = f" and {self.mixed_tokens} tokens with prompts" if self.mixed_tokens else ""
+        return f"{self.num_seqs} sequences{mixed} at level {self.level}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """What one decode step needs: its sequences, the work items of the layer that has the most, whether some of these must be
-    combined, and table columns by group.
+    """What one step needs: its sequences, the work items of the layer that has the most, whether some of these must be combined,
+    and table columns by group.
+
+    For a mixed step, `num_items` are those of sequences with one new token; `num_few_items` those of sequences with a few, for each
+    tile that such a sequence has.
     """
 
     num_seqs: int
     num_items: int
     has_combine_items: bool
     num_columns: tuple[int, ...]
+    mixed_tokens: int = 0  # 0: a decode step
+    num_few_items: int = 0
 
 
 class DecodeSizes:
-    """All sizes of decode steps for a model and its settings."""
+    """All sizes of decode steps and mixed steps for a model and its settings."""
 
     def __init__(
         self, groups: Sequence[GroupSpec], *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
@@ -64,6 +92,13 @@ class DecodeSizes:
         # keys of a window may begin between two multiples.
         self._most_splits = -(-max_model_len // self._split_keys) + 1
         self.num_seqs = _buckets(max_num_seqs)
+        # (tokens, sequences) of mixed steps in ascending order. If every sequence had one token, it would be a decode step.
+        self._mixed = [
+            (tokens, num_seqs)
+            for tokens in MIXED_TOKENS
+            if tokens <= max_num_batched_tokens
+            for num_seqs in sorted({min(num, max_num_seqs, tokens - 1) for num in (MIXED_SEQS, max_num_seqs)})
+        ]
         self.num_levels = next(level for level in range(64) if self._reaches_all(level)) + 1
 
     @property
@@ -73,22 +108,40 @@ class DecodeSizes:
 
     @property
     def all(self) -> tuple[DecodeSize, ...]:
-        """Every size, in the order of capture: low levels first, since they are used most, and the largest of each level first,
-        because smaller graphs reuse its memory.
+        """Every size, in the order of capture: decode sizes first; then low levels first, since they are used most, and the largest
+        of each level first, because smaller graphs reuse its memory.
         """
-        levels = range(self.num_levels)
-        every = (DecodeSize(level=level, num_seqs=num) for level in levels for num in reversed(self.num_seqs))
-        return tuple(size for size in every if self._adds(size))
+        return (*self.decodes, *self.mixed)
+
+    @property
+    def decodes(self) -> tuple[DecodeSize, ...]:
+        """Every size of decode steps, in the order of capture."""
+        return self._at_all_levels([(0, num) for num in self.num_seqs])
+
+    @property
+    def mixed(self) -> tuple[DecodeSize, ...]:
+        """Every size of mixed steps, in the order of capture."""
+        return self._at_all_levels(self._mixed)
+
+    @property
+    def most_mixed_tokens(self) -> int:
+        """The most tokens of a mixed step with a size; 0 if there is no such size."""
+        return max((tokens for tokens, _ in self._mixed), default=0)
 
     def smallest_for(self, step: StepSize) -> DecodeSize | None:
         """Return the smallest size that a step fits into; None if there is none."""
-        num_seqs = next((num for num in self.num_seqs if num >= step.num_seqs), None)
-        if num_seqs is None:
+        tokens, num_seqs = 0, next((num for num in self.num_seqs if num >= step.num_seqs), 0)
+        num_padding = num_seqs - step.num_seqs  # each padding sequence of a decode step has one work item
+        if step.mixed_tokens:
+            fitting = (one for one in self._mixed if one[0] >= step.mixed_tokens and one[1] >= step.num_seqs)
+            (tokens, num_seqs), num_padding = next(fitting, (0, 0)), 0
+        if not num_seqs:
             return None
         for level in range(self.num_levels):
-            size = DecodeSize(level=level, num_seqs=num_seqs)
-            num_padding = num_seqs - step.num_seqs  # each padding sequence has one work item
+            size = DecodeSize(level=level, num_seqs=num_seqs, mixed_tokens=tokens)
             if (step.has_combine_items and level == 0) or step.num_items + num_padding > self.num_items(size):
+                continue
+            if tokens and step.num_few_items > self.num_items(few_of(size)):
                 continue
             if all(step.num_columns[group] <= self.num_columns(size, group) for group in range(len(self._groups))):
                 return size
@@ -129,6 +182,23 @@ class DecodeSizes:
         """
         return 0 if size.level == 0 else min(size.num_seqs, self.num_items(size) // 2)
 
+    def room(self, size: DecodeSize, tiling: Tiling) -> tuple[int, int]:
+        """Return the numbers of work items and of combine items of an attention launch.
+
+        For a few new tokens: the room of a decode size for each tile of a sequence; a combined tile has at least two work items.
+
+        For many new tokens: a tile has t tokens or is the last one of a sequence, and the tokens that are added are like a sequence
+        more. Of n sequences, ceil(x / t) < x / t + 1 tiles each are fewer than tokens / t + n together, so at most
+        tokens // t + n; each has more than `FEW_TOKENS` tokens, and each tile has one at least.
+        """
+        if tiling.max_new_tokens == 1:
+            return self.num_items(size), self.num_combine_items(size)
+        if tiling.split_keys:
+            num_items = self.num_items(few_of(size)) * tiles_of_few(tiling)
+            return num_items, num_items // 2 if size.level else 0
+        num_prompts = min(size.num_seqs, size.mixed_tokens // tiling.min_new_tokens)
+        return min(size.mixed_tokens, size.mixed_tokens // tiling.tile_tokens + num_prompts + 1), 0
+
     def num_columns(self, size: DecodeSize, group: int) -> int:
         """Return the columns of a group's block table."""
         spec = self._groups[group]
@@ -149,16 +219,34 @@ class DecodeSizes:
         at_level = [DecodeSize(level=level, num_seqs=num) for num in self.num_seqs]
         return all(self.num_items(size) >= min(size.num_seqs * self._most_splits, MAX_ITEMS) for size in at_level)
 
+    def _at_all_levels(self, shapes: Sequence[tuple[int, int]]) -> tuple[DecodeSize, ...]:
+        """Return the sizes of (mixed tokens, sequences), low levels first, and the largest of each level first."""
+        every = (
+            DecodeSize(level=level, num_seqs=num_seqs, mixed_tokens=tokens)
+            for level in range(self.num_levels)
+            for tokens, num_seqs in reversed(shapes)
+        )
+        return tuple(size for size in every if self._adds(size))
+
     def _adds(self, size: DecodeSize) -> bool:
         """Return whether a size has more capacity than the size with as many sequences one level below."""
-        return size.level == 0 or self._capacity(size) != self._capacity(
-            DecodeSize(level=size.level - 1, num_seqs=size.num_seqs)
-        )
+        return size.level == 0 or self._capacity(size) != self._capacity(replace(size, level=size.level - 1))
 
     def _capacity(self, size: DecodeSize) -> tuple[int, ...]:
         """Return the numbers of work items, of combined sequences, and of table columns by group."""
         columns = (self.num_columns(size, group) for group in range(len(self._groups)))
-        return (self.num_items(size), self.num_combine_items(size), *columns)
+        num_few_items = self.num_items(few_of(size)) if size.mixed_tokens else 0
+        return (self.num_items(size), num_few_items, self.num_combine_items(size), *columns)
+
+
+def few_of(size: DecodeSize) -> DecodeSize:
+    """Return the decode size that says how much room a mixed size has for sequences with a few new tokens."""
+    return DecodeSize(level=size.level, num_seqs=min(FEW_SEQS, size.num_seqs))
+
+
+def tiles_of_few(tiling: Tiling) -> int:
+    """Return the most tiles of a sequence with a few new tokens, given their tiling."""
+    return -(-tiling.max_new_tokens // tiling.tile_tokens)
 
 
 def _buckets(most: int) -> tuple[int, ...]:

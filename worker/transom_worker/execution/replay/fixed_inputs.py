@@ -1,4 +1,4 @@
-"""Holds the inputs of decode steps in arrays at fixed addresses, which every replay of a recorded step reads again.
+"""Holds the inputs of a step in arrays at fixed addresses, which every replay of a recorded step reads again.
 
     write(arrays, n)            write a step, padded to n sequences, into the host's arrays
     clear_mass()                if the step adds up attention mass
@@ -6,12 +6,12 @@
     block_mass                  after the pass
 
 Padding changes nothing: a padding sequence writes its token to the dump block, which no sequence owns, and its logits are not
-read.
+read. In a mixed step, padding tokens belong to no sequence, padding sequences have no tokens, and row 0 is repeated as logit row.
 
 Recorded programs on CPUs also run steps in which some row has a KV policy. (With CUDA graphs such steps run eagerly.) All rows of
 such a step are computed as policy rows, with compact block tables (`batch.compact_tables`), and without padding.
 
-Legend: B sequences of a step, each with one new token; N table columns.
+Legend: B sequences of a step, each with one new token unless the step is mixed; N table columns.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ _SINK_POSITIONS = "policy positions"
 Values = NDArray[np.int64] | NDArray[np.int32] | list[int]
 
 
-def step_fields(builder: BatchBuilder, num_seqs: int, num_columns: Sequence[int]) -> dict[str, Field]:
-    """Return the arrays of steps of up to `num_seqs` sequences; `num_columns` are the table columns of each group."""
+def step_fields(
+    builder: BatchBuilder, num_seqs: int, num_columns: Sequence[int], *, num_tokens: int | None = None
+) -> dict[str, Field]:
+    """Return the arrays of steps of up to `num_seqs` sequences and `num_tokens` tokens, by default one for each sequence;
+    `num_columns` are the table columns of each group."""
+    num_tokens = num_tokens or num_seqs
     fields: dict[str, Field] = {
-        "token_ids": ((num_seqs,), LONG),
-        "positions": ((num_seqs,), LONG),
+        "token_ids": ((num_tokens,), LONG),
+        "positions": ((num_tokens,), LONG),
         "logit_rows": ((num_seqs,), LONG),
         "start": ((num_seqs,), INT),
         "query_offset": ((num_seqs + 1,), INT),
@@ -51,7 +55,7 @@ def step_fields(builder: BatchBuilder, num_seqs: int, num_columns: Sequence[int]
         fields[f"block_table {group}"] = ((num_seqs, num_columns[group]), INT)
         fields[f"first_block {group}"] = ((num_seqs,), INT)
         fields[f"attend_from {group}"] = ((num_seqs,), INT)
-        fields[f"slots {group}"] = ((num_seqs,), LONG)
+        fields[f"slots {group}"] = ((num_tokens,), LONG)
     return fields
 
 
@@ -114,19 +118,24 @@ class FixedInputs:
         for index in range(len(self._builder.layout.groups)):
             self.arrays.host[f"mass {index}"].fill(0.0)
 
-    def write(self, arrays: StepArrays, num_seqs: int) -> None:
-        """Write a step, and padding up to `num_seqs` sequences. Table columns after the step's own are not read.
+    def write(self, arrays: StepArrays, num_seqs: int, mixed_tokens: int = 0) -> None:
+        """Write a step, and padding up to `num_seqs` sequences, and up to `mixed_tokens` tokens if the step is mixed. Table columns
+        after the step's own are not read.
 
         If any row has a KV policy, all must be policy rows.
         """
-        to, layout = self.arrays.host, self._builder.layout
-        self._fill("token_ids", arrays.token_ids, num_seqs)
-        self._fill("positions", arrays.rows.positions, num_seqs)
+        to, layout, num_tokens = self.arrays.host, self._builder.layout, mixed_tokens or num_seqs
+        self._fill("token_ids", arrays.token_ids, num_tokens)
+        self._fill("positions", arrays.rows.positions, num_tokens)
         self._fill("start", arrays.rows.start, num_seqs)
-        to["logit_rows"][:num_seqs] = self._counts[:num_seqs]
-        to["query_offset"][: num_seqs + 1] = self._counts[: num_seqs + 1]
+        if mixed_tokens:
+            self._fill("logit_rows", arrays.logit_rows, num_seqs)
+            self._fill("query_offset", arrays.rows.offset, num_seqs + 1, padding=len(arrays.token_ids))
+        else:
+            to["logit_rows"][:num_seqs] = self._counts[:num_seqs]
+            to["query_offset"][: num_seqs + 1] = self._counts[: num_seqs + 1]
         for index, group in enumerate(arrays.groups):
-            self._fill(f"slots {index}", group.slots, num_seqs, padding=layout.dump_block(index) * group.block_size)
+            self._fill(f"slots {index}", group.slots, num_tokens, padding=layout.dump_block(index) * group.block_size)
         if arrays.has_policies:
             self._write_policies(arrays, num_seqs)
             return
@@ -178,7 +187,7 @@ class FixedInputs:
         """Write a step's [B, N] numbers into the array `name`, which is at least as large."""
         self.arrays.host[name][: table.shape[0], : table.shape[1]] = table
 
-    def _fill(self, name: str, values: Values, num_seqs: int, *, padding: int = 0) -> None:
-        """Write the step's values, and `padding` for the padding sequences."""
+    def _fill(self, name: str, values: Values, num: int, *, padding: int = 0) -> None:
+        """Write the step's values, and `padding` up to `num` values."""
         array = self.arrays.host[name]
-        array[: len(values)], array[len(values) : num_seqs] = values, padding
+        array[: len(values)], array[len(values) : num] = values, padding

@@ -1,7 +1,9 @@
-"""The inputs of one captured size: a decode step in fixed arrays, and the work items of its attention kernels.
+"""The inputs of one captured size: a step in fixed arrays, and the work items of its attention kernels.
 
-A step with fewer sequences than the size is padded (`fixed_inputs`). Each padding sequence has one work item that reads no key and
-writes zeros. Kernel programs after the last work item have no tokens, so they do nothing.
+A step with fewer sequences or tokens than the size is padded (`fixed_inputs`). A decode size has one launch for each launch key,
+and each padding sequence one work item in it that reads no key and writes zeros. A mixed size has one launch for each launch key
+and tiling, and the padding tokens are such work items of the last tiling, a whole tile each: no kernel reads rows that none wrote.
+Kernel programs after the last work item have no tokens, so they do nothing.
 
 Legend: B sequences of the size, W work items and J combined sequences of an attention layer.
 """
@@ -15,31 +17,47 @@ import numpy as np
 import torch
 
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, set_launches
-from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Work, WorkPlan, plan_work
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Tiling, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, StepSize
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, StepSize, tiles_of_few
 from transom_worker.execution.replay.fixed_inputs import INT, FixedArrays, FixedInputs, step_fields
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.uploads import Field, packed_bytes
 
-BEFORE_ALL = -1  # the position of a padding sequence's query: before every key, so that it reads none
+BEFORE_ALL = -1  # the position of a padding query, whose work item reads no key
 
 GroupLaunchKey = tuple[int, LaunchKey]  # index of a group, and the key of one kind of its attention layers
 
 
-def plan_work_by_key(arrays: StepArrays, launch_keys: Sequence[GroupLaunchKey]) -> list[WorkPlan]:
-    """Return a decode step's work items for each launch key."""
-    return [plan_work(arrays.groups[index], key.rule, key.tilings[0]) for index, key in launch_keys]
+def plan_work_by_key(
+    arrays: StepArrays, launch_keys: Sequence[GroupLaunchKey], *, is_mixed: bool = False
+) -> list[WorkPlan]:
+    """Return a step's work items for each launch key, and for each tiling of it if the step is mixed."""
+    return [
+        plan_work(arrays.groups[index], key.rule, tiling) for index, key, tiling in _launches(launch_keys, is_mixed)
+    ]
 
 
-def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> StepSize:
-    """Return the sequences, work items and table columns that a step needs."""
+def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan], mixed_keys: Sequence[GroupLaunchKey] = ()) -> StepSize:
+    """Return the sequences, work items and table columns that a step needs; `mixed_keys` are the launch keys, for a mixed step."""
+    ones, few = list(work_plans), [0]
+    if mixed_keys:
+        tilings = [tiling for _, _, tiling in _launches(mixed_keys, True)]
+        planned = list(zip(tilings, work_plans, strict=True))
+        ones = [work for tiling, work in planned if tiling.max_new_tokens == 1]
+        few += [
+            -(-len(work.items) // tiles_of_few(tiling))
+            for tiling, work in planned
+            if tiling.split_keys and tiling.max_new_tokens > 1
+        ]
     return StepSize(
-        num_seqs=len(arrays.token_ids),
-        num_items=max((len(work.items) for work in work_plans), default=0),
+        num_seqs=len(arrays.rows.start_host),
+        num_items=max((len(work.items) for work in ones), default=0),
         has_combine_items=any(len(work.combine_items) for work in work_plans),
         num_columns=tuple(group.block_table.shape[1] for group in arrays.groups),
+        mixed_tokens=len(arrays.token_ids) if mixed_keys else 0,
+        num_few_items=max(few),
     )
 
 
@@ -57,34 +75,47 @@ class GraphInputs:
         device: torch.Tensor,
     ) -> None:
         """Lay the arrays out in the buffers, which have at least `buffer_bytes(size)` bytes each."""
-        self._launch_keys, self._num_seqs = tuple(launch_keys), size.num_seqs
+        self._launches = _launches(launch_keys, size.mixed_tokens > 0)
+        self.size, self._builder = size, builder
         self.arrays = FixedArrays.packed(_fields(size, sizes, launch_keys, builder), host, device)
         self._inputs = FixedInputs(builder, self.arrays)
         self.num_bytes = buffer_bytes(size, sizes, launch_keys, builder)
 
     def write(self, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
         """Write a step that fits into the size to the host buffer."""
-        self._inputs.write(arrays, self._num_seqs)
+        self._inputs.write(arrays, self.size.num_seqs, self.size.mixed_tokens)
         to = self.arrays.host
         for index, work in enumerate(work_plans):
-            padded = self._with_padding(work, len(arrays.token_ids))
+            padded = self._with_padding(work, self._launches[index][2], len(arrays.token_ids))
             padded.write(to[f"items {index}"], to[f"combine_items {index}"])  # type: ignore[arg-type]
 
     def forward_batch(self) -> ForwardBatch:
         """Return a new `ForwardBatch` over the device buffer, with the launches of its attention layers."""
-        batch, on = self._inputs.forward_batch(self._num_seqs), self.arrays.device
-        for index, (group, key) in enumerate(self._launch_keys):
+        on = self.arrays.device
+        batch = self._builder.batch_of(on)
+        launches: dict[GroupLaunchKey, list[AttentionLaunch]] = {}
+        for index, (group, key, tiling) in enumerate(self._launches):
             items, combine_items = on[f"items {index}"], on[f"combine_items {index}"]
             work = Work(items=items, combine_items=combine_items, num_partials=len(items) if len(combine_items) else 0)
-            set_launches(batch.groups[group], key, [AttentionLaunch(work, key.tilings[0].tile_tokens)])
+            launches.setdefault((group, key), []).append(AttentionLaunch(work, tiling.tile_tokens))
+        for (group, key), of_key in launches.items():
+            set_launches(batch.groups[group], key, of_key)
         return batch
 
-    def _with_padding(self, work: WorkPlan, num_real: int) -> WorkPlan:
-        """Return the step's work items, and for each padding sequence one work item that sees no key."""
-        padding = np.zeros((self._num_seqs - num_real, ITEM_FIELDS), dtype=np.int32)
+    def _with_padding(self, work: WorkPlan, tiling: Tiling, num_real: int) -> WorkPlan:
+        """Return the step's work items, and such as see no key: in a decode size one for each padding sequence, in a mixed size
+        those of the padding tokens, in the launch without splits."""
+        size = self.size
+        if size.mixed_tokens and tiling.split_keys:
+            return work
+        rows = np.arange(num_real, size.num_tokens, tiling.tile_tokens)
+        if not len(rows):
+            return work
+        padding = np.zeros((len(rows), ITEM_FIELDS), dtype=np.int32)
         row, tokens, position, sequence, partial = 0, 1, 2, 3, 8  # fields of a work item, see `work_items`
-        padding[:, row] = padding[:, sequence] = np.arange(num_real, self._num_seqs)
-        padding[:, tokens], padding[:, position], padding[:, partial] = 1, BEFORE_ALL, NO_PARTIAL
+        padding[:, row], padding[:, sequence] = rows, 0 if size.mixed_tokens else rows
+        padding[:, tokens] = np.minimum(tiling.tile_tokens, size.num_tokens - rows)
+        padding[:, position], padding[:, partial] = BEFORE_ALL, NO_PARTIAL
         return replace(work, items=np.concatenate([work.items, padding]))
 
 
@@ -99,8 +130,16 @@ def _fields(
     size: DecodeSize, sizes: DecodeSizes, launch_keys: Sequence[GroupLaunchKey], builder: BatchBuilder
 ) -> dict[str, Field]:
     columns = [sizes.num_columns(size, group) for group in range(len(builder.layout.groups))]
-    fields = step_fields(builder, size.num_seqs, columns)
-    for index in range(len(launch_keys)):
-        fields[f"items {index}"] = ((sizes.num_items(size), ITEM_FIELDS), INT)
-        fields[f"combine_items {index}"] = ((sizes.num_combine_items(size), 4), INT)
+    fields = step_fields(builder, size.num_seqs, columns, num_tokens=size.num_tokens)
+    for index, (_, _, tiling) in enumerate(_launches(launch_keys, size.mixed_tokens > 0)):
+        num_items, num_combine_items = sizes.room(size, tiling)
+        fields[f"items {index}"] = ((num_items, ITEM_FIELDS), INT)
+        fields[f"combine_items {index}"] = ((num_combine_items, 4), INT)
     return fields
+
+
+def _launches(launch_keys: Sequence[GroupLaunchKey], is_mixed: bool) -> list[tuple[int, LaunchKey, Tiling]]:
+    """Return group, launch key and tiling of each attention launch of a decode step or a mixed step."""
+    if not is_mixed:
+        return [(group, key, key.tilings[0]) for group, key in launch_keys]
+    return [(group, key, tiling) for group, key in launch_keys for tiling in key.tilings]

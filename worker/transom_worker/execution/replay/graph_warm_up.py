@@ -1,4 +1,5 @@
-"""Captures and checks the graph of every size at start-up. If a capture fails, the worker runs without graphs.
+"""Captures and checks the graph of every size at start-up. If the capture of a decode size fails, the worker runs without graphs.
+Mixed sizes follow and need more memory: if the capture of one fails, there are none from it on, and the graphs before it stay.
 
 If a size's graph gives other logits than the forward pass, it is captured and checked once more over other steps: cuBLAS may round
 a product differently on the capture's stream, which may change the choice of an expert in a mixture of experts. If the second graph
@@ -9,7 +10,7 @@ sizes in the same order and exchange the outcome of each capture and of each che
 step that is computed, not captured, ends the rank: the others wait for it in the step's collectives. All ranks choose the same size
 for a step, because they plan the same work items, which depend on the plan and on launch keys that are equal on all ranks.
 
-The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
+The made-up steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
 right result.
 """
 
@@ -29,13 +30,14 @@ from transom_core.contract import SamplingParams
 from transom_core.errors import RankLost
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.paged_attention.triton.launches import launch_keys_of
+from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.batch.step_arrays import Ints, StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 from transom_worker.execution.replay.decode_replay import ReplayMismatch
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, few_of
 from transom_worker.execution.replay.graph_capture import CudaCapture, Replayable
 from transom_worker.execution.replay.graph_inputs import GraphInputs, GroupLaunchKey
 from transom_worker.execution.tiers.slabs import block_rows
@@ -118,25 +120,28 @@ class _Capture:
         for size in graphs.sizes.all:
             is_late = time.perf_counter() - begin_s > LIMIT_S
             if any(self._parallel.exchange(is_late, self._device)):
-                logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
+                logger.warning("%s from %s on run without CUDA graphs: capturing took too long.", _steps(size), size)
                 break
             try:
                 outcome, error = self._one(graphs, size)
             except _CaptureFailed as failure:
                 outcome, error = _Outcome.FAILED, failure.cause
             if outcome is _Outcome.FAILED:
-                _warn(str(size), error)
-                return None
+                _warn(str(size), error, steps=_steps(size))
+                if not size.mixed_tokens:
+                    return None
+                break
             if outcome is _Outcome.DIFFERS:
                 graphs.drop(size)
                 logger.warning(
-                    "Decode steps of %s run without CUDA graphs, which is slower: %s; %s.",
-                    size, error or "another rank's graph is wrong", self._where(graphs, size),
+                    "%s of %s run without CUDA graphs, which is slower: %s; %s.",
+                    _steps(size), size, error or "another rank's graph is wrong", self._where(graphs, size),
                 )  # fmt: skip
         spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
         logger.info(
-            "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
-            graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
+            "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, mixed steps of up to %d tokens, "
+            "%d levels of context.",
+            graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.most_mixed_tokens, sizes.num_levels,
         )  # fmt: skip
         return graphs if graphs.num_graphs or graphs.num_wrong else None
 
@@ -212,11 +217,16 @@ class _Capture:
         return _Outcome(max(self._parallel.exchange(own, self._device)))
 
 
-def _warn(what: str, error: Exception | None) -> None:
-    """Say why there are no graphs; `error` is None if it was another rank's."""
+def _steps(size: DecodeSize) -> str:
+    return "Mixed steps" if size.mixed_tokens else "Decode steps"
+
+
+def _warn(what: str, error: Exception | None, *, steps: str = "Decode steps") -> None:
+    """Say why there are no graphs, or none of further mixed sizes; `error` is None if it was another rank's."""
     reason = "another rank's capture failed" if error is None else f"{type(error).__name__}: {error}"
     logger.warning(
-        "Decode steps run without CUDA graphs: capturing %s failed (%s). --enforce-eager does without the attempt.",
+        "%s run without CUDA graphs: capturing %s failed (%s). --enforce-eager does without the attempt.",
+        steps,
         what,
         reason,
     )
@@ -230,7 +240,7 @@ def _launch_keys(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tup
 
 
 class _RandomSteps:
-    """Decode steps of made-up sequences over blocks of random numbers. Each sequence writes to a block of its own."""
+    """Steps of made-up sequences over blocks of random numbers. Each sequence writes to a block of its own."""
 
     def __init__(self, layout: ArenaLayout, *, vocab_size: int, max_seqs: int) -> None:
         groups = range(len(layout.groups))
@@ -259,54 +269,75 @@ class _RandomSteps:
             block_rows(layout, slab, group)[rows] = 0
 
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
-        """Make a step with all sequences of the size: a long one, and short ones.
+        """Make a step with all sequences of a decode size: a long one, and short ones. A step of a mixed size has a long one of
+        each tiling, and may have fewer sequences and tokens than the size.
 
         With an odd seed the long sequence is as long as the size's level allows; with an even one it is five eighths as long.
         """
         random = np.random.default_rng(seed)
-        num_seqs, specs = size.num_seqs, self._specs
-        starts = random.integers(0, sizes.reach_tokens(0), num_seqs)
-        longest = sizes.longest_tokens(size)
-        starts[random.integers(num_seqs)] = longest - 1 if seed % 2 else longest * 5 // 8
+        counts, specs = np.ones(size.num_seqs, dtype=np.int64), self._specs
+        long = [(1, 1, sizes.longest_tokens(size))]
+        if size.mixed_tokens:
+            counts = _mixed_counts(size, sizes.reach_tokens(0), random)
+            long.append((2, FEW_TOKENS, sizes.longest_tokens(few_of(size))))
+            long.append((FEW_TOKENS + 1, size.mixed_tokens, sizes.reach_tokens(size.level)))
+        num_seqs = len(counts)
+        starts = random.integers(0, sizes.reach_tokens(0) - counts + 1)
+        for least, most, longest in long:
+            of_tiling = np.flatnonzero((counts >= least) & (counts <= most))
+            if len(of_tiling):
+                chosen = random.choice(of_tiling)
+                last_start = longest - counts[chosen]
+                starts[chosen] = last_start if seed % 2 else min(longest * 5 // 8, last_start)
         # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
         attend_from = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
         store = SequenceStore(specs, max_num_seqs=num_seqs)
-        ids = random.integers(0, self._vocab_size, num_seqs)
-        for seq_id, start in enumerate(starts.tolist()):
-            store.add(_sequence(seq_id, start, int(ids[seq_id])))
+        for seq_id, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            store.add(_sequence(seq_id, start, random.integers(0, self._vocab_size, count).tolist()))
             for group in range(len(specs)):
-                self._fill_table(store, seq_id, num_seqs, group, start, random)
+                self._fill_table(store, seq_id, num_seqs, group, (start, start + count), random)
+        ends = starts + counts
+        goes_on = (counts > 1) & (random.random(num_seqs) < 0.25)  # chunks that do not end their prompts have no logits
         plan = StepPlan(
             step_id=0,
             seq_ids=list(range(num_seqs)),
             start=starts.tolist(),
-            count=[1] * num_seqs,
+            count=counts.tolist(),
             attend_from=attend_from,
-            write_from=[self._write_from(group, starts.tolist()) for group in range(len(specs))],
-            logits_from=starts.tolist(),
+            write_from=[self._write_from(group, starts, ends) for group in range(len(specs))],
+            logits_from=np.where(goes_on, ends, ends - 1).tolist(),
         )
         return builder.arrays(plan, store)
 
-    def _write_from(self, group: int, starts: list[int]) -> list[int]:
-        """Return the position of each token if every sequence has a block of its own; else one more, so that tokens go to the dump
-        block.
+    def _write_from(self, group: int, starts: Ints, ends: Ints) -> list[int]:
+        """Return from which position on each sequence writes to its last block, if every sequence has a block of its own; else its
+        end. Tokens before it go to the dump block.
 
         If two tokens had the same slot, their writes would race.
         """
+        size = self._specs[group].block_size
         writes = len(self._blocks[group]) > len(starts)
-        return [start if writes else start + 1 for start in starts]
+        first: list[int] = (np.maximum(starts, (ends - 1) // size * size) if writes else ends).tolist()
+        return first
 
     def _fill_table(
-        self, store: SequenceStore, seq_id: int, num_seqs: int, group: int, start: int, random: np.random.Generator
+        self,
+        store: SequenceStore,
+        seq_id: int,
+        num_seqs: int,
+        group: int,
+        new: tuple[int, int],
+        random: np.random.Generator,
     ) -> None:
-        """Give a sequence the blocks that its group would keep: random ones that all sequences share, and its own block as the
-        last.
+        """Give a sequence the blocks that its group would keep for new tokens [start, end): random ones that all sequences share,
+        and its own block as the last.
         """
         tables, spec, own = store.tables[group], self._specs[group], self._blocks[group]
         shared = own[num_seqs:] or own
-        live_ranges = spec.live(start)
-        last = start // spec.block_size
-        first = max(live_ranges[-1][0] // spec.block_size if live_ranges else last, spec.num_sink_blocks)
+        (start, end), live_ranges = new, spec.live(new[0])
+        last = (end - 1) // spec.block_size
+        first = live_ranges[-1][0] if live_ranges else start
+        first = max(first // spec.block_size, spec.num_sink_blocks)
         num_sink_blocks = min(spec.num_sink_blocks, last + 1)
         num_blocks = num_sink_blocks + max(0, last - first + 1)
         chosen = random.choice(np.array(shared), num_blocks).tolist()
@@ -324,12 +355,25 @@ def _own_blocks(layout: ArenaLayout, group: int, max_blocks: int) -> list[int]:
     return blocks[:max_blocks] or [0]
 
 
-def _sequence(seq_id: int, start: int, token_id: int) -> NewSequence:
+def _mixed_counts(size: DecodeSize, longest: int, random: np.random.Generator) -> Ints:
+    """Return the new tokens of made-up sequences in random order: two chunks of prompts, two of a few tokens, and single tokens."""
+    counts: list[int] = []
+    left = int(random.integers(size.mixed_tokens // 2 + 1, size.mixed_tokens + 1))
+    while left and len(counts) < size.num_seqs:
+        kinds = {0: (FEW_TOKENS + 1, left // 2), 1: (2, FEW_TOKENS)}
+        least, most = kinds.get(len(counts) % 8, (1, 1)) if len(counts) < 16 else (1, 1)
+        most = max(1, min(most, left, longest))
+        counts.append(int(random.integers(min(least, most), most + 1)))
+        left -= counts[-1]
+    return random.permutation(np.array(counts))
+
+
+def _sequence(seq_id: int, start: int, token_ids: list[int]) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
         request_id="",
-        token_ids=(*(0,) * start, token_id),
-        num_prompt_tokens=start + 1,
+        token_ids=(*(0,) * start, *token_ids),
+        num_prompt_tokens=start + len(token_ids),
         params=SamplingParams(temperature=0.0),
         seed=0,
     )

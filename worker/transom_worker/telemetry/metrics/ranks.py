@@ -62,28 +62,34 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     yield own.counters(
         "transom_rank_steps",
         "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or replayed "
-        "(a decode step, from a CUDA graph or a recorded program).",
+        "(from a CUDA graph or a recorded program: decode steps, and on GPUs also steps of up to 512 tokens with prompts).",
         ("rank", "forward"),
-        crossed({rank: _steps(report, "launched", report.usage.num_eager_steps) for rank, report in named}),
+        crossed(
+            {
+                rank: {"launched": report.usage.num_eager_steps, "replayed": report.usage.num_graph_steps}
+                for rank, report in named
+            }
+        ),
     )
     yield own.counters(
         "transom_decode_steps",
         "Steps without prompts that a rank has computed, by how: replayed (from a CUDA graph or a recorded program) or eager (the "
         "host launches kernel by kernel, which is slower).",
         ("rank", "mode"),
-        crossed({rank: _steps(report, "eager", report.usage.num_eager_decodes) for rank, report in named}),
+        crossed(
+            {
+                rank: {"eager": report.usage.num_eager_decodes, "replayed": report.usage.num_graph_decodes}
+                for rank, report in named
+            }
+        ),
     )
     yield own.gauges(
         "transom_rank_wrong_graphs",
-        "Sizes of decode steps that run eagerly because their CUDA graph gave other logits than the forward pass, "
+        "Sizes of steps that run eagerly because their CUDA graph gave other logits than the forward pass, "
         "twice; the log names the first layer that differs.",
         ("rank",),
         [((rank,), report.usage.num_wrong_graphs) for rank, report in named],
     )
-
-
-def _steps(report: RankReport, others: str, num_others: int) -> dict[str, float]:
-    return {others: num_others, "replayed": report.usage.num_graph_steps}
 
 
 def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
