@@ -1,9 +1,10 @@
 """Decides which workers may take which requests while there are suspects (`failover`), so that suspects run apart from each other.
 
-- **suspect**: a request that may have killed a worker. A worker has at most one suspect.
-- **on trial**: a suspect that one more strike makes the culprit. It runs alone: its worker gets no other request, and it is placed
-  only at a worker whose requests have all made progress there (`RELEASE_TOKENS` tokens). While it waits for such a worker, one
-  worker is *reserved* for it: the one with the fewest requests without progress gets no new ones.
+- **strike**: the loss of a worker that counts against a request which ran there (`failover`).
+- **suspect**: a request with a strike. A worker has at most one suspect.
+- **on trial**: a suspect that the router stops after one more strike. It runs alone: its worker gets no other request, and it is
+  placed only at a worker whose requests have all made progress there (`RELEASE_TOKENS` tokens). While it waits for such a worker,
+  one worker is *reserved* for it: the one with the fewest requests without progress gets no new ones.
 
 A request that has made progress on a worker may stay there, because the worker has survived the steps of this request.
 """
@@ -34,7 +35,7 @@ class Quarantine:
         self._trials.update(request for request in requests if self._is_on_trial(request))
 
     def allowed(self, request: InFlightRequest, willing: Sequence[WorkerConnection]) -> list[WorkerConnection]:
-        """Return those of the workers `willing` to take a request that the quarantine allows to have it. They have one identity."""
+        """Return those of the workers `willing` to take a request that may have it. All in `willing` serve one model."""
         if self._is_on_trial(request):
             return [one for one in willing if one.suspect is None and not _num_unproven(one)]
         reserved = self._reserved(willing)
@@ -53,6 +54,7 @@ class Quarantine:
         if not self._trials:
             return None
         self._trials = {one for one in self._trials if not one.has_ended and self._is_on_trial(one)}
+        # A waiting request may go to these workers if they serve the model that its stream began with, or if it has no such (None).
         identities = {None, *(one.identity for one in willing)}
         waiting = next(
             (one for one in self._trials if one.worker_id is None and one.output.identity in identities), None

@@ -21,8 +21,9 @@ class Family(Generic[M]):
 
     def __init__(self, metric: M, own_values: Sequence[str]) -> None:
         self._metric = metric
-        self._own_values = own_values
-        self._series: dict[tuple[str, ...], M] = {}  # `labels` is slow: it makes strings of all values under a lock
+        self._own_values = own_values  # the values of `model` and `router`
+        # Values of the other labels -> series. It saves calls of `labels`, which makes strings of all values under a lock.
+        self._series: dict[tuple[str, ...], M] = {}
 
     def of(self, *values: str) -> M:
         """Return one series. It is on the metrics page from now on."""
@@ -45,8 +46,10 @@ class RouterFamilies:
         self.own_labels = {"model": model, "router": router}
 
     def counter(self, name: str, text: str, *labels: str, values: Iterable[str] = ()) -> Family[Counter]:
-        """Create a counter with further labels; `name` is without `_total`. The series of `values`, which are values of the only
-        label, are on the page from the start."""
+        """Create a counter whose labels after `model` and `router` are `labels`; `name` is without `_total`.
+
+        `values` may be given if there is one such label: the series of these values are on the page, at 0, from the start.
+        """
         family = self._own(Counter(name, text, (*self.own_labels, *labels), registry=self.registry))
         for value in values:
             family.of(value)

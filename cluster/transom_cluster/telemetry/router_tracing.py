@@ -73,11 +73,11 @@ class RequestTrace:
         self._tracing = tracing
         self._span = span
         self._below = tracing.context_below(span)
-        self._attempts: dict[int, Any] = {}  # the spans of present attempts, by choice
+        self._attempts: dict[int, Any] = {}  # choice -> span of its running attempt
         self.trace_id = trace_id_of(tracing.parent_header(span))
 
     def describe(self, params: SamplingParams, *, num_choices: int, stream: bool) -> None:
-        """Add a client's request to the request's span: no text, not even stop strings."""
+        """Add the sampling parameters of a client's request to its span, but no text of the request, not even stop strings."""
         attributes: dict[str, Any] = {
             "gen_ai.request.choice.count": num_choices,
             "gen_ai.request.stream": stream,
@@ -89,7 +89,10 @@ class RequestTrace:
         self._span.set_attributes(attributes)
 
     def receive(self, event: RequestEvent) -> None:
-        """Begin and end the spans of attempts."""
+        """Begin a span when an attempt is placed, and end it with the event that ends the attempt.
+
+        An attempt that is still open when the whole request has ended was abandoned, and its span says so.
+        """
         match event:
             case Placed():
                 self._begin_attempt(event)

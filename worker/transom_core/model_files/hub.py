@@ -5,10 +5,10 @@
   folders (`original/`), other formats of the same weights (`consolidated.safetensors`) and pickles are never downloaded.
 - **revision**: an id may end with `@` and a branch, tag or commit. Without one it is the newest commit at the time of the download.
 
-`huggingface_hub` keeps the files in its cache, which all processes of a host share: a file is downloaded once. After a broken
-connection it continues within the file. A later start keeps all whole files and downloads partial ones again from their beginning
-(version 2.4 gives a partial file another name in each process, so that two processes never write to one file). It shows progress
-bars on a terminal; elsewhere, such as in a Ray worker, `LoggedProgress` writes a line every ten seconds.
+`huggingface_hub` keeps the files in its cache, which all processes of a host share, so a file is downloaded once. If the connection
+breaks, the download resumes inside the file. If the process ends, the next start keeps whole files and downloads partial ones from
+their beginning: version 2.4 gives a partial file another name in each process, so that two processes never write to one file. On a
+terminal `huggingface_hub` shows progress bars; elsewhere, such as in a Ray worker, `LoggedProgress` logs every ten seconds.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def _logged_progress(hub_id: str) -> type[Any]:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             options |= {"file": io.StringIO(), "disable": False}
+            # Two bars count bytes: received ones, which are logged, and written ones, described as "Reconstructing ...".
             self._counts_bytes = options.get("unit") == "B" and not str(options.get("desc")).startswith("Reconstruct")
             self._logged_s = time.monotonic()
             super().__init__(*args, **options)

@@ -14,9 +14,9 @@ extra blocks.
 
 Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step's result arrives.
 
-A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk that would take more
-is made shorter. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does not evict
-cached prefixes only for the duration of a step.
+A step may take up to `ceil(max_num_batched_tokens / block)` extra blocks, which its sequences share; a chunk that would take more
+is made shorter. In addition, the window blocks of one chunk take at most 1/16 of the pool (`chunk_limit`): without this bound, one
+long prompt could evict many cached prefixes for blocks that it needs only until the step's result arrives.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class StepBudget:
     def for_new(self) -> int:
         """Tokens that a newly admitted sequence may start with; 0 if the step is full.
 
-        `block * n + 2` tokens are the most that take `n` extra blocks.
+        `block * n + 2` tokens are the most that take `n` extra blocks. Without extra blocks no sequence is admitted, even though
+        two tokens would fit.
         """
         return (
             min(self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2)
@@ -64,7 +65,8 @@ class StepBudget:
     def fit(self, sequence: Sequence, count: int) -> int:
         """Return how many of a running sequence's next `count` tokens the budget allows."""
         in_flight = _in_flight(sequence)
-        # Tokens of earlier steps in flight share blocks with the new ones, so all of them are counted together.
+        # The largest count with extra(in_flight + count) - extra(in_flight) <= the extra blocks that are left. Tokens in flight are
+        # included, because the new tokens may fill the rest of their last block.
         most = (self._num_extra_blocks + self._extra(in_flight)) * self._block_size + 2 - in_flight
         return max(0, min(count, self.num_tokens, self._max_chunk, self._num_extra_blocks * self._block_size + 2, most))
 

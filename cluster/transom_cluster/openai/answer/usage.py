@@ -21,6 +21,7 @@ class UsageTotals:
     def __init__(self, requests: Sequence[Request], readers: Sequence[AnswerReader] = ()) -> None:
         self._requests = requests
         self._readers = readers
+        # For each request, the latest usage that an event reported; a request's first and last event report one.
         self._last_usage: list[Usage | None] = [None] * len(requests)
         self._num_output_tokens = [0] * len(requests)
 
@@ -49,8 +50,8 @@ class UsageTotals:
             reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers)
             body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         if any(request.kv_quality for request in self._requests):
-            known = (usage.kv_quality for usage in self._last_usage if usage is not None)
-            body["kv_quality"] = _quality(sum((one for one in known if one is not None), KvQuality()))
+            qualities = [usage.kv_quality for usage in self._last_usage if usage and usage.kv_quality]
+            body["kv_quality"] = _quality(sum(qualities, KvQuality()))
         return body
 
 

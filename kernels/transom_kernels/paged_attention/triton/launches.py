@@ -1,12 +1,13 @@
 """Plans the Triton launches of a batch once a step; all layers with the same launch key share the plan.
 
-A *launch key* is everything besides the batch on which the plan depends. The first layer with a key plans the launches for all
-layers with this key. No plan can be made while a CUDA graph replays, so the graph's owner makes the plan before:
+A *launch key* is everything besides the batch on which the plan depends. In an eager step, each attention layer asks for its
+launches, and the first layer with a key plans them for all layers with this key. A replayed CUDA graph runs no Python, so the
+graph's owner plans instead of the layers:
 
-    launches_of(batch, key, device)       in an ordinary step, each layer's attention; the first layer with a key plans
-    keys = launch_keys_of(batch)          after a warm-up step, in which all layers have run
-    set_launches(batch, key, launches)    before a graph is captured, for each key; their work items are rewritten in place
-                                          before each replay
+    launches_of(batch, key, device)       eager step: each attention layer
+    keys = launch_keys_of(batch)          graph's owner: after a warm-up step, in which all layers have run
+    set_launches(batch, key, launches)    graph's owner: for each key, before a capture; before each replay it rewrites the work
+                                          items of these launches in place
 
 A batch has at most one launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt.
 """
@@ -32,8 +33,8 @@ class LaunchKey:
     rule: MaskRule
     group: int  # query heads per KV head
     key_size: int  # elements of a key
-    element_bytes: int  # of a query's element
-    cache_bytes: int  # of a cache's element
+    element_bytes: int  # bytes of one number of a query
+    cache_bytes: int  # bytes of one number in the KV cache
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:

@@ -77,7 +77,11 @@ class DecodePrograms(DecodeReplay):
     def prepare(
         self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
     ) -> Callable[[], torch.Tensor] | None:
-        """See `DecodeReplay.prepare`."""
+        """Write a step's inputs, and return the function that computes its logits, [B, V], by recording, checking or replaying.
+
+        Return None if no program can run the step; it then runs eagerly. `policy` is None if no row has a KV policy. If a recording
+        fails, the function uses `eager_batch`, which makes the step's inputs outside the fixed arrays.
+        """
         key = (len(arrays.token_ids), policy)
         if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
             return None
@@ -122,6 +126,7 @@ class DecodePrograms(DecodeReplay):
     def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
         replayed_BV = _replay(recorded).clone()
+        # The replay has added this step's attention mass already; the forward pass adds it again, so the sum begins anew.
         self._inputs.clear_mass()
         logits_BV = self._model.forward(self._inputs.forward_batch(*key))
         try:
