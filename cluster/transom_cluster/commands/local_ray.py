@@ -275,13 +275,17 @@ def _discard_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_start_failure(what: str) -> Iterator[None]:
-    """Turn an error of Ray into `StartFailed` with the first line of its message; the rest may be a whole log file."""
+    """Turn an error of Ray into `StartFailed` with one line of its message: HAProxy's alert, else the first one. The rest may be a
+    whole log file.
+    """
     try:
         yield
     except Exception as error:
         logger.debug("%s did not start.", what, exc_info=error)
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise StartFailed(f"{what} could not be started: {lines[0]}") from error
+        reason = getattr(error, "cause", None) or error  # the text of an error in a Ray task begins with the task
+        lines = str(reason).strip().splitlines() or [type(reason).__name__]
+        line = next((one for one in lines if one.startswith("[ALERT]")), lines[0])
+        raise StartFailed(f"{what} could not be started: {line}") from error
 
 
 def _reserve_port() -> socket.socket:

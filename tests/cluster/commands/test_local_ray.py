@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 from ray import serve
 from ray.serve._private import constants
 
-from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay
+from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay, StartFailed, _as_start_failure
 from transom_core.settings.settings import Settings
 
 
@@ -49,3 +50,22 @@ def test_a_server_that_ends_stops_the_workers_of_every_group_where_there_is_a_di
     LocalRay(Settings.parse(model="m", worker_group=groups, disk_cache="/d")).write_caches()
     assert calls == [("Worker", "stop"), ("Worker-1", "stop"), ("Worker-2", "stop")]
     assert "could not be written to --disk-cache: RuntimeError('it is dead')" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a port is taken\nat haproxy.cfg:3", "a port is taken"),
+        ("[NOTICE] 2.8\n[ALERT] no files", "[ALERT] no files"),
+        ("", "OSError"),
+    ],
+)
+def test_a_failed_start_names_its_cause_in_one_line(text: str, line: str) -> None:
+    """Ray's own text of an error in a task begins with the task and its process."""
+    failed = RuntimeError("ray::HAProxyManager.ready() (pid=7)")
+    failed.cause = OSError(text)  # type: ignore[attr-defined]
+    with (
+        pytest.raises(StartFailed, match=f"^Serve could not be started: {re.escape(line)}$"),
+        _as_start_failure("Serve"),
+    ):
+        raise failed
