@@ -129,7 +129,7 @@ def test_a_wrong_result_gets_no_time() -> None:
 
 
 @pytest.mark.parametrize("run", [lambda: (torch.empty(4),), lambda: (torch.ones(4).new_empty(4),)])
-def test_what_nobody_wrote_is_wrong(run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+def test_memory_that_was_not_written_is_wrong(run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
     assert measured(prepared_of(torch.ones(4), torch.ones(4), run=run))["status"] == "wrong"
 
 
