@@ -41,7 +41,7 @@ class Steps:
         return events
 
     def tokens(self, steps: int) -> int:
-        """Tokens that so many steps brought."""
+        """Run this many steps, and return the number of tokens that they bring."""
         return sum(len(event.token_ids) for _ in range(steps) for event in self.step())
 
     def to_the_end(self) -> list[OutputEvent]:

@@ -158,9 +158,8 @@ class DecodeGraphs(DecodeReplay):
         if sums is not None:
 
             def note(layer: int, x_BN: torch.Tensor) -> None:
-                of_rows = sums[
-                    :, layer, : len(x_BN)
-                ]  # the last layer of a mixed step computes only rows that have logits
+                # The last layer of a mixed step computes only rows that have logits.
+                of_rows = sums[:, layer, : len(x_BN)]
                 of_rows[0], of_rows[1] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
 
             batch.after_layer = note

@@ -15,7 +15,7 @@ import torch.distributed
 
 from transom_core.errors import RankLost
 from transom_worker.models.parallel.collective_watch import CollectiveWatch, DeviceMark
-from transom_worker.models.parallel.communicator import Communicator
+from transom_worker.models.parallel.communicator import Communicator, Parallel
 
 if TYPE_CHECKING:
     from transom_worker.models.parallel.peer_memory import PeerAllReduce
@@ -68,9 +68,7 @@ class ProcessGroup(Communicator):
         """See `Communicator.gather`. For the transfer, tensors are padded to the widest last axis."""
         sizes = self._fixed_widths if fixed_widths else None
         if sizes is None:
-            widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
-            widths[self._rank] = x.shape[-1]
-            sizes = self.all_reduce_(widths).tolist()
+            sizes = Parallel(rank=self._rank, size=self._size, comm=self).exchange(x.shape[-1], x.device)
         if fixed_widths:
             self._fixed_widths = sizes
         padded = x.new_empty(*x.shape[:-1], max(sizes))
