@@ -64,8 +64,8 @@ class RouterMetrics:
     def _add_requests(self, families: RouterFamilies) -> None:
         self.requests = families.counter(
             "transom_router_requests",
-            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's status where a response "
-            "broke off after it had begun with 200, or 499 where the client left before the last byte.",
+            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's status if a "
+            "stream broke off, or 499 if the client left before the last byte.",
             "endpoint",
             "status",
         )
@@ -77,8 +77,8 @@ class RouterMetrics:
         )
         self.broken_answers = families.counter(
             "transom_router_broken_answers",
-            "Responses that ended after their first byte and before their last, by endpoint and reason: the code of the error that "
-            "the stream ended with, or client_left.",
+            "Responses that ended after their first byte and before their last, by endpoint and reason: an error's "
+            "code, or client_left.",
             "endpoint",
             "reason",
         )
@@ -133,22 +133,21 @@ class RouterMetrics:
         )
         self.worker_changes = families.counter(
             "transom_router_worker_changes",
-            "Workers that joined (their stream opened), were lost (it broke, or they did not answer any more) or drained "
-            "(they still answered when nothing ran there any more).",
+            "Workers that joined (their stream opened), were lost (it broke, or they did not answer any more) or "
+            "drained (they left on purpose).",
             "change",
             values=("joined", "lost", "drained"),
         )
         self.losses = families.counter(
             "transom_router_worker_losses",
-            "Losses of workers that had requests of this router, by cause: what the worker, its ranks or Ray said; unknown where "
-            "only its connection broke.",
+            "Losses of workers that had requests of this router, by cause, which docs/failover.md explains.",
             "cause",
             values=LOSS_CAUSES,
         )
         self.judgements = families.counter(
             "transom_router_suspects",
-            "Requests by what losses of workers made of them: suspected of a loss, released after more tokens, cleared because "
-            "another request was the culprit, or the culprit.",
+            "Requests by what losses of workers made of them: suspected of a loss, released after more tokens, "
+            "cleared by another's verdict, or culprit.",
             "judgement",
             values=("suspected", "released", "cleared", "culprit"),
         )
@@ -186,8 +185,8 @@ class AnswerMetrics:
         self._parser = tool_parser or NO_PARSER
         self._calls = families.counter(
             "transom_router_tool_calls",
-            "Tool calls in answers, by the parser that read them and by outcome: parsed, malformed (the model wrote what its "
-            "markup does not allow) or incomplete (the answer ended inside the call).",
+            "Tool calls in answers, by parser and outcome: parsed, malformed (the model wrote what its markup does "
+            "not allow) or incomplete (the answer ended inside the call).",
             "parser",
             "outcome",
         )

@@ -19,10 +19,8 @@ class RoutingMetrics(PlacementObserver):
     def __init__(self, families: RouterFamilies) -> None:
         self._placements = families.counter(
             "transom_router_placements",
-            "Requests sent to a worker, by the policy that chose it and the reason: only_one (no other worker could take it), "
-            "longest_hit, cache_key (it took the last request with this prompt_cache_key), least_loaded, "
-            "home (the worker that the prompt hashes to, among workers that are nearly as good), "
-            "random or turn.",
+            "Requests sent to a worker, by the policy that chose it and the reason, which docs/routing.md explains: "
+            "only_one, longest_hit, cache_key, least_loaded, home, random or turn.",
             "policy",
             "worker",
             "reason",
@@ -34,15 +32,15 @@ class RoutingMetrics(PlacementObserver):
         ).of()
         self._predicted_tokens = families.counter(
             "transom_router_predicted_hit_tokens",
-            "Prompt tokens predicted to be cached by the router's index mirrors, of requests whose output has begun, by where: "
-            "the worker's device (its KV pool), its host tier, its disk tier, or a peer from which it fetches them.",
+            "Prompt tokens that the router predicted to be cached, of requests whose output has begun, by where: "
+            "the worker's device, its host tier, its disk tier, or a peer (another worker).",
             "tier",
             values=HitTokens._fields,
         )
         self._actual_tokens = families.counter(
             "transom_router_actual_hit_tokens",
-            "Prompt tokens that the workers found cached, of requests whose output has begun, by where: the device's KV pool, the "
-            "host tier, the disk tier, or a peer from which they came.",
+            "Prompt tokens that the workers found cached, of requests whose output has begun, by where: device, host "
+            "tier, disk tier or peer.",
             "tier",
             values=HitTokens._fields,
         )

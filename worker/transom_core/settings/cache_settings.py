@@ -39,14 +39,13 @@ class CacheSettings(BaseModel):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: KV blocks that are evicted from the "
-        "KV pool go there, and come back when a prompt hits them; 0: no host tier. See docs/kv_cache.md.",
+        description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: evicted KV blocks go there, and "
+        "come back when a prompt hits them; 0: no host tier. See docs/kv_tiers.md.",
     )
     disk_cache: str | None = Field(
         None,
-        description="Directory for KV blocks that leave the memory: prompts find them there also after a restart, and workers of "
-        "one host share them. Its files hold what requests contained, and only the user that runs the workers can read them. If "
-        "unset: no disk tier.",
+        description="Directory for KV blocks that leave the memory: prompts find them there even after a restart, and "
+        "workers of one host share them. Its files hold what requests contained. If unset: no disk tier.",
     )
     disk_space: int = Field(
         100 * 2**30,
@@ -55,8 +54,8 @@ class CacheSettings(BaseModel):
     )
     kv_policy: str | None = Field(
         None,
-        description="KV policy of requests that send none, as JSON: which keys and values full-attention layers keep, such as "
-        '{"type": "window", "sinks": 4, "window": 1024}. A request with kv_policy {"type": "full"} keeps everything.',
+        description="KV policy of requests that send none, as JSON: which keys and values full-attention layers keep, such "
+        'as {"type": "window", "sinks": 4, "window": 1024}.',
     )
 
     def check_disk(self) -> None:

@@ -17,18 +17,17 @@ class AnswerSettings(BaseModel):
 
     tool_call_parser: str | None = Field(
         None,
-        description="The markup of the model's tool calls, by vLLM's names, such as hermes, llama3_json, mistral or openai; "
-        "none: calls are ordinary text. If unset: by the model's type and chat template; the log says which.",
+        description="The markup of the model's tool calls, by vLLM's names (docs/tool_calls.md); none: calls are ordinary "
+        "text. If unset: by the model's type and chat template; the log says which.",
     )
     enable_auto_tool_choice: bool = Field(
         True,
-        description="The model may decide whether it calls a tool (tool_choice auto, the default of requests with tools). Off: "
-        "such requests are refused with 400.",
+        description="Allows tool_choice auto, the default of requests with tools: the model decides whether it calls one. "
+        "Off: such requests are refused with 400.",
     )
     reasoning_parser: str | None = Field(
         None,
-        description="The markup of the model's reasoning, by vLLM's names, such as qwen3, deepseek_r1 or openai_gptoss; "
-        "none: it is ordinary text. If unset: by the model's type and chat template; the log says which.",
+        description="The markup of the model's reasoning, named and chosen as that of --tool-call-parser.",
     )
 
     def check_parsers(self) -> None:
@@ -76,8 +75,8 @@ class ClientSettings(BaseModel):
     )
     admin_api_key_file: str | None = Field(
         None,
-        description="A file of admin keys. Where it is given, only they open the routes that show all clients together: "
-        "the block map and /metrics.",
+        description="A file of admin keys; only they open the routes that show all clients together: the block map and "
+        "/metrics.",
     )
     salt_by_key: bool = Field(
         False,

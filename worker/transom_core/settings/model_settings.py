@@ -26,8 +26,8 @@ class ModelSettings(BaseModel):
     device: Device = Field("auto", description="auto takes CUDA where torch finds a GPU, else the CPU.")
     quantization: Literal["none", "int8", "int4", "gguf"] = Field(
         "none",
-        description="int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns; gguf: "
-        "tensors that a GGUF file has in Q8_0, Q4_0 or Q4_1 stay so instead of being dequantised. On CPUs.",
+        description="On CPUs. int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns; "
+        "gguf: tensors that a GGUF file has in Q8_0, Q4_0 or Q4_1 stay so.",
     )
     max_model_len: int | None = Field(
         None,

@@ -30,8 +30,8 @@ class BatchingSettings(BaseModel):
     max_waiting: int = Field(
         1024,
         ge=0,
-        description="Most requests that wait at one worker; it refuses more, and the client gets 503 where every worker "
-        "does. Of several clients each has its share of these places, even if others have taken them.",
+        description="Most requests that wait at one worker; if every worker refuses more, the client gets 503. Each client "
+        "has its share of these places, even if others have taken them.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         "fcfs",
@@ -42,8 +42,8 @@ class BatchingSettings(BaseModel):
         4,
         ge=0,
         le=1000,
-        description="Clients may ask for priorities from -N to N, others are refused with 400; a request of priority p is "
-        "overtaken only by requests that arrive within 30 (p + N) seconds after it.",
+        description="Clients may ask for priorities from -N to N; a request of priority p is overtaken only by requests "
+        "that arrive within 30 (p + N) seconds after it.",
     )
     steps_in_flight: int | None = Field(
         None,
@@ -53,8 +53,8 @@ class BatchingSettings(BaseModel):
     )
     preemption_mode: PreemptionMode = Field(
         "auto",
-        description="What happens to the KV of a request that is preempted: swap moves it to the host tier, recompute drops it; "
-        "auto chooses what takes less time, and without a host tier recompute.",
+        description="What happens to the KV of a preempted request: swap moves it to the host tier, recompute drops it; "
+        "auto chooses what takes less time, and recompute without a host tier.",
     )
 
 

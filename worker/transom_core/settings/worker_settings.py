@@ -68,17 +68,17 @@ class WorkersSettings(BaseModel):
     max_lost_workers: int = Field(
         3,
         ge=1,
-        description="How many workers may be lost to one request, by all that is known, before it is stopped as a poison "
-        "request: see docs/failover.md.",
+        description="How many workers may be lost to one request before it is stopped as a poison request: see "
+        "docs/failover.md.",
     )
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
     role: WorkerRole = Field(
         "both",
-        description="What the workers are for. prefill: they compute prompts and first tokens, and workers of another role "
-        "continue and fetch the KV; decode: they continue, and compute short prompts; both. Where no worker of the other role "
-        "is there, every worker does both.",
+        description="What the workers are for. prefill: they compute prompts and first tokens; decode: they fetch the KV "
+        "and continue, and compute short prompts; both. If there is no worker of the other role, every worker "
+        "does both.",
     )
     worker_group: tuple[WorkerGroup, ...] = Field(
         (),

@@ -111,8 +111,8 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_kv_checkpoint_changes",
-        "Changes of checkpoints, by kind: placed, given_up (evicted, with the end of its chain), windows_given_up (its window "
-        "blocks are evicted; its chain stays and can be repaired), hit (a request continued from it).",
+        "Changes of checkpoints, by kind: placed, given_up (evicted), windows_given_up (only its window blocks are "
+        "evicted), hit (a request continued from it).",
         ("kind", "change"),
         [
             ((kind, change), count)
@@ -199,8 +199,8 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_host_import_blocks",
-        "Blocks of the host tier that imports from other workers or the disk hold, by group: they are being written, or kept until "
-        "the requests that they were brought for are admitted.",
+        "Blocks of the host tier that came from other workers or the disk, by group, until the requests that they "
+        "were brought for are admitted.",
         ("group",),
         [((group.name,), group.held_blocks) for group in groups],
     )

@@ -61,8 +61,8 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_rank_steps",
-        "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or replayed "
-        "(from a CUDA graph or a recorded program: decode steps, and on GPUs also steps of up to 512 tokens with prompts).",
+        "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or "
+        "replayed (from a CUDA graph or a recorded program).",
         ("rank", "forward"),
         crossed(
             {
@@ -73,8 +73,8 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_decode_steps",
-        "Steps without prompts that a rank has computed, by how: replayed (from a CUDA graph or a recorded program) or eager (the "
-        "host launches kernel by kernel, which is slower).",
+        "Steps without prompts that a rank has computed, by how: replayed, or eager (kernel by kernel, which is "
+        "slower).",
         ("rank", "mode"),
         crossed(
             {
@@ -97,16 +97,16 @@ def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
     yield own.counters(
         "transom_disk_blocks",
-        "KV blocks of a rank's disk tier, by event: written, read, missing (asked for and not there), broken (a file that was "
-        "not whole or not ours: removed, and the tokens computed again), dropped (writing did not keep up), failed (a write "
-        "ended with an error) and evicted (removed for newer ones).",
+        "KV blocks of a rank's disk tier, by event: written, read, missing (asked for and not there), broken (the "
+        "file was damaged, and removed), dropped (writing did not keep up), failed (a write ended with an error) "
+        "and evicted (removed for newer ones).",
         ("rank", "event"),
         [((rank, event), getattr(disk, f"num_{event}")) for rank, disk in found for event in DISK_EVENTS],
     )
     yield own.gauges(
         "transom_disk_usable",
-        "Whether a rank writes to its disk tier (1); 0 for a minute after a write has failed, such as on a full disk, and where "
-        "there is no disk tier.",
+        "Whether a rank writes to its disk tier (1); 0 for a minute after a write has failed, and where there is no "
+        "disk tier.",
         ("rank",),
         [((rank,), int(disk.is_usable)) for rank, disk in found],
     )

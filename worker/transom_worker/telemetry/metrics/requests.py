@@ -31,8 +31,8 @@ class Requests(EngineEventSink):
         self._own, self._registry = own, registry
         ended = Counter(
             "transom_requests",
-            "Requests that ended, by how: stop, length, abort (the client left), error, or handover (a prefill worker computed the "
-            "first token, and another worker continues).",
+            "Requests that ended, by how: stop, length, abort (the client left), error, or handover (from a prefill "
+            "worker to another one).",
             (*own.names, "finish_reason"),
             registry=registry,
         )
@@ -43,9 +43,8 @@ class Requests(EngineEventSink):
         )
         refused = Counter(
             "transom_requests_refused",
-            "Requests that the worker refused, by reason: overloaded (its queue is full), worker_unavailable (its ranks start "
-            "again, or its engine has ended), request_refused (wrong, or too long) or internal_error. With the first two the "
-            "router tries another worker.",
+            "Requests that the worker refused, by reason: overloaded (its queue is full), worker_unavailable (its "
+            "ranks start again, or its engine has ended), request_refused (wrong, or too long) or internal_error.",
             (*own.names, "reason"),
             registry=registry,
         )

@@ -23,10 +23,10 @@ class Transfers(TransferObserver):
     def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
         ended = Counter(
             "transom_kv_transfers",
-            "Transfers of a cached prefix between this worker and another one that ended. Into this worker (in): fetched, present "
-            "(it had everything by then), not_found (the other one had evicted it), no_space (in the host tier), refused, timeout, "
-            "source_lost, cancelled (the request ended before) or failed. Out of it (out): read, expired (the other worker fell "
-            "silent), refused or not_found. After every outcome the request runs, and computes what did not come.",
+            "Transfers of a cached prefix between this worker and another one that ended. Into this worker (in): "
+            "fetched, present (it had everything by then), not_found (the other one had evicted it), no_space (in "
+            "the host tier), refused, timeout, source_lost, cancelled (the request ended before) or failed. Out of "
+            "it (out): read, expired (the other worker fell silent), refused or not_found.",
             (*own.names, "direction", "outcome"),
             registry=registry,
         )

@@ -97,7 +97,6 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
     )
     yield own.gauge(
         "transom_load_first_token_seconds",
-        "Seconds from arrival at the worker to the first token of recent requests, smoothed; 0 until it was measured, and requests "
-        "that came before the worker's first step had ended do not count.",
+        "Seconds from arrival at the worker to the first token of recent requests, smoothed; 0 until it was measured.",
         load.first_token_s,
     )
