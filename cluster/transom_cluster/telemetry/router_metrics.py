@@ -126,8 +126,7 @@ class RouterMetrics:
         )
         self.drains = families.counter(
             "transom_router_drains",
-            "Workers that drained, by outcome: finished (all requests ended there) or moved (some migrated because "
-            "they did not end in time).",
+            "Workers that drained, by outcome: finished (all requests ended there) or moved (some migrated).",
             "outcome",
             values=("finished", "moved"),
         )

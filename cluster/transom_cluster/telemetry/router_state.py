@@ -42,7 +42,7 @@ class StateCollector(Collector):
             yield from self._of_router(self._read())
         yield self._own.gauges(
             "transom_build_info",
-            "Versions of Transom, Python and the libraries that the process runs on; the value is always 1.",
+            "Versions of Transom, Python and libraries; the value is always 1.",
             tuple(self._versions),
             [(tuple(self._versions.values()), 1)],
         )
@@ -51,7 +51,7 @@ class StateCollector(Collector):
         yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
         yield self._own.gauge(
             "transom_router_tasks",
-            "Tasks of the router's event loop: a few for each request and each worker. More while none runs are a leak.",
+            "Tasks of the router's event loop: a few for each request and each worker.",
             state.num_tasks,
         )
         yield self._own.gauges(
@@ -62,7 +62,7 @@ class StateCollector(Collector):
         )
         yield self._own.gauges(
             "transom_router_worker_identities",
-            "Workers that take requests, by the identity of their model; several identities while one model replaces another.",
+            "Workers that take requests, by the identity of their model.",
             ("identity",),
             [((identity,), count) for identity, count in state.workers_by_identity.items()],
         )
@@ -75,7 +75,7 @@ class StateCollector(Collector):
         if state.desired_workers is not None:
             yield self._own.gauge(
                 "transom_router_desired_workers",
-                "Workers that the autoscaling policy would ask for from the loads that this router knows; "
-                "only with --max-replicas.",
+                "Workers that the autoscaling policy would ask for by the loads that this router knows; only with "
+                "--max-replicas.",
                 state.desired_workers,
             )

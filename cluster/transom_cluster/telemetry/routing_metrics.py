@@ -46,7 +46,7 @@ class RoutingMetrics(PlacementObserver):
         )
         self._error_tokens = families.histogram(
             "transom_router_hit_error_tokens",
-            "Difference between predicted and actual hit in prompt tokens; the worker's index changed in between.",
+            "Difference between predicted and actual hit in prompt tokens.",
             ERROR_BUCKETS_TOKENS,
         ).of()
         self._resyncs = families.counter(

@@ -59,8 +59,8 @@ class HttpSettings(BaseModel):
     max_header_bytes: int = Field(64 * 2**10, ge=1024, description="Larger request headers are refused with 431.")
     allowed_origins: tuple[str, ...] = Field(
         (),
-        description="An origin whose web pages may call this API from a browser (CORS), such as https://chat.example.com; * allows "
-        "all. May be given several times. If unset: none.",
+        description="An origin whose web pages may call this API from a browser (CORS), such as https://chat.example.com; * "
+        "allows all. If unset: none.",
     )
 
 
@@ -70,8 +70,8 @@ class ClientSettings(BaseModel):
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
     api_key_file: str | None = Field(
         None,
-        description="A file with one such key per line; lines that begin with # are comments. `KEY weight=2` gives a client twice "
-        "another's share of what both want.",
+        description="A file with one such key per line, perhaps with the weight of its client's share: `KEY weight=2`. "
+        "Lines that begin with # are comments.",
     )
     admin_api_key_file: str | None = Field(
         None,
@@ -96,8 +96,8 @@ class ClientSettings(BaseModel):
     tokens_per_minute: int | None = Field(
         None,
         ge=1,
-        description="Tokens of each API key per minute, of prompts and outputs; requests beyond are answered with 429. A request "
-        "starts if its prompt fits, and its output is counted as it comes.",
+        description="Tokens of each API key per minute, of prompts and outputs; requests beyond are answered with 429. A "
+        "request starts if its prompt fits.",
     )
     max_choices: int = Field(
         128, ge=1, description="Sequences of one request (prompts times n); more are answered with 400."

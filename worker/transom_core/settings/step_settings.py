@@ -18,8 +18,8 @@ class BatchingSettings(BaseModel):
     max_num_batched_tokens: int = Field(
         1024,
         ge=1,
-        description="Most tokens that one step computes; longer prompts take several steps (chunked prefill). If unset, on GPUs: "
-        "8192 from 70 GiB of memory, 2048 below.",
+        description="Most tokens that one step computes (chunked prefill). If unset, on GPUs: 8192 from 70 GiB of memory, "
+        "2048 below.",
     )
     target_step_s: float | None = Field(
         None,

@@ -59,8 +59,7 @@ class WorkersSettings(BaseModel):
     router_replicas: int = Field(1, ge=1, description="Number of routers; each one knows all workers.")
     routing_policy: RoutingPolicy = Field(
         "kv",
-        description="kv: the worker with the least expected cost, cached prefixes counted; or least_tokens, "
-        "round_robin, power_of_two.",
+        description="How a router chooses a worker; kv: the least expected cost, cached prefixes counted.",
     )
     max_resumes: int = Field(
         4, ge=0, description="How often a request may migrate to another worker when its worker is lost."
@@ -82,8 +81,8 @@ class WorkersSettings(BaseModel):
     )
     worker_group: tuple[WorkerGroup, ...] = Field(
         (),
-        description="A further group of workers, such as role=prefill,replicas=2,tensor_parallel_size=4; may be given several "
-        "times. Besides these names: kv_cache_memory_bytes, swap_space, max_num_seqs, max_num_batched_tokens, num_threads.",
+        description="A further group of workers, such as role=prefill,replicas=2,tensor_parallel_size=4. Besides these "
+        "names: kv_cache_memory_bytes, swap_space, max_num_seqs, max_num_batched_tokens, num_threads.",
     )
     kv_transfer: bool = Field(
         True,

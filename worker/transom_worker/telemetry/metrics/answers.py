@@ -37,12 +37,12 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     )
     yield own.counter(
         "transom_grammar_compile_seconds",
-        "Seconds that compiling grammars took, on a thread of its own; the first one includes reading the vocabulary.",
+        "Seconds that compiling grammars took; the first one includes reading the vocabulary.",
         stats.compile_s,
     )
     yield own.gauge(
         "transom_grammar_cache_bytes",
-        "Bytes that the compiled grammars which are kept take, as routers have measured them.",
+        "Bytes of the compiled grammars that are kept.",
         stats.cache_bytes,
     )
     yield own.counter(
@@ -52,7 +52,7 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     )
     yield own.counter(
         "transom_grammar_mask_seconds",
-        "Seconds that the engine's thread waited for masks; the threads that compute them together take more.",
+        "Seconds that the engine's thread waited for masks.",
         stats.mask_s,
     )
 

@@ -99,7 +99,7 @@ def _arena(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
     yield own.gauges(
         "transom_kv_checkpoints",
-        "Checkpoints in the prefix cache (positions that a request can continue from), by kind: what they were placed for.",
+        "Checkpoints in the prefix cache (positions that a request can continue from), by what they were placed for.",
         ("kind",),
         [((kind,), count) for kind, count in _with_zeros(CHECKPOINT_KINDS, stats.current).items()],
     )

@@ -68,7 +68,7 @@ class Identity(EngineEventSink, Collector):
         """Make the metric families; the client library calls this at each scrape."""
         yield self._own.gauges(
             "transom_build_info",
-            "Versions of Transom, Python and the libraries that the worker runs on; the value is always 1.",
+            "Versions of Transom, Python and libraries; the value is always 1.",
             tuple(self._versions),
             [(tuple(self._versions.values()), 1)],
         )

@@ -18,8 +18,8 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
     named = [(str(rank), report) for rank, report in enumerate(ranks)]
     yield own.gauges(
         "transom_rank_memory_bytes",
-        "Bytes of device memory (of the process on CPUs) that a rank has, by kind: weights, kv (the pool, touched or not) and "
-        "other (what is resident or reserved beyond these two).",
+        "Bytes of device memory (of the process on CPUs) that a rank has, by kind: weights, kv (the whole pool) and "
+        "other (resident or reserved beyond these two).",
         ("rank", "kind"),
         crossed(
             {
@@ -55,7 +55,7 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_rank_busy_seconds",
-        "Seconds that a rank has spent in steps altogether; the rest of the time it had nothing to do.",
+        "Seconds that a rank has spent in steps altogether.",
         ("rank",),
         [((rank,), report.usage.busy_s) for rank, report in named],
     )
@@ -85,8 +85,8 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.gauges(
         "transom_rank_wrong_graphs",
-        "Sizes of steps that run eagerly because their CUDA graph gave other logits than the forward pass, "
-        "twice; the log names the first layer that differs.",
+        "Sizes of steps that run eagerly because their CUDA graph gave wrong logits twice; the log names the first "
+        "layer that differs.",
         ("rank",),
         [((rank,), report.usage.num_wrong_graphs) for rank, report in named],
     )

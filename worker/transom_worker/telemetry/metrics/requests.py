@@ -65,8 +65,8 @@ class Requests(EngineEventSink):
         )
         self._first_token_s = self._histogram(
             "transom_first_token_seconds",
-            "Seconds from a request's arrival at this worker to its first token from here; transom_router_wait_seconds has what it "
-            "waited in its router before.",
+            "Seconds from a request's arrival at this worker to its first token from here; "
+            "transom_router_wait_seconds has its wait in the router.",
         )
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."

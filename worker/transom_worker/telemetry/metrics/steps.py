@@ -88,7 +88,7 @@ class Steps(EngineEventSink, Collector):
         yield own.counter("transom_steps", "Steps whose result has come back.", self._num_steps)
         yield own.counter(
             "transom_out_of_memory_steps",
-            "Steps that ran out of memory: the request that asked for the most ended, and the others were computed again.",
+            "Steps that ran out of memory, each of which ended one request.",
             self._num_out_of_memory,
         )
         yield own.histograms("transom_step_tokens", "Tokens computed in one step.", (), [((), self._tokens.buckets())])

@@ -38,7 +38,7 @@ class Transfers(TransferObserver):
         )
         full_length = Counter(
             "transom_kv_transfer_full_length_bytes",
-            "Bytes that the transfers into this worker would have had, were all tokens of windows moved, too.",
+            "Bytes that the transfers into this worker would have had with all tokens of window groups.",
             own.names,
             registry=registry,
         )

@@ -24,8 +24,7 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_preempted_tokens",
-        "Computed tokens of preempted requests, by mode: recompute threw them away (the prefix cache may give some back), swap "
-        "kept them in the host tier.",
+        "Computed tokens of preempted requests, by mode: recompute threw them away, swap kept them in the host tier.",
         ("mode",),
         [((mode,), count) for mode, count in state.work.tokens_of_preempted.items()],
     )
@@ -38,7 +37,7 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     )
     yield own.gauge(
         "transom_queue_oldest_seconds",
-        "Seconds until now that the oldest request has waited of those that wait for their first step; 0 where none waits.",
+        "Seconds that the oldest request has waited for its first step; 0 if none waits.",
         # `oldest_waiting_s` is a time of arrival, and 0 if no request waits.
         max(0.0, steady_time_s() - state.oldest_waiting_s) if state.oldest_waiting_s else 0.0,
     )
@@ -77,12 +76,12 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
     yield own.gauge("transom_requests_waiting", "Requests in the queue, preempted ones among them.", load.num_waiting)
     yield own.gauge(
         "transom_load_waiting_tokens",
-        "Tokens to compute before every request here has its next token, as routers and the autoscaler see it.",
+        "Tokens to compute before every request here has its next token.",
         load.waiting_tokens,
     )
     yield own.gauge(
         "transom_load_used_ratio",
-        "Share of the KV pool's bytes in active blocks, as routers and the autoscaler see it.",
+        "Share of the KV pool's bytes in active blocks.",
         load.used_share,
     )
     yield own.gauge(
