@@ -16,7 +16,7 @@ def plan(
         str, typer.Argument(help="A config.json, a folder that has one, or any model that `transom serve` takes.")
     ],
     memory: Annotated[str, typer.Option(help="KV pool of each rank: bytes, or such as 512MiB.")] = "40GiB",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks; the cache is the fullest one's.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks; the plan is for the one with most KV.")] = 1,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt + answer; the model's own limit if unset.")
     ] = None,
@@ -26,7 +26,7 @@ def plan(
             help="auto (the model's), bfloat16, float16, float32, fp8, int8 or int4; or by group: window=bfloat16,full=int8."
         ),
     ] = "auto",
-    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and unit of hashing.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and hash block.")] = 16,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Memory of each GPU, such as 80GiB: the defaults below are those of such a GPU.")
     ] = None,

@@ -31,11 +31,11 @@ class AdmissionMiddleware:
     """Refuses requests that the server does not take, and stores the client of every other request in the request's state.
 
     In this order it checks the size of the headers, the API key, the client's limits and the declared size of the body; and, while
-    the app reads the body, its size, the time that it takes to arrive, and the bytes of all bodies. If there are admin keys, they
-    give access to every route, and only they give access to routes that show all clients' data.
+    the app reads the body, its size, the time that it takes to arrive, and the bytes of all bodies. If there are admin keys, only
+    they open the routes that show all clients' data; they open every other route, too.
 
-    A request counts for its client's limits until the last byte of its response. Where there are limits by the minute, responses
-    to POST requests have OpenAI's headers about them (`x-ratelimit-...`). Paths that need no key have no limits: the server cannot
+    A request counts for its client's limits until the last byte of its response. If there are limits per minute, responses to POST
+    requests have OpenAI's headers about them (`x-ratelimit-...`). GET requests that need no key have no limits: the server cannot
     tell their clients apart, and a load balancer must always get its answer.
     """
 
@@ -72,7 +72,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
-        """Check roughly how many bytes the request line and the headers had on the wire."""
+        """Check the size of the request line and the headers, as estimated from what the proxy has parsed."""
         num_bytes = len(scope.get("raw_path") or scope["path"].encode()) + len(scope.get("query_string", b""))
         num_bytes += sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
         if num_bytes > self._max_header_bytes:
@@ -106,6 +106,7 @@ class AdmissionMiddleware:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        # `client` decides which requests the caller may see; `sharer` takes turns with other callers.
         state, owner = request_state(scope), client or admin
         if owner is not None:
             state.client = state.sharer = owner.client
@@ -114,6 +115,7 @@ class AdmissionMiddleware:
             state.sharer = address_digest(address)
 
     def _limits_of(self, method: str, path: str) -> tuple[ClientLimits, ...]:
+        """Return the limits that count a request with this method and path."""
         if method == "POST":
             return (self._limits.posts,)
         if path == BLOCK_STREAM_PATH:

@@ -32,7 +32,7 @@ def by_identity(connections: Iterable[WorkerConnection]) -> dict[str, list[Worke
 def in_order_of_choice(willing: Iterable[WorkerConnection], pinned: str | None) -> list[list[WorkerConnection]]:
     """Group workers by the identities that may compute a request, the first choice first.
 
-    Only the identity `pinned` may. If that is None, the newest identity that has a free slot comes first, then the least full one.
+    `pinned` is the only one that may; if it is None, all may: first the newest one with a free slot, then by how full they are.
     """
     groups = by_identity(willing)
     if pinned is not None:

@@ -51,7 +51,7 @@ class GrammarMasks:
         return len(self._rows)
 
     def compute(self, matchers: Sequence[GrammarMatcher]) -> None:
-        """Compute the rows of these matchers, none of which may be complete. Matchers may fail by it (`has_failed`)."""
+        """Compute the rows of these matchers, none of which may be complete. If a row is too costly, its matcher fails."""
         if not matchers:
             return
         begin_s = time.perf_counter()

@@ -108,7 +108,7 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
         return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
     found = config.get("rope_parameters") or _DEFAULT_PARAMETERS.get(family, {})
     windowed = layer.window is not None and layer.compression is None
-    if any(isinstance(value, Mapping) for value in found.values()):
+    if any(isinstance(value, Mapping) for value in found.values()):  # by layer type
         found = found.get("sliding_attention" if windowed else "full_attention") or {}
     elif windowed and family in _SCALED_WITHOUT_WINDOW:
         found = {}
@@ -145,5 +145,5 @@ def _attention_factor(parameters: Config, factor: float) -> float:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """Return YaRN's 0.1 * scale * ln(factor) + 1; 1 if positions are not stretched."""
+    """Return 0.1 * scale * ln(factor) + 1, YaRN's correction of attention for stretched positions; 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

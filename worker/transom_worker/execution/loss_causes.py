@@ -7,8 +7,8 @@ Torch and numpy report missing memory by several classes and texts:
     MemoryError                            numpy and Python
     RuntimeError, by its text              torch's allocator on CPUs, CUDA's driver, cuBLAS, nccl
 
-An error keeps the frames that it passed through, and with them the tensors of the step. As long as these exist, the next step finds
-as little memory as the failed one.
+An error keeps the frames that it passed through, and with them the tensors of the step. Until `release_tensors` drops these, the
+next step finds as little memory as the failed one.
 """
 
 from __future__ import annotations

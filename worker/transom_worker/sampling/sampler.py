@@ -80,7 +80,7 @@ class Sampler:
         )
 
     def append(self, seq_id: int, token_id: int | None) -> None:
-        """Add one output token to a sequence; None stands for a token that only the device knows, if `needs_tokens` is false."""
+        """Add one output token to a sequence. None stands for a token that only the device knows; not if `needs_tokens`."""
         self._states[seq_id].append(token_id)
 
     def needs_tokens(self, seq_id: int) -> bool:

@@ -34,7 +34,7 @@ _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}
 
 
 class RequestTimes:
-    """Identifies a request in the engine's events. Times are seconds since the epoch, 0 before the thing happens."""
+    """Identifies a request in the engine's events, and has the times of its events: seconds since the epoch, 0 before the event."""
 
     __slots__ = ("arrival_s", "exemplar", "first_token_s", "last_token_s", "request_id", "scheduled_s")
 
@@ -73,8 +73,7 @@ class EngineEventSink:
         """A request has entered the scheduler's queue, after `num_ahead` others."""
 
     def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
-        """The fetch of a held request's prefix from another worker has ended, with or without success; the request may be admitted
-        now."""
+        """The fetch of a prefix from another worker has ended, with or without success; its request may be admitted now."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.

@@ -1,8 +1,7 @@
-"""Converts a Responses request to the chat request that asks for the same answer.
+"""Converts a request of OpenAI's Responses API (/v1/responses) to the chat request that asks for the same answer.
 
-From there on the server treats it like a request of /v1/chat/completions, with the same template, limits and grammars. So the two
-endpoints accept the same values. An error about a field of the chat request is reported under the name of the field that the client
-sent.
+The server then handles the chat request like one of /v1/chat/completions, so both endpoints accept the same values. An error about
+a field of the chat request is reported under the name of the field that the client sent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from transom_cluster.openai.responses.request_body import ResponsesRequest, Text
 from transom_cluster.openai.responses.responses_tools import ToolNames, read_tool_choice, read_tools
 from transom_core.errors import RequestError
 
-_READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # fields of both with different forms
+# Fields that both kinds of request have with different meanings, so they are not copied like those of `_SAME_NAME`.
+_READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}
 _SAME_NAME = tuple(
     name
     for name in ResponsesRequest.__struct_fields__
@@ -56,7 +56,7 @@ class ChatForm:
         return type(error)(str(error).replace(param, changed), param=changed)
 
     def _param(self, param: str) -> str:
-        """Return the path of the client's field for that of a chat's field."""
+        """Return the path of the client's field that became the field `param` of the chat."""
         if tool := _TOOL.match(param):
             return self.tool_paths[int(tool[1])] + param[tool.end() :]
         head = _HEAD.match(param)

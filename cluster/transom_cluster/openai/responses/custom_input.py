@@ -1,6 +1,7 @@
 """`CustomInput`: extracts the text of a custom tool's call from the streamed JSON arguments of its function.
 
-Example: the pieces `{"inp`, `ut": "ls\\`, `n-l"}` give the text `ls`, a line feed and `-l`, each part as soon as it is known.
+A custom tool takes free text. The model sees a function with one string argument, `input` (`responses_tools`). Example: the pieces
+`{"inp`, `ut": "ls\\` and `n-l"}` give the text `ls`, a line feed and `-l`, each part as soon as it is known.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from transom_cluster.openai.responses.responses_tools import CUSTOM_INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
-_WHOLE = re.compile(  # complete characters and escapes; the two escapes of a surrogate pair only together
+_WHOLE = re.compile(  # complete characters and escapes; the two escapes of a surrogate pair are matched together
     r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\["\\/bfnrt])*'
 )
@@ -22,7 +23,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._unread = ""
-        self._is_open = False  # inside the string
+        self._is_open = False  # whether `_unread` begins inside the string
         self._has_ended = False
         self.text = ""
 
@@ -43,7 +44,7 @@ class CustomInput:
         return piece
 
     def end(self) -> str:
-        """End the arguments. If they are not an object with one string, return their unread rest, which becomes text unchanged."""
+        """End the arguments. If they are not an object with the string `input`, return the rest unchanged, as text of the call."""
         if self._has_ended:
             return ""
         self.text += self._unread

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # an integer is a number
+JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # "number" stands for "integer", too
 _MAX_DEPTH = 16  # references and combinations that are followed; a schema may refer to itself
 
 
@@ -21,9 +21,8 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the types that `schema` allows; all types if its parts contradict each other.
-
-    `root` is the document that its references point into.
+    """Return the types that `schema` allows: those that its own keywords, its `$ref`, each of `anyOf` and `oneOf` (in any branch)
+    and all parts of `allOf` allow. If these contradict each other, return all types. References point into the document `root`.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return JSON_TYPES

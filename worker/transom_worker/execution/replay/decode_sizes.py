@@ -1,6 +1,7 @@
 """The sizes that steps are padded to, so that few CUDA graphs serve all of them. Integers only.
 
-A step replays the graph of the smallest size that it fits into. A decode size has two parts:
+A step replays the graph of the smallest size that it fits into: *padding* sequences and tokens fill it up. A decode size has two
+parts:
 
 - num_seqs: how many sequences, out of 1, 2, 4, 8, 16, 24, 32, 48, ...
 - level: how long their contexts are. It sets how wide block tables are, and how many work items an attention layer has.
@@ -8,18 +9,18 @@ A step replays the graph of the smallest size that it fits into. A decode size h
 - work item: what one program of an attention kernel computes, per KV head: one sequence's query over a range of keys. A sequence
   with more than `tuning.DECODE_SPLIT_KEYS` keys is split into several work items, whose partial results are combined afterwards.
 
-Level 0 has one work item per sequence. Level n above it has 4**n work items per sequence on average. Since sequences have different
-lengths, a level's tables are wide enough for a sequence twice as long as that average.
+At level 0 every sequence has one work item. At level n > 0 a step may have 4**n work items per sequence on average. Sequences have
+different lengths, so a level's tables are wide enough for a sequence twice as long as that average.
 
 Example with DECODE_SPLIT_KEYS 1,024: level 0 reaches up to 1,024 tokens; level 1 up to 2 x 1,024 x 4 = 8,192, level 2 up to 32,768.
 
-*Mixed* steps, which compute prompt chunks beside decodes or alone, have sizes of their own: a third part is the number of tokens
-(`MIXED_TOKENS`), and there are fewer numbers of sequences, since one that is added costs hardly anything. Attention has a launch
-for each tiling (`tuning.tilings`), and each launch has room for a fixed number of work items (`DecodeSizes.room`):
+*Mixed* steps, which compute prompt chunks beside decodes or alone, have sizes with a third part, the number of tokens
+(`MIXED_TOKENS`), and with few numbers of sequences, since padding sequences cost hardly anything there. Attention has a launch for
+each tiling (`tuning.tilings`), and each launch has room for a fixed number of work items (`DecodeSizes.room`):
 
-- one new token: as in a decode size of as many sequences and this level;
-- a few: as in a decode size of `FEW_SEQS` sequences, for each tile that such a sequence has;
-- many: as many tiles as the step's tokens can have. The tokens that are added are tiles of this launch.
+- sequences with one new token: as in a decode size with this level and number of sequences;
+- with a few: as in a decode size of `FEW_SEQS` sequences, for each tile that such a sequence has;
+- with many: as many tiles as the step's tokens can have. Padding tokens are tiles of this launch.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from transom_kernels.paged_attention.triton.work_items import Tiling
 MAX_ITEMS = 1024
 LEVEL_FACTOR = 4  # each level has this many times the work items of the level below
 LONGEST_TO_AVERAGE = 2  # the longest sequence of a level above 0, as a multiple of its average sequence
-# Tokens of mixed steps. With up to some 256 tokens a step takes as long as reading the weights does (an H100 computes 295 bfloat16
-# operations in the time of reading a byte), so tokens that are added are nearly free; above, they take time, and sizes are closer.
-# A step of more than 512 tokens keeps the device busy for longer than the host takes to launch it.
+# Tokens of mixed steps. Up to some 256 tokens a step takes as long as reading the weights, so padding is nearly free: an H100
+# computes 295 bfloat16 operations in the time of reading a byte, and a token needs one for each byte of weights. Above, padding
+# takes time, so sizes are closer. A step of over 512 tokens keeps the device busy for longer than the host takes to launch it.
 MIXED_TOKENS = (128, 256, 384, 512)
-MIXED_SEQS = 32  # sequences of mixed steps; or else as many as there may be
-# Sequences with a few new tokens in a mixed step: a prompt's last chunk, or what a cached prefix leaves. Hardly any step has two.
+MIXED_SEQS = 32  # sequences of the smaller mixed sizes; the larger ones have as many as the engine may run
+# The most sequences with a few new tokens in a mixed step: a prompt's last chunk, or what a cached prefix leaves. Hardly any step
+# has two.
 FEW_SEQS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class DecodeSize:
-    """The size of one captured graph. `mixed_tokens` are the tokens of a mixed step; 0: a decode step, with a token a sequence."""
+    """The size of one captured graph. `mixed_tokens` are the tokens of a mixed step; 0: a decode step, one token per sequence."""
 
     level: int
     num_seqs: int
@@ -92,7 +94,7 @@ class DecodeSizes:
         # keys of a window may begin between two multiples.
         self._most_splits = -(-max_model_len // self._split_keys) + 1
         self.num_seqs = _buckets(max_num_seqs)
-        # (tokens, sequences) of mixed steps in ascending order. If every sequence had one token, it would be a decode step.
+        # (tokens, sequences) of mixed steps in ascending order. At least one sequence has two tokens; else it is a decode step.
         self._mixed = [
             (tokens, num_seqs)
             for tokens in MIXED_TOKENS
@@ -187,9 +189,9 @@ class DecodeSizes:
 
         For a few new tokens: the room of a decode size for each tile of a sequence; a combined tile has at least two work items.
 
-        For many new tokens: a tile has t tokens or is the last one of a sequence, and the tokens that are added are like a sequence
-        more. Of n sequences, ceil(x / t) < x / t + 1 tiles each are fewer than tokens / t + n together, so at most
-        tokens // t + n; each has more than `FEW_TOKENS` tokens, and each tile has one at least.
+        For many new tokens: a tile has t tokens, or fewer if it is a sequence's last one. A sequence of x tokens has
+        ceil(x / t) < x / t + 1 tiles, so n sequences have at most tokens // t + n. The padding tokens count as one more sequence.
+        There are no more such sequences than fit with `min_new_tokens` each, and no more tiles than tokens.
         """
         if tiling.max_new_tokens == 1:
             return self.num_items(size), self.num_combine_items(size)

@@ -1,7 +1,8 @@
 """Connects the ranks of a worker with each other.
 
-One process opens a `Rendezvous` and gives its address to every rank; each rank calls `connect` with that address and gets its
-communicator. The address names the transport: `memory:PATH` for ranks that share memory on one host, `tcp:IP:PORT` for all others.
+One process opens a `Rendezvous` and gives its address to every rank. Each rank calls `connect` with that address and gets its
+`Communicator`, which sums and gathers tensors over all ranks. The address names the transport: `memory:PATH` for ranks that share
+memory on one host, `tcp:IP:PORT` for all others.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ def host_id() -> str:
 
 
 class Rendezvous:
-    """The place where ranks connect. It must stay open from before the first rank connects until the last rank has ended.
+    """The place where ranks connect, at `address`. It must stay open until the last rank has ended.
 
-    If all ranks are on one host, any process of that host may open it. If they are on several hosts, a process that all ranks can
-    reach over the network opens it, such as rank 0. Every rank passes `address` to `connect`.
+    Any process that all ranks can reach may open it: one on their host, or, if they are on several hosts, for example rank 0.
     """
 
     def __init__(self, hosts: Sequence[str], *, device: str = "cpu", ip: str = "127.0.0.1") -> None:

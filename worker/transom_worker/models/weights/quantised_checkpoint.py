@@ -24,7 +24,7 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
-    """Return `plain` with the dequantisation that `config`, the config.json's `quantization_config`, describes.
+    """Return the weights of `plain`, dequantised as the config.json's `quantization_config` (`config`) says.
 
     Raises:
         ModelError: the quantisation method, or one of its settings, is not supported.
@@ -115,6 +115,7 @@ class QuantisedWeights(WeightsView):
 
 
 def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Mxfp4Tensors | None:
+    """Return `columns` of an MXFP4 tensor as stored; None if they do not begin and end at groups of 32."""
     start, stop, _ = columns.indices(2 * blocks.shape[-1])
     if start % GROUP or stop % GROUP:
         return None
@@ -122,5 +123,6 @@ def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) ->
 
 
 def _scale_name(name: str, stored_names: set[str]) -> str | None:
+    """Return the name of the stored scales of a stored weight; None if it has none."""
     candidates = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
     return next((scale for scale in candidates if scale in stored_names), None) if name.endswith(".weight") else None

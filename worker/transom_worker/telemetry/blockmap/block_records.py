@@ -1,6 +1,5 @@
-"""`BlockRecords`: keeps a record of every block on the device, updated from snapshots of the cache.
-
-The cost of an update grows only with the number of changed blocks.
+"""`BlockRecords`: keeps a record of every block on the device, updated from snapshots of the cache at a cost that grows only with
+the number of changed blocks.
 
 Each array has the blocks of all groups, one group after the other. Legend:
 
@@ -25,6 +24,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy, GroupSnapshot, Name
 from transom_worker.telemetry.blockmap.frame import Words
 
+# gone: its page is free; loose: evictable; held: pinned by a checkpoint; repaired: active, in a window repair
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIRED, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
 MAX_REFERENCES = np.uint32(0xFFFF)
@@ -85,8 +85,7 @@ class BlockRecords:
         self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
 
     def update(self, snapshot: CacheSnapshot, time_s: float, repaired: Iterable[Run]) -> list[int]:
-        """Apply a snapshot; `repaired` are blocks whose sequences repair their windows. Returns the pages whose owner has
-        changed."""
+        """Apply a snapshot, and return the pages whose owner has changed. `repaired` are the blocks that are in window repair."""
         pages, moved = self._lease(snapshot.owners)
         touched = [self._take_group(group, blocks) for group, blocks in enumerate(snapshot.groups)]
         in_repair = self._repair(repaired)
@@ -95,9 +94,10 @@ class BlockRecords:
         else:
             at = np.unique(np.concatenate([moved, *touched, *in_repair, self._evicted]))
         plain = self._states(at)
-        nothing = at[plain <= EMPTY]
+        nothing = at[plain <= EMPTY]  # blocks without contents
         self._logical[nothing], self._hash[nothing] = UNKNOWN, 0
         before = self._plain[at]
+        # Evicted: the block was cached in the last frame, and now has no contents or others.
         evicted = (before == LOOSE) | (before == HELD)
         evicted &= (plain <= EMPTY) | (self._hash[at] != self._sent[2][at])
         if self._is_first:

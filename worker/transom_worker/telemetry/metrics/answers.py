@@ -1,6 +1,5 @@
-"""Metric families of answers that are held to grammars, and of those that are computed under KV policies.
-
-The first ones say what compiling and masks cost; the others what policies keep and drop, and how far they are from full attention.
+"""Metric families of grammars (what compiling and masks cost) and of KV policies (what they keep and drop, and how far their
+answers are from full attention).
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iter
         ("kept_tokens", "Tokens that the KV blocks of running requests with a KV policy have room for.", "kept_tokens"),
         (
             "window_tokens",
-            "The same without the blocks of sinks: the windows of all running requests together.",
+            "Tokens that the KV blocks of running requests with a KV policy have room for, without blocks of sinks.",
             "window_tokens",
         ),
     )

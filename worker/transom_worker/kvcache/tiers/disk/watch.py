@@ -33,7 +33,7 @@ class DiskWatch:
         self._found: SimpleQueue[ListedChanges] = SimpleQueue()
         self._forgotten: SimpleQueue[Sequence[BlockKey]] = SimpleQueue()
         self._ended = threading.Event()
-        self._on_news: Callable[[], object] = lambda: None
+        self._on_news: Callable[[], object] = lambda: None  # called on the watch's thread
         self.always_has_news = False  # if set, each listing counts as news, even if it found no change
         self._take_over(self._listing.look_at_all())
         self._thread = threading.Thread(target=self._watch, name="transom-disk-watch", daemon=True)
@@ -54,15 +54,12 @@ class DiskWatch:
             self._take_over(self._found.get())
 
     def look(self) -> None:
-        """List every subfolder that has changed at once, instead of waiting for the thread; `take_news` applies what is found.
-
-        Any thread may call this.
-        """
+        """List all changed subfolders now, instead of waiting for the thread; `take_news` applies what is found. For any thread."""
         self._report(all_changes=True)
 
     def forget(self, blocks: Sequence[BlockKey]) -> None:
         """Remove these blocks from the index, because reading them failed; a later listing adds those that have files again."""
-        self.take_news()
+        self.take_news()  # first, since changes that were found before the failure may still add these blocks
         self._take_over(ListedChanges([], list(blocks)))
         self._forgotten.put(blocks)
 
