@@ -128,7 +128,7 @@ async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str
 
 
 def clock_difference_s(there_s: float, asked_s: float, answered_s: float) -> float:
-    """Return how far another host's clock must be ahead of this one's at least, negative if it is behind.
+    """Return the least number of seconds by which another host's clock must be ahead of this one's (negative: behind).
 
     The other clock showed `there_s` at some time between `asked_s` and `answered_s` on this host's clock.
     """

@@ -55,7 +55,7 @@ class EngineThread:
         self._wake = threading.Event()
         self._stopping = False
         self._load_at_s = 0.0
-        self._taken: list[str] = []  # ids of admitted requests that the last delivered load does not include
+        self._taken: list[str] = []  # ids of admitted requests that no delivered load includes yet
         self._ended = False  # if set, the thread runs no more commands: `_post` runs them itself
         self._is_hung = False
         self._on_hang = on_hang

@@ -8,7 +8,7 @@ The search is an Aho-Corasick automaton over the stop strings, which is built on
 A **node** is a beginning (a prefix) of one or more stop strings. The node of a text is the longest one that the text ends with. Its
 **fail** node is the next shorter one that the text ends with. Example with the stop strings `abcd` and `bcx`: the node of the text
 `xabc` is `abc`, and its fail node is `bc`. The next character `d` leads to `abcd`, which is a stop string; the character `x` leads
-over the fail node to `bcx`; any other character leads to the root, the empty beginning (except `a` and `b`, which begin anew).
+over the fail node to `bcx`; `a` and `b` lead to the nodes `a` and `b`; any other character leads to the root, the empty beginning.
 
 A character costs one move to a longer node or to the root, and each move along a fail node shortens the text's node. So n
 characters make at most 2n moves, for any number and length of stop strings. A node is made when the text first reaches
@@ -32,7 +32,7 @@ class StopNode:
         self.stops = stops
         self.length = length
         self.children: dict[str, StopNode] = {}  # by the next character
-        self.fail: StopNode | None = None  # of the root, and of a node that no text has reached
+        self.fail: StopNode | None = None  # None: this is the root, or no text has reached this node yet
         self.match_length = 0
 
     def make_children(self) -> None:

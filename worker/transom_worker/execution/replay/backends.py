@@ -109,8 +109,8 @@ def graph_bytes(
 def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
     """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
 
-    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. A mixed
-    size has them for sequences with a few new tokens too: for a tile of `FEW_TOKENS` tokens each, or as many smaller ones.
+    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. In a
+    mixed size, sequences with a few new tokens have partial results too, for up to `FEW_TOKENS` tokens each.
     """
     if size.level == 0:
         return 0

@@ -46,7 +46,11 @@ class _Captured:
 
 
 class DecodeGraphs(DecodeReplay):
-    """The graphs of one model's steps, by size."""
+    """The graphs of one model's steps, by size.
+
+    At start, for each size: `warm_up`, `record`, `check`, and `drop` if a rank's graph is wrong (`first_wrong_layer` says where).
+    Then, for each step: `prepare`, and the function that it returns, which replays a graph.
+    """
 
     def __init__(
         self,

@@ -287,7 +287,7 @@ class Checkpoints:
         """Learn that a request returns to a checkpoint but parts from it a little before its end, and return what it continues.
 
         The boundary where they part becomes a node, from which the conversation continues. The rest of the checkpoint is obsolete,
-        because the client's template rendered that text anew.
+        because the client's template rendered that text again.
         """
         upper = self.tree.node_at(chain, reach)
         self._add_candidates(upper)

@@ -63,7 +63,7 @@ PRIOR_HAZARD = 0.05  # assumed for every bucket before there are observations
 LESS_SIMILAR_WEIGHT = 8.0  # the hazard of less similar classes, or the prior, counts like this many checkpoints
 DECAY_EVERY = 1024  # admitted requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
-# Admitted requests after which worths are computed anew; fewer at first, when each return changes much.
+# Admitted requests after which worths are computed again; fewer at first, when each return changes much.
 REFRESH_EVERY = 16
 
 
