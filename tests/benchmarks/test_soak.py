@@ -16,11 +16,13 @@ from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use
 from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
 from benchmarks.serving.soak.cases import Case
 from benchmarks.serving.soak.cluster import Page
+from benchmarks.serving.soak.disk_blocks import contents_of
 from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
 from benchmarks.serving.soak.report import Report, gap_figures
 from benchmarks.serving.soak.traffic import Known, Traffic
 from tests.benchmarks.stub_server import StubServer
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 
 PAGE = """
 transom_router_requests_total{router="r",endpoint="/v1/completions",status="200"} 3
@@ -121,6 +123,20 @@ def test_blocks_and_tokens_that_do_not_add_up_break_promises(journal: Journal) -
     assert list(in_use(Page.read(active))) == ["2 active blocks"]
 
 
+def test_blocks_in_the_folder_of_another_model_break_a_promise(tmp_path: Path, journal: Journal) -> None:
+    first, second = (BlockFolder(tmp_path, bytes([number] * 32), space_bytes=10**6) for number in (1, 2))
+    for number in range(2):
+        first.write(0, bytes([number] * 32), b"1234")
+    right, wrong = sorted(tmp_path.rglob("*.kv"))
+    assert contents_of(right, journal) == b"1234"
+    moved = wrong.parents[2] / second.fingerprint.hex()[:32] / "01" / wrong.name
+    moved.parent.mkdir()
+    wrong.rename(moved)
+    assert not journal.broken
+    contents_of(moved, journal)
+    assert broken(journal) == [promises.FILES]
+
+
 def sample(pid: int, minute: float, mib: float, **changes: int) -> Sample:
     numbers = {"num_fds": 10, "num_threads": 5} | changes
     return Sample("worker", pid, 0.0, 60 * minute, int(mib * (1 << 20)), 0, **numbers)
@@ -170,8 +186,8 @@ async def ask_stub(journal: Journal, *replies: tuple[int, list[str]], killed: bo
     """Ask the one case of a server that gives these replies in turn; what was counted. `killed`: while a router is being killed."""
     left = iter(replies)
     known = Known(cases=[CASE], conversations=[])
-    known.answers["one"] = Answer(status=200)
-    known.answers["one"].read_body(json.dumps(stub_answer("right")).encode())
+    known.answers["", "one"] = Answer(status=200)
+    known.answers["", "one"].read_body(json.dumps(stub_answer("right")).encode())
     async with StubServer(lambda _: next(left)) as server:
         traffic = Traffic(server.url, known, journal)
         with ExitStack() as windows:
@@ -187,6 +203,7 @@ async def ask_stub(journal: Journal, *replies: tuple[int, list[str]], killed: bo
 RIGHT, WRONG = (
     (200, [f"data: {json.dumps(stub_answer(text))}\n\n", "data: [DONE]\n\n"]) for text in ("right", "wrong")
 )
+FOREIGN = (200, [RIGHT[1][0].replace('"usage"', '"system_fingerprint": "other", "usage"'), RIGHT[1][1]])
 CUT = (200, [f"data: {json.dumps(stub_answer('ri'))}\n\n"])
 
 
@@ -199,12 +216,13 @@ async def test_the_calm_answer_breaks_nothing(journal: Journal) -> None:
     ("reply", "promise"),
     [
         (WRONG, promises.TEXTS),
+        (FOREIGN, promises.TEXTS),
         (CUT, promises.ENDS),
         ((500, ["Internal Server Error"]), promises.ENDS),
         (stub_error("poison_request"), promises.KINDS),
         (stub_error("internal_error"), promises.KINDS),
     ],
-    ids=["wrong text", "cut stream", "foreign error", "poison", "internal"],
+    ids=["wrong text", "another model", "cut stream", "foreign error", "poison", "internal"],
 )
 async def test_what_breaks_a_promise(journal: Journal, reply: tuple[int, list[str]], promise: str) -> None:
     await ask_stub(journal, reply)

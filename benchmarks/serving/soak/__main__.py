@@ -17,7 +17,9 @@ from pathlib import Path
 from benchmarks.json_child import ROOT
 from benchmarks.server_process import READY, ServerError, ServerProcess, free_port, transom_serve
 from benchmarks.serving.soak import journal as promises
-from benchmarks.serving.soak.cluster import COMMON, TWO_WORKERS, Cluster, copy_sources
+from benchmarks.serving.soak.cases import make_cases
+from benchmarks.serving.soak.cluster import TWO_WORKERS, Cluster, copy_sources, settings_of
+from benchmarks.serving.soak.disk_blocks import check_disk
 from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.phases import Soak
 from benchmarks.serving.soak.report import Report
@@ -52,26 +54,28 @@ def soak(options: argparse.Namespace, journal: Journal, report: Report) -> None:
     """Start a server, run all phases, and end it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sources, model = copy_sources(folder / "sources"), tiny_llama(folder / "model")
-        server, url = start(model, journal)
+        sources, disk = copy_sources(folder / "sources"), folder / "disk"
+        models = tiny_llama(folder / "first", seed=0), tiny_llama(folder / "second", seed=1)
+        server, url = start(models[0], disk, journal)
         try:
-            cluster = Cluster(server, url, sources, model, journal)
+            cluster = Cluster(server, url, sources, models, disk, journal)
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(Soak(options, cluster, journal, report).run())
             log = server.log_text()
             journal.note("log", text=log[log.find(READY) :][-20000:])
         finally:
             code, killed = server.stop(START_S)
+        check_disk(disk, models, make_cases(options.seed), journal)
     if code or killed:
         left = [process.pid for process in killed]
         journal.broke(promises.LEFTOVERS, f"the server ended with status {code}; processes that did not end: {left}")
 
 
-def start(model: Path, journal: Journal) -> tuple[ServerProcess, str]:
+def start(model: Path, disk: Path, journal: Journal) -> tuple[ServerProcess, str]:
     """Start the server; the server and its URL."""
     for attempt in range(STARTS):
         port = free_port()
-        command = transom_serve(str(model), port, **COMMON, **TWO_WORKERS.settings)
+        command = transom_serve(str(model), port, **settings_of(TWO_WORKERS, disk))
         server = ServerProcess("transom", command, os.environ)
         try:
             server.wait_until(lambda: READY in server.log_text(), START_S)  # noqa: B023, called at once

@@ -31,11 +31,15 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. `is_whole`: the last byte that was due came. `error`: OpenAI's error object."""
+    """What came of one request. `is_whole`: the last byte that was due came. `error`: OpenAI's error object.
+
+    `fingerprints` are the `system_fingerprint`s of its parts; an answer of two models has two.
+    """
 
     status: int = 0
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
+    fingerprints: set[str] = field(default_factory=set)
     error: dict[str, Any] | None = None
     retry_after: str | None = None
     is_whole: bool = False
@@ -46,6 +50,11 @@ class Answer:
     def is_good(self) -> bool:
         """Whether this is an answer with tokens, to its end."""
         return self.status == 200 and self.is_whole and self.error is None and not self.unreadable
+
+    @property
+    def model(self) -> str:
+        """The model that the answer names; of several, which is wrong, all."""
+        return " and ".join(sorted(self.fingerprints))
 
     @property
     def kind(self) -> str:
@@ -85,6 +94,7 @@ class Answer:
 
     def _take(self, body: dict[str, Any]) -> None:
         self.usage = body.get("usage") or self.usage
+        self.fingerprints |= {body["system_fingerprint"]} if "system_fingerprint" in body else set()
         for part in body["choices"]:
             choice = self.choices.setdefault(part["index"], Choice())
             content = part.get("delta") or part.get("message") or {}
@@ -152,10 +162,14 @@ class Reading:
     longest_gap_s: float = 0.0
 
 
-def http_client(url: str, *, slow: bool = False) -> httpx.AsyncClient:
-    """A client whose every request has a connection of its own, so that none meets a connection that the server is closing."""
+def http_client(url: str, *, slow: bool = False, address: str | None = None) -> httpx.AsyncClient:
+    """A client whose every request has a connection of its own, so that none meets a connection that the server is closing.
+
+    `address` is the client's own one.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=SMALL_BUFFER if slow else None)
+    options = SMALL_BUFFER if slow else None
+    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=options, local_address=address)
     return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, transport=transport, trust_env=False)
 
 

@@ -1,4 +1,5 @@
-"""Requests that are wrong, and connections as broken clients have them: half-open, half-sent, reset, half-closed, never read."""
+"""Requests that are wrong, connections as broken clients have them (half-open, half-sent, reset, half-closed, never read), and what
+a hostile client asks for."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from benchmarks.serving.soak.cases import CHAT, COMPLETIONS, words
 
 MAX_BODY_BYTES = 1 << 20  # what the soak's server accepts
+HOSTILE_ADDRESS = "127.0.0.2"  # a client is an address where there are no keys
 HOLD_S = (1.0, 15.0)  # how long a half-open connection stays
 
 
@@ -54,6 +56,31 @@ def bad_requests(source: random.Random) -> Iterator[BadRequest]:
     yield post("large body", 413, prompt="a" * (MAX_BODY_BYTES + 1))
     yield BadRequest("unknown path", "POST", "/v1/nothing", b"{}", 404)
     yield BadRequest("wrong method", "GET", COMPLETIONS, b"", 405)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """A right request that takes much of the server, how many of it are sent at once, and when their client leaves."""
+
+    name: str
+    path: str
+    body: dict[str, Any] | None  # None: GET
+    at_once: int
+    leave_after_s: float
+
+
+def attacks(source: random.Random) -> list[Attack]:
+    """One of each kind; benchmarks/serving/tenants.py measures their like."""
+    many = {"prompt": words(source, 20), "max_tokens": 1000, "ignore_eos": True}
+    schema = {"type": "object", "properties": {f"p{source.random()}": {"type": "string"} for _ in range(1000)}}
+    return [
+        Attack("choices", COMPLETIONS, many | {"n": 100}, 2, source.uniform(0.1, 10.0)),
+        Attack("prompts", COMPLETIONS, many | {"prompt": [words(source, 9) for _ in range(100)]}, 2, 10.0),
+        Attack("grammars", COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": schema}}, 4, 0.5),
+        Attack("salts", COMPLETIONS, {"prompt": [5] * 1900, "max_tokens": 1, "cache_salt": words(source, 9)}, 4, 2.0),
+        Attack("tokenize", "/tokenize", {"prompt": "\u1700" * 150_000}, 2, 10.0),
+        Attack("pages", "/metrics", None, 8, 5.0),
+    ]
 
 
 class Rude:

@@ -43,6 +43,8 @@ COMMON: dict[str, Any] = {
     "window_pattern": "SSF",
     "max_model_len": 2048,
     "kv_cache_memory_bytes": "4MiB",
+    "swap_space": "4MiB",  # with it workers fetch from each other
+    "disk_space": "256MiB",
     "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
     "num_threads": 1,
@@ -72,6 +74,11 @@ LAYOUTS = (
     Layout("one to two workers", {"replicas": 1, "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1.0,
            "downscale_delay_s": 15.0, "first_token_objective_s": 0.3}, (1, 2)),
 )  # fmt: skip
+
+
+def settings_of(layout: Layout, disk: Path) -> dict[str, Any]:
+    """The settings of a layout, whose workers keep their blocks in the folder `disk`."""
+    return {**COMMON, **layout.settings, "disk_cache": str(disk)}
 
 
 def copy_sources(folder: Path) -> Path:
@@ -117,14 +124,16 @@ class Page:
 
 @dataclass(slots=True)
 class Cluster:
-    """A running server."""
+    """A running server of one of two models of equal geometry; each redeploy serves the other folder."""
 
     server: ServerProcess
     url: str
     sources: Path
-    model: Path
+    folders: tuple[Path, Path]
+    disk: Path
     journal: Journal
     layout: Layout = TWO_WORKERS
+    is_second: bool = False
     _http: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,13 +194,20 @@ class Cluster:
             return f"ranks {pids} of {living}"
         return ""
 
+    def exchange_models(self) -> None:
+        """Write each folder's weights over the other's. Workers that run keep theirs; those that start load the others."""
+        weights = [folder / "model.safetensors" for folder in self.folders]
+        for file, contents in zip(weights, [file.read_bytes() for file in reversed(weights)], strict=True):
+            file.write_bytes(contents)
+        self.journal.note("models exchanged")
+
     async def redeploy(self, layout: Layout) -> bool:
-        """Deploy the app with other settings, as `serve deploy` does; whether that succeeded."""
-        self.layout = layout
+        """Deploy the app with other settings and the other folder, as `serve deploy` does; whether that succeeded."""
+        self.layout, self.is_second = layout, not self.is_second
         [daemon] = await self.processes("raylet")
         address = re.search(r"--gcs-address=(\S+)", " ".join(daemon.cmdline()))
         assert address is not None
-        settings = json.dumps({"model": str(self.model), **COMMON, **layout.settings})
+        settings = json.dumps({"model": str(self.folders[self.is_second]), **settings_of(layout, self.disk)})
         deploying = await asyncio.create_subprocess_exec(
             sys.executable, str(self.sources / REDEPLOY), address[1], settings,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""What is done to a running cluster: random kills, stopped processes, bursts, redeploys; after each it must become whole again.
+"""What is done to a running cluster: random kills, stopped processes, bursts, other weights in the model's folder,
+redeploys with the other model; after each it must become whole again.
 
 The choices come from a seeded source, and every one is in the journal with its time and its victim.
 """
@@ -29,6 +30,7 @@ KINDS: dict[str, int] = {
     "chat template": 1,
     "two": 3,
     "hang": 2,
+    "folder": 3,
     "burst": 3,
 }  # weights
 
@@ -57,6 +59,9 @@ class Disturbances:
         elif kind == "two":
             kinds = self.source.choices(("worker", "router", "rank"), k=2)
             await self.kill(kinds, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
+        elif kind == "folder":
+            self.cluster.exchange_models()
+            await self.kill([self.source.choice(("worker", "rank"))], signal.SIGKILL)
         elif kind == "hang":
             await self.kill([self.source.choice(("worker", "rank"))], signal.SIGSTOP)
         else:
@@ -91,7 +96,7 @@ class Disturbances:
         return victim
 
     async def redeploy(self, layout: Layout) -> None:
-        """Deploy the app with other settings under load."""
+        """Deploy the app with other settings and the other model under load."""
         self.journal.note("redeploy", layout=layout.name)
         begin_s = self.journal.now_s
         if not await self.cluster.redeploy(layout):

@@ -18,14 +18,15 @@ from typing import Any
 
 ENDS = "every accepted request ends in tokens or an error"
 KINDS = "errors are of promised kinds, and come only where something was disturbed"
-TEXTS = "texts and log-probabilities equal those of a calm run"
+TEXTS = "texts and log-probabilities equal those of a calm run of the model that the answer names"
+FILES = "each block on the disk is of the model that its folder names"
 BAD_BODIES = "a bad request gets the status and the error object that are promised"
 WHOLE = "the cluster becomes whole again after every disturbance"
 BLOCKS = "no KV block stays in use, and the pool's parts add up"
 SUMS = "metrics add up, and equal what clients counted"
 MEMORY = "memory of every kind of process is flat"
 LEFTOVERS = "no descriptor, thread or process is left over"
-PROMISES = (ENDS, KINDS, TEXTS, BAD_BODIES, WHOLE, BLOCKS, SUMS, MEMORY, LEFTOVERS)
+PROMISES = (ENDS, KINDS, TEXTS, FILES, BAD_BODIES, WHOLE, BLOCKS, SUMS, MEMORY, LEFTOVERS)
 AFTERWARDS_S = 3.0  # a client may see the end of a disturbance late
 
 

@@ -19,12 +19,13 @@ from benchmarks.serving.soak.process_watch import ProcessWatch, Sample, leftover
 from benchmarks.serving.soak.report import Report, gap_figures
 from benchmarks.serving.soak.traffic import Known, Traffic
 
-DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
+DISTURBED_SHARE, STEADY_SHARE = 0.45, 0.45  # of the time; the rest is for the calm phase and the end
 WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
 NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
-FLAT_MIB_PER_H = 30.0
+FLAT_MIB_PER_H = 10.0
 OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported
+HOSTILE_PAUSE_S = 10.0  # mean pause between two attacks
 SPARE = 12  # descriptors and threads that a process may have more than at the start
 
 
@@ -59,7 +60,17 @@ class Soak:
             await self._cluster.close()
 
     async def _calm(self) -> list[Sample]:
-        """Every request twice; the processes' descriptors and threads afterwards."""
+        """Every request twice with each model; the processes' descriptors and threads afterwards."""
+        await self._calm_answers()
+        if not await self._cluster.redeploy(TWO_WORKERS):
+            raise RuntimeError("the redeploy with the second model failed")
+        self._traffic.tally = Tally()
+        await self._calm_answers()
+        if len({model for model, _ in self._known.answers}) != 2:
+            raise RuntimeError("the two models have not two names")
+        return await asyncio.to_thread(self._watch.look)
+
+    async def _calm_answers(self) -> None:
         if not await self._cluster.until_whole():
             raise RuntimeError("the cluster did not become whole at its start")
         page = await quiet_page(self._cluster, self._journal)
@@ -69,7 +80,6 @@ class Soak:
             await self._traffic.once("conversation", source)
         await self._ask_each(source)
         self._idle_page = await self._settle("calm", page, exact=True)
-        return await asyncio.to_thread(self._watch.look)
 
     async def _disturbed(self) -> None:
         options, traffic = self._options, self._traffic
@@ -89,7 +99,7 @@ class Soak:
 
         disturbing = asyncio.create_task(disturb())
         disturbing.add_done_callback(lambda _: over.set())
-        await traffic.run(options.clients, options.pause_s, f"{options.seed}/disturbed", over.is_set)
+        await self._clients("disturbed", over.is_set)
         await disturbing
 
     async def _steady(self) -> None:
@@ -100,9 +110,17 @@ class Soak:
         if steady_s >= MIN_FLAT_S:
             await self._traffic.fill(NUM_FILLING)
         begin_s, end = time.time(), self._after(steady_s)
-        await self._traffic.run(options.clients, options.pause_s, f"{options.seed}/steady", end)
+        await self._clients("steady", end)
         self._check_memory(begin_s, time.time())
         await self._settle("steady", page, exact=False)
+
+    async def _clients(self, phase: str, is_over: Callable[[], bool]) -> None:
+        """All clients, the hostile one too, until `is_over()`."""
+        options, seed = self._options, f"{self._options.seed}/{phase}"
+        await asyncio.gather(
+            self._traffic.run(options.clients, options.pause_s, seed, is_over),
+            self._traffic.hostile(seed, HOSTILE_PAUSE_S, is_over),
+        )
 
     async def _end(self, before: list[Sample]) -> None:
         page = await quiet_page(self._cluster, self._journal)

@@ -18,7 +18,7 @@ import httpx
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally
 from benchmarks.serving.soak.answers import Answer, Hung, Reading, ask, difference, http_client, is_beginning
-from benchmarks.serving.soak.bad_clients import Rude, bad_requests
+from benchmarks.serving.soak.bad_clients import HOSTILE_ADDRESS, Attack, Rude, attacks, bad_requests
 from benchmarks.serving.soak.cases import COMPLETIONS, FILLING, Case, Conversation
 from benchmarks.serving.soak.journal import Journal, Windows
 
@@ -36,11 +36,19 @@ BEHAVIOURS: dict[str, int] = {  # weights
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """What is asked, and the calm run's answers by the cases' names."""
+    """What is asked, and the calm runs' answers by `Answer.model` and the case's name.
+
+    A conversation goes on with `replies`, those of the first calm run, whichever model answers: so each request is known.
+    """
 
     cases: Sequence[Case]
     conversations: Sequence[Conversation]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[tuple[str, str], Answer] = field(default_factory=dict)
+    replies: dict[str, list[str]] = field(default_factory=dict)
+
+    def of_model(self, answer: Answer, case: Case) -> Answer | None:
+        """What the model that an answer names has answered in the calm run; None if no model of the soak has that name."""
+        return self.answers.get((answer.model, case.name))
 
     @property
     def ordinary(self) -> list[Case]:
@@ -100,17 +108,18 @@ class Traffic:
         for case in self._known.cases:
             await self._keep(case)
         for conversation in self._known.conversations:
-            replies: list[str] = []
-            while len(replies) < len(conversation.turns):
-                answer = await self._keep(conversation.case(replies))
-                replies.append(answer.choices[0].text)
+            given: list[str] = []
+            replies = self._known.replies.setdefault(conversation.name, given)
+            for turn in range(len(conversation.turns)):
+                answer = await self._keep(conversation.case(replies[:turn]))
+                given.append(answer.choices[0].text)
 
     async def _keep(self, case: Case) -> Answer:
         answer = await ask(self._quick, case, stream=False)
         if not answer.is_good:
             raise RuntimeError(f"{case.name}: {answer.kind} {answer.error} in the calm run")
         self.tally.add(case.path, answer)
-        self._known.answers[case.name] = answer
+        self._known.answers[answer.model, case.name] = answer
         return answer
 
     # behaviours
@@ -125,12 +134,10 @@ class Traffic:
 
     async def _conversation(self, source: random.Random, pause_s: float) -> None:
         conversation = source.choice(self._known.conversations)
-        replies: list[str] = []
-        for _ in range(source.randint(1, len(conversation.turns))):
-            answer = await self._ask_well(conversation.case(replies), stream=source.random() < 0.7)
-            if answer is None:
+        replies = self._known.replies[conversation.name]
+        for turn in range(source.randint(1, len(conversation.turns))):
+            if await self._ask_well(conversation.case(replies[:turn]), stream=source.random() < 0.7) is None:
                 return
-            replies.append(answer.choices[0].text)
             await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
 
     async def _leave(self, source: random.Random, _pause_s: float) -> None:
@@ -145,8 +152,10 @@ class Traffic:
         except httpx.TransportError as error:
             self._judge_break(case, begin_s, error)
             return
-        if answer.status == 200 and answer.error is None and not is_beginning(answer, self._known.answers[case.name]):
-            self._journal.broke(promises.TEXTS, f"{case.name}: the beginning {answer.choices} is another")
+        if answer.status == 200 and answer.error is None and answer.choices:
+            expected = self._known.of_model(answer, case)
+            if expected is None or not is_beginning(answer, expected):
+                self._journal.broke(promises.TEXTS, f"{case.name}: the beginning {answer} is another")
 
     async def _bad(self, source: random.Random, _pause_s: float) -> None:
         bad = source.choice(list(bad_requests(source)))
@@ -182,6 +191,30 @@ class Traffic:
         if path:
             self.tally.left(path)
 
+    async def hostile(self, seed: str, pause_s: float, is_over: Callable[[], bool]) -> None:
+        """One client at an address of its own takes what it can until `is_over()`, in one way after the other."""
+        source = random.Random(f"{seed}/hostile")
+        async with http_client(self._url, address=HOSTILE_ADDRESS) as client:
+            while not is_over():
+                attack = source.choice(attacks(source))
+                await asyncio.gather(*(self._attack(client, attack) for _ in range(attack.at_once)))
+                await asyncio.sleep(source.expovariate(1 / pause_s))
+
+    async def _attack(self, client: httpx.AsyncClient, attack: Attack) -> None:
+        self.tally.left(attack.path)
+        method = "GET" if attack.body is None else "POST"
+        begin_s, seen = time.monotonic(), "left"
+        try:
+            async with asyncio.timeout(attack.leave_after_s):
+                seen = str((await client.request(method, attack.path, json=attack.body)).status_code)
+        except TimeoutError:
+            pass
+        except httpx.TransportError as error:
+            seen = repr(error)
+        self._journal.count(f"hostile {attack.name}: {seen}")
+        if seen not in ("left", "200", "503") and not self.router_killed.overlaps(begin_s):
+            self._journal.broke(promises.KINDS, f"hostile {attack.name}: {seen}")
+
     # judging
 
     async def _ask_well(
@@ -215,7 +248,10 @@ class Traffic:
     def _judge_answer(self, case: Case, answer: Answer) -> Answer | None:
         self.tally.add(case.path, answer)
         self._journal.count("answers with tokens")
-        if (wrong := difference(answer, self._known.answers[case.name])) is None:
+        self._journal.count(f"answers of {answer.model}")
+        expected = self._known.of_model(answer, case)
+        wrong = f"an answer of {answer.model}" if expected is None else difference(answer, expected)
+        if wrong is None:
             return answer
         self._journal.broke(promises.TEXTS, f"{case.name}: {wrong}")
         return None

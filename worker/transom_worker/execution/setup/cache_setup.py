@@ -26,7 +26,9 @@ from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cache, with_rank_shares
 
-NUMERICS = 1  # raise this when a change of kernels or layers changes numbers by more than rounding
+# The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
+# test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
+NUMERICS = "3ffdb3e13c0e23f1"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
