@@ -26,6 +26,9 @@ class Sharer(NamedTuple):
     weight: float = 1.0
 
 
+NOBODY = Sharer()
+
+
 @dataclass(slots=True)
 class _Waiting(Generic[Item]):
     service: float
