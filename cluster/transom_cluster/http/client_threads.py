@@ -1,18 +1,20 @@
 """Runs the long work of requests on a few threads, away from the event loop that carries every client's stream.
 
-Clients take turns: while a client's work waits, no other client gets two turns. So a client that sends many long bodies delays
-itself, but delays each other client by one piece of work at most. Short work has separate threads and never waits for long work.
+Clients take turns by the time that their work took, divided by their weights (`client_queue`). So a client that sends many long
+bodies delays itself, but delays each other client by one piece of work at most. Short work has separate threads and never waits for
+long work.
 
 There are few threads, because they share the GIL with the event loop: with N busy threads, the loop waits for up to N turns.
 
-Example: with one thread, client A sends work 1, 2 and 3, and then B sends 4. The order is 1, 2, 4, 3: when B came, 2 had A's turn.
+Example: with one thread, client A sends two texts of a second each, and then B sends 20 chats of 0.1 s each. The order is one text,
+ten of B's chats, the other text, and the rest of B's chats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +22,7 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from transom_cluster.http.client_disconnect import until_disconnect
+from transom_core.client_queue import ClientQueue, Sharer
 
 MAX_SHORT_CHARS = 100_000  # work on more characters than this counts as long
 # There are fewer threads for long work than chat template processes, so that a short chat finds a free process.
@@ -32,54 +35,65 @@ Result = TypeVar("Result")
 
 
 class FairThreads:
-    """A few threads that serve clients in turns. All calls come from one event loop."""
+    """A few threads that serve clients in turns by the time that each has used. All calls come from one event loop. `clock` gives
+    seconds, on any thread."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._num_free = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=THREAD_NAME)
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
+        self._waiting: ClientQueue[asyncio.Future[None]] = ClientQueue()
+        self._clock = clock
 
-    async def run(self, client: str, function: Callable[[], Result]) -> Result:
+    async def run(self, sharer: Sharer, function: Callable[[], Result]) -> Result:
         """Call `function` on a thread when it is the client's turn, and return its result.
 
         Work that is cancelled while it waits never runs. Work that has begun runs to its end.
         """
         loop = asyncio.get_running_loop()
-        await self._turn(loop, client)
-        work = self._threads.submit(function)
+        await self._turn(loop, sharer.client)
+        seconds = 0.0
 
-        def give_back(_: Future[Result]) -> None:
+        def timed() -> Result:
+            nonlocal seconds
+            begin_s = self._clock()
+            try:
+                return function()
+            finally:
+                seconds = self._clock() - begin_s
+
+        def end(_: Future[Result]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._give_back)
+                loop.call_soon_threadsafe(self._end, sharer.client, seconds / sharer.weight)
 
-        work.add_done_callback(give_back)
+        work = self._threads.submit(timed)
+        work.add_done_callback(end)
         return await asyncio.wrap_future(work)
 
     async def _turn(self, loop: asyncio.AbstractEventLoop, client: str) -> None:
-        """Take a free thread, or wait for one."""
-        if self._num_free:
-            self._num_free -= 1
-            return
+        """Wait for a thread."""
         turn = loop.create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.add(client, turn)
+        self._give_threads()
         try:
             await turn
         except asyncio.CancelledError:
+            self._waiting.remove(client, turn)
             if turn.done() and not turn.cancelled():  # it had been given a thread already
-                self._give_back()
+                self._end(client, 0.0)
             raise
 
-    def _give_back(self) -> None:
-        """Give a thread that has become free to the next waiting client."""
-        while self._waiting:
-            client, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns  # after all other clients
+    def _end(self, client: str, cost: float) -> None:
+        """Charge a client for its work, and give its thread to the next one."""
+        self._waiting.charge(client, cost)
+        self._num_free += 1
+        self._give_threads()
+
+    def _give_threads(self) -> None:
+        """Give free threads to the clients whose turn it is."""
+        while self._num_free and (turn := self._waiting.take()) is not None:
             if not turn.done():
                 turn.set_result(None)
-                return
-        self._num_free += 1
+                self._num_free -= 1
 
 
 class RequestThreads:
@@ -94,8 +108,8 @@ class ClientThreads:
     """Runs the work of one HTTP request on the router's threads. When the client disconnects (`receive` says so), ClientDisconnect
     is raised, the request's work is cancelled, and work that waits for its turn never runs."""
 
-    def __init__(self, threads: RequestThreads, client: str, receive: Receive) -> None:
-        self._threads, self.client, self._receive = threads, client, receive
+    def __init__(self, threads: RequestThreads, sharer: Sharer, receive: Receive) -> None:
+        self._threads, self.sharer, self._receive = threads, sharer, receive
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
         """Call `function` on a thread and return its result. `num_chars` says how much work it is, in characters of text. With at
@@ -103,8 +117,8 @@ class ClientThreads:
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
-        return await until_disconnect(threads.run(self.client, function), self._receive)
+        return await until_disconnect(threads.run(self.sharer, function), self._receive)
 
     async def check(self, function: Callable[[], Result]) -> Result:
         """Call `function`, which waits for a grammar check, on a thread that only checks use."""
-        return await until_disconnect(self._threads.checks.run(self.client, function), self._receive)
+        return await until_disconnect(self._threads.checks.run(self.sharer, function), self._receive)

@@ -38,6 +38,7 @@ from transom_cluster.openai.request.request_limits import ModelLimits, check_len
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
 from transom_core import contract
+from transom_core.client_queue import Sharer
 from transom_core.contract import SamplingParams
 from transom_core.errors import RequestTimeout
 from transom_core.grammar import CheckedGrammar
@@ -71,7 +72,7 @@ class PromptRequest:
         self._router = router
         self._request = request
         self.state, self.path = request_state(request.scope), routed_path(request.scope)
-        self.threads = ClientThreads(threads, self.state.sharer, request.receive)
+        self.threads = ClientThreads(threads, Sharer(self.state.sharer, self.state.weight), request.receive)
         model = router.config.served_model_name
         self.metadata = ResponseMetadata(id=f"{id_prefix}{secrets.token_hex(12)}", model=model)
         if id_prefix:
@@ -168,7 +169,7 @@ class PromptRequest:
         if grammar is None:
             return None
         check = functools.partial(
-            checker.check, grammar, param=options.message_param or "tools", client=self.threads.client
+            checker.check, grammar, param=options.message_param or "tools", client=self.state.sharer
         )
         return check() if checker.is_known(grammar) else await self.threads.check(check)
 

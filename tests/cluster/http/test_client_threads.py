@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transom_cluster.http.client_threads import MAX_SHORT_CHARS, THREAD_NAME, Cl
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
+from transom_core.client_queue import Sharer
 
 
 async def settle() -> None:
@@ -35,28 +37,45 @@ class Held:
         return self._name
 
 
-async def test_clients_take_turns_and_a_client_keeps_its_order():
-    threads, order = FairThreads(1), []
-    works = [Held(order, name) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
-    tasks = []
-    for work in works:
-        tasks.append(asyncio.create_task(threads.run(work._name[0], work)))
-        await settle()
-    for work in works:
-        work.may_end.set()
-    assert await asyncio.gather(*tasks) == ["a1", "a2", "a3", "b1", "c1", "b2"]
-    assert order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+async def test_clients_take_turns_by_the_time_of_their_work_and_a_client_keeps_its_order():
+    now_s, order, first = 0.0, [], Held([], "first")
+    threads = FairThreads(1, clock=lambda: now_s)
+
+    async def work(name: str, seconds: float, weight: float = 1.0) -> None:
+        def function() -> None:
+            nonlocal now_s
+            order.append(name)
+            now_s += seconds
+
+        await threads.run(Sharer(name[0], weight), function)
+
+    tasks = [asyncio.create_task(threads.run(Sharer("z"), first))]
+    await settle()
+    tasks += [asyncio.create_task(work(f"a{i}", 10.0)) for i in range(3)]  # texts of 2 MB
+    tasks += [asyncio.create_task(work(f"b{i}", 1.0)) for i in range(15)]  # small chats
+    tasks += [asyncio.create_task(work(f"c{i}", 4.0, weight=4.0)) for i in range(4)]
+    await settle()
+    first.may_end.set()
+    await asyncio.gather(*tasks)
+    for client in "abc":
+        assert [name for name in order if name[0] == client] == sorted(
+            (name for name in order if name[0] == client), key=lambda name: int(name[1:])
+        )
+    clients = "".join(name[0] for name in order)
+    # A's first text costs as much as ten chats of B, and as ten turns of C, whose weight makes 4 seconds count as one.
+    assert clients[0] == "a"
+    assert Counter(clients[: clients.index("a", 1)]) == {"a": 1, "b": 10, "c": 4}
 
 
 async def test_work_that_is_cancelled_before_its_turn_never_runs_and_no_thread_is_lost():
     threads, order = FairThreads(1), []
     first, second, third = (Held(order, name) for name in ("first", "second", "third"))
-    tasks = [asyncio.create_task(threads.run("a", work)) for work in (first, second)]
+    tasks = [asyncio.create_task(threads.run(Sharer("a"), work)) for work in (first, second)]
     await settle()
     for task in tasks:  # one that runs, and one that waits
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    last = asyncio.create_task(threads.run("a", third))
+    last = asyncio.create_task(threads.run(Sharer("a"), third))
     await settle()
     assert order == ["first"]  # still at work: its thread is not free
     for work in (first, third):
@@ -69,7 +88,7 @@ async def test_an_error_is_raised_and_frees_the_thread():
     threads = FairThreads(1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            await threads.run("a", lambda: 1 // 0)
+            await threads.run(Sharer("a"), lambda: 1 // 0)
 
 
 async def never() -> Any:
@@ -77,7 +96,7 @@ async def never() -> Any:
 
 
 async def test_short_work_does_not_wait_for_long_work():
-    threads, order = ClientThreads(RequestThreads(), "a", never), []
+    threads, order = ClientThreads(RequestThreads(), Sharer("a"), never), []
     long = [Held(order, f"long {i}") for i in range(5)]
     tasks = [asyncio.create_task(threads.run(work, num_chars=MAX_SHORT_CHARS + 1)) for work in long]
     await settle()

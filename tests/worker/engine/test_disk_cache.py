@@ -96,10 +96,12 @@ def usage(engine: Engine) -> DiskUsage:
 RANKS: dict[str, Any] = {"executor": partial(ThreadRanks, size=2), "kv_cache_memory_bytes": 300 << 10}
 
 
-@pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full", "windows", "two ranks"])
+@pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full, in pieces", "windows", "two ranks"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    open_engine: Start, tmp_path: Path, settings: dict[str, Any]
+    open_engine: Start, tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not settings:
+        one_block_in_flight(monkeypatch)
     first = open_engine(**settings)
     expected = answers(first, prompts(8))
     first.shutdown()
@@ -333,6 +335,46 @@ def test_a_late_load_that_fails_is_no_answer_of_the_disk(
     disk.take_news()
     assert not disk.is_away  # no load is left that could tell, so the next one tries
     fails()
+
+
+def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have loads in pieces of one block, one after the other."""
+    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
+    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
+
+
+def test_a_load_whose_requests_have_ended_is_not_read_further(
+    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_block_in_flight(monkeypatch)
+    engine = open_engine()
+    for name in ("gone", "gone too"):
+        engine.add(make_request(name, prompts(1)[0], max_tokens=6))
+    engine.step()
+    engine.abort("gone")
+    (loading,) = disk_of(engine)._loading.values()
+    assert not loading.is_given_up
+    engine.abort("gone too")
+    assert loading.is_given_up
+    drain(engine)
+    assert usage(engine).num_read <= 3
+    assert not engine.scheduler.cache.tiers.imports.opened
+    assert not disk_of(engine)._loading
+    assert answers(engine, prompts(1))[0][0] == written[0][0]
+
+
+def test_a_disk_that_hangs_holds_no_request_that_waits_for_its_turn(
+    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_block_in_flight(monkeypatch)
+    engine = open_engine()
+    disk_of(engine).watch._ended.set()
+    answers_again = hang(monkeypatch)
+    monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
+    wholes = run(engine, [make_request(f"{i}", prompts(3)[i], max_tokens=6) for i in range(3)])
+    assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in written[:3]]
+    assert len(engine.scheduler.cache.tiers.imports.opened) == 1  # the only one that the ranks have begun
+    answers_again()
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -186,14 +186,17 @@ class CacheDriver:
         """The ranks have done the oldest load that they know of. They make its copies at the last moment."""
         if self.loads:
             copies = self.loads.popleft()
-            if copies[0].source_tier == DISK:
+            if is_read := copies[0].source_tier == DISK:
                 for copy in copies:
                     self.slabs[HOST].put(copy.group, copy.target, dict(self.disk[copy.group, copy.digest]))
-                self.cache.tiers.imports.publish(self.imports[copies[0].ticket])
             else:
                 copy_blocks(self.slabs, copies)
                 self.num_loaded += len(copies)
-                self.cache.finish_load(copies[0].ticket)
+            for ticket in self.cache.copies.ended([copies[0].ticket], [0.0], [])[0]:
+                if is_read:
+                    self.cache.tiers.imports.publish(self.imports[ticket])
+                else:
+                    self.cache.finish_load(ticket)
             self._check()
 
     def bring(self, token_ids: list[int]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transom_core.client_queue import Sharer
 from transom_core.config import SchedulingPolicy
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
@@ -87,6 +88,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Return the number of prompt tokens, without the resumed output tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def sharer(self) -> Sharer:
+        """Return the client with its weight."""
+        return Sharer(self.client, self.client_weight)
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -9,16 +9,18 @@ requests from files into the host tier while other requests run, and writes the 
                blocks are freed, and the prefix is computed
     flush      the engine is stopped: the ranks write the cached prefixes
 
-Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads. It is part of the rates
-that routers know (`load_rates`), so that they predict the same hit.
+Requests with the same prefix wait for the same load, and clients take turns at reading by bytes (`load_turns`). When a load's last
+request has ended, those of its pieces that still wait are not read. How long reading takes is learned from earlier loads. It is
+part of the rates that routers know (`load_rates`), so that they predict the same hit.
 
-A disk may hang, because it dies or because its file server does not answer. So a load has a time limit (`_limit_s`). If it is
-*late*, its requests go on by computing, and the disk is *away*: the rates then say that reading takes for ever, so that neither
-this worker nor a router finds a hit there. (The index is not emptied: removing a million files from it would be a message of 32 MB
-to each router.) The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report that a
-late load was read, the disk is used again; for that, an engine without other work asks the ranks once with each listing of the
-folder. A late load that fails does not show that the disk answers. If all late loads have failed, the disk is tried again with the
-next listing, without the blocks that failed.
+A disk may hang, because it dies or because its file server does not answer. So a load that the ranks have begun has a time
+limit for each of its pieces (`_limit_s`). If it is *late*, the disk is *away*: the requests of all loads go on by computing,
+and the rates say that reading takes for ever, so that neither this worker nor a router finds a hit there. (The index is not
+emptied: removing a million files from it would be a message of 32 MB to each router.) The host blocks of a load that was *given
+up* stay taken while the ranks may still write into them. When the ranks report that such a load was read, the disk is used
+again; for that, an engine without other work asks the ranks once with each listing of the folder. A load that fails does not
+show that the disk answers. If all loads that were given up have failed, the disk is tried again with the next listing, without
+the blocks that failed.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from transom_core.client_queue import Sharer
 from transom_core.contract import Request
 from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.execution.executor import Executor
+from transom_worker.kvcache.blocks.load_turns import WINDOW_S
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
@@ -59,14 +63,18 @@ class _Held:
 
 @dataclass(slots=True)
 class _Import:
-    """An unfinished import, which a request of `client` began; from `limit_s` on, on the tier's clock, it is late."""
+    """An unfinished import, which a request of `sharer` began; from `limit_s` on, on the tier's clock, it is late.
 
-    client: str
+    `progress` is what `LoadTurns.progress` said last: the limit begins anew when it changes.
+    """
+
+    sharer: Sharer
     blocks: BlockImport
     estimate_s: float
     limit_s: float
     held: list[_Held] = field(default_factory=list)
-    is_late: bool = False
+    progress: int | None = None
+    is_given_up: bool = False
 
 
 class EngineDiskTier:
@@ -102,21 +110,19 @@ class EngineDiskTier:
     @property
     def is_busy(self) -> bool:
         """Whether a request waits for a load from the disk, or the watch has news."""
-        return any(not one.is_late for one in self._loading.values()) or self.watch.has_news
+        return any(not one.is_given_up for one in self._loading.values()) or self.watch.has_news
 
     def take_news(self) -> None:
         """Apply the watch's news to the index, and give up loads that have become late."""
         was_listed = self.watch.has_news
         self.watch.take_news()
-        now_s = self._clock()
-        late = [one for one in self._loading.values() if not one.is_late and now_s >= one.limit_s]
-        if late:
+        wanted = [one for one in self._loading.values() if not one.is_given_up]
+        if any([self._is_late(one) for one in wanted]):  # a list, since each of them notes its progress
             self._leave()
-        for one in late:
-            one.is_late = True
-            self._cache.tiers.imports.give_up(one.blocks)
-        for one in late:
-            self._go_on(one, was_read=False)
+            for one in wanted:
+                self._give_up(one)
+            for one in wanted:
+                self._go_on(one, was_read=False)
         if self.is_away and was_listed and not self._loading:
             self._come_back()
 
@@ -139,15 +145,15 @@ class EngineDiskTier:
         if not hit.num_read:
             return None
         under_way = self._bringing(sequence.chain[: hit.num_hash_blocks])
-        if self._is_crowded(request.client, under_way, hit.start - hit.memory_start):
+        if self._is_crowded(request.sharer, under_way, self._reading_s(hit.num_read), hit.start - hit.memory_start):
             return None
         if under_way is None:
             blocks = cache.tiers.imports.begin(sequence.chain, hit, sequence.retentions)
             if blocks is None:
                 return None
-            estimate_s = self._estimate_s(blocks)
-            under_way = _Import(request.client, blocks, estimate_s, self._clock() + self._limit_s(estimate_s))
-            self._loading[cache.tiers.imports.fetch(blocks)] = under_way
+            estimate_s = self._reading_s(self._num_blocks(blocks))
+            under_way = _Import(request.sharer, blocks, estimate_s, self._clock() + self._limit_s(estimate_s))
+            self._loading[cache.tiers.imports.fetch(blocks, request.sharer)] = under_way
         under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
         return held
 
@@ -156,7 +162,7 @@ class EngineDiskTier:
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
             if (ended := self._loading.pop(ticket, None)) is None:
                 continue
-            if ended.is_late:
+            if ended.is_given_up:
                 self._cache.tiers.imports.end(ended.blocks)
                 self._come_back()
             else:
@@ -168,8 +174,25 @@ class EngineDiskTier:
                 continue
             self._cache.tiers.imports.end(ended.blocks)
             self.watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
-            if not ended.is_late:
+            if not ended.is_given_up:
                 self._go_on(ended, was_read=False)
+
+    def cancel(self, request: Request) -> None:
+        """Note that a request has ended: what was read for it alone, and waits for its turn, is not read."""
+        for one in list(self._loading.values()):
+            if one.is_given_up or not any(held.request is request for held in one.held):
+                continue
+            one.held = [held for held in one.held if held.request is not request]
+            if not one.held and self._cache.copies.reads.is_waiting(one.blocks.ticket):
+                self._give_up(one)
+
+    def _give_up(self, unwanted: _Import) -> None:
+        """Publish nothing of an import, and read no more of it; it ends when the ranks have reported what they read of it now."""
+        unwanted.is_given_up = True
+        self._cache.tiers.imports.give_up(unwanted.blocks)
+        if not self._cache.copies.reads.cut(unwanted.blocks.ticket):
+            del self._loading[unwanted.blocks.ticket]
+            self._cache.tiers.imports.end(unwanted.blocks)
 
     def forget_loads(self) -> None:
         """End all imports, since the ranks were restarted. The caller has ended all requests."""
@@ -191,27 +214,38 @@ class EngineDiskTier:
         except Exception as error:  # the engine must end, even if the cache is lost
             logger.warning("What is cached could not be written to the disk tier: %s", error)
 
-    def _is_crowded(self, client: str, last: _Import | None, spared_tokens: int) -> bool:
-        """Return whether the loads of other clients, up to `last` (None: all), take longer than computing `spared_tokens` tokens,
-        which this request's load would spare.
+    def _is_crowded(self, sharer: Sharer, under_way: _Import | None, own_s: float, spared_tokens: int) -> bool:
+        """Return whether the loads of other clients take longer than computing `spared_tokens` tokens, which a load would spare.
 
-        The ranks make one load after the other. This check keeps other clients' loads from delaying a request by more time than
-        computing its prefix takes.
+        The load is a new one, for which this client reads for `own_s`, or one that is `under_way`. While a client reads for a
+        second, each other client may read for a second too, in the ratio of their weights, after what is in flight.
         """
-        rates = self._cache.changes.rates
-        others_s = 0.0
+        totals_s: dict[Sharer, float] = {}
         for one in self._loading.values():
-            if one.client != client:
-                others_s += one.estimate_s
-            if one is last:
-                break
+            totals_s[one.sharer] = totals_s.get(one.sharer, 0.0) + one.estimate_s
+        reader = sharer if under_way is None else under_way.sharer
+        turns_s = totals_s.get(reader, 0.0) + (own_s if under_way is None else 0.0)
+        others_s = sum(
+            total_s if other == reader else min(total_s, WINDOW_S + turns_s * other.weight / reader.weight)
+            for other, total_s in totals_s.items()
+            if other.client != sharer.client
+        )
+        rates = self._cache.changes.rates
         return rates is not None and others_s * 1e9 > spared_tokens * rates.token_ns
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
-        """Return an unfinished import, not a late one, that brings blocks of a chain; None if there is none."""
+        """Return an unfinished import, not given up, that brings blocks of a chain; None if there is none."""
         wanted = set(chain)
-        in_time = (one for one in self._loading.values() if not one.is_late)
+        in_time = (one for one in self._loading.values() if not one.is_given_up)
         return next((one for one in in_time if one.blocks.blocks[-1].digest in wanted), None)
+
+    def _is_late(self, loading: _Import) -> bool:
+        """Return whether the ranks take too long for a piece of a load; a load that waits for its turn is not late."""
+        progress = self._cache.copies.reads.progress(loading.blocks.ticket)
+        if progress is None or progress != loading.progress:
+            loading.progress = progress
+            loading.limit_s = self._clock() + self._limit_s(loading.estimate_s)
+        return self._clock() >= loading.limit_s
 
     def _go_on(self, ended: _Import, *, was_read: bool) -> None:
         """Let the requests of an ended import be admitted. All but the first may continue to wait for another import: their prefix
@@ -254,9 +288,9 @@ class EngineDiskTier:
         """Return how long a load may take whose own reading is estimated to take `estimate_s`; it waits for unfinished loads."""
         return LATE_S + LATE_FACTOR * (estimate_s + sum(one.estimate_s for one in self._loading.values()))
 
-    def _estimate_s(self, blocks: BlockImport) -> float:
+    def _reading_s(self, num_blocks: Sequence[int]) -> float:
         rates = self._cache.changes.rates
-        return 0.0 if rates is None else rates.reading_ns(self._num_blocks(blocks)) / 1e9
+        return 0.0 if rates is None else rates.reading_ns(num_blocks) / 1e9
 
     def _num_blocks(self, blocks: BlockImport) -> list[int]:
         """Return how many blocks of each group an import brings."""

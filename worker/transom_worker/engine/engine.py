@@ -272,6 +272,8 @@ class Engine:
         """Forget a request that has ended."""
         running = self.requests.pop(request_id)
         self.grammars.remove(running)
+        if self._disk is not None:
+            self._disk.cancel(running.request)
         return running
 
     # The step loop

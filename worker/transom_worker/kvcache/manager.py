@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from transom_core.client_queue import NOBODY, Sharer
 from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.layout import ArenaLayout, check_block_sizes
 from transom_core.kv_cache.load_rates import LoadRates
@@ -34,11 +35,11 @@ from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.allocator import BlockAllocator
 from transom_worker.kvcache.blocks.arena import Arena
-from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
 from transom_worker.kvcache.blocks.capacity import Capacity
 from transom_worker.kvcache.blocks.compaction import Compaction
+from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
@@ -95,14 +96,14 @@ class KvCache:
         self.registry = BlockRegistry(
             layout, self.pools, self.index, self.changes, tier=DEVICE, block_size=block_size, clock=clock
         )
-        self.copies = CopyQueue()
+        block_bytes = [group.block_bytes for group in layout.groups]
+        self.copies = CopyQueue(block_bytes, lambda: self.changes.rates)
         # The prefix tree, what is evicted from it, and where that goes.
         host = HostTier(
             host_layout or replace(layout, num_pages=0), self.index, self.changes, block_size=block_size, clock=clock
         )
         tree = PrefixTree(self.retentions, pins=(self.registry, host))
         moves = TierMoves(tree, self.index, self.registry, self.pools, host, self.copies, layout=layout)
-        block_bytes = [group.block_bytes for group in layout.groups]
         stores = DiskStores(self.index, self.copies, block_bytes=block_bytes)
         self.checkpoints = Checkpoints(
             layout,
@@ -198,17 +199,21 @@ class KvCache:
         hit: PrefixHit | None = None,
         retentions: RetentionSet | None = None,
         keeps_aside: bool = False,
+        sharer: Sharer = NOBODY,
     ) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit, and reference them; `hit` is None for a sequence without cached blocks.
 
         `retentions` are as in `find`; with a KV policy, the chain must have the policy's own root (`hashing.chain_root`). With
-        `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
+        `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released. Its loads take turns with
+        those of other clients as its `sharer`'s.
 
         If the hit needs a window repair, sliding groups get only their sink blocks; the sequence computes their other blocks from
         `hit.start` on. If the hit has blocks in the host tier, the sequence's state is AWAITS_LOAD.
         """
         retentions = retentions or self.retentions
-        blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size, keeps_aside=keeps_aside)
+        blocks = SequenceBlocks.at(
+            hit, chain, root, retentions, block_size=self.block_size, keeps_aside=keeps_aside, sharer=sharer
+        )
         to_load: list[list[int]] = []
         for group, table in enumerate(blocks.tables):
             found, in_host = self.index.groups[group], self.tiers.host.blocks[group]

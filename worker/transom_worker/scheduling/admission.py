@@ -369,6 +369,7 @@ class AdmissionControl:
             hit=hit,
             retentions=sequence.retentions,
             keeps_aside=sequence.request.kv_quality,
+            sharer=sequence.request.sharer,
         )
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         sequence.begin_history(block_size=self.cache.block_size)

@@ -237,11 +237,17 @@ class Scheduler:
         return step.plan
 
     def receive(self, result: StepResult) -> list[SequenceOutput]:
-        """Apply the oldest plan's result: publish and free KV blocks, and return the sampled tokens in row order."""
+        """Apply the oldest plan's result: publish and free KV blocks, and return the sampled tokens in row order.
+
+        `result` then has the tickets of whole loads instead of their pieces' (`load_turns`).
+        """
         step = self.steps_in_flight.popleft()
         plan = step.plan
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
+        result.loaded, result.load_s, result.failed = self.cache.copies.ended(
+            result.loaded, result.load_s, result.failed
+        )
         self._token_limit.stepped()
         if self._pace is not None:
             self._pace.stepped(plan, result.timings)
@@ -360,7 +366,7 @@ class Scheduler:
         for request_id in list(self.by_request):
             self.abort(request_id)
         self.cache.evict_all()
-        self.cache.copies.take()
+        self.cache.copies.clear()
         self.admission.take_finished_ids()
 
 

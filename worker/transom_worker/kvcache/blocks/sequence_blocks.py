@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from transom_core.client_queue import NOBODY, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
@@ -95,7 +96,7 @@ NOTHING_TO_LOAD = PendingLoad()
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """What a sequence holds in the KV cache. Of the fields up to `is_private`, only the chain changes: it grows."""
+    """What a sequence holds in the KV cache. Of the fields up to `sharer`, only the chain changes: it grows."""
 
     tables: list[BlockTable]
     retentions: RetentionSet
@@ -105,6 +106,7 @@ class SequenceBlocks:
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the KV policy can be measured
     # Nothing is published, because a KV policy decides by the sequence's own attention which blocks it keeps.
     is_private: bool = False
+    sharer: Sharer = NOBODY  # the client whose loads these are
 
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
@@ -133,6 +135,7 @@ class SequenceBlocks:
         *,
         block_size: int,
         keeps_aside: bool = False,
+        sharer: Sharer = NOBODY,
     ) -> SequenceBlocks:
         """Return empty tables for a sequence that starts at a hit (None: at token 0); `block_size` is that of a hash block.
 
@@ -156,6 +159,7 @@ class SequenceBlocks:
             hit=hit,
             keeps_aside=keeps_aside,
             is_private=any(isinstance(retention, BoundedRetention) for retention in retentions),
+            sharer=sharer,
             processed=start,
             num_published=num_hash_blocks,
             capacity_tokens=start,

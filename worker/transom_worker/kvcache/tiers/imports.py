@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from transom_core.client_queue import NOBODY, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DISK, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
@@ -135,10 +137,10 @@ class Imports:
         self.opened.append(opened)
         return opened
 
-    def fetch(self, opened: BlockImport) -> int:
-        """Queue a load of an import's blocks from the disk, and return its ticket."""
+    def fetch(self, opened: BlockImport, sharer: Sharer = NOBODY) -> int:
+        """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
-        opened.ticket = self._copies.add_load(copies)
+        opened.ticket = self._copies.add_load(copies, sharer)
         return opened.ticket
 
     @property

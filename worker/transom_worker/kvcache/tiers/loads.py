@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
@@ -61,7 +62,7 @@ class Loads:
             ]
             published = self._host.pools[group].published
             digests.append({published[source][0] for source in sources if source in published})
-        ticket = self._copies.add_load(copies)
+        ticket = self._copies.add_load(copies, blocks.sharer)
         blocks.move_to(BlocksState.LOADING, PendingLoad(host_blocks, ticket))
         self.by_ticket[ticket] = Load(blocks, copies, digests)
 
@@ -93,13 +94,12 @@ class Loads:
 
     def send_again(self, tickets: Iterable[int]) -> None:
         """Queue the copies of these loads again under new tickets, because the ranks may not have received the plans that carried
-        them."""
-        for ticket in tickets:
-            load = self.by_ticket.pop(ticket, None)
-            if load is not None:
-                ticket = self._copies.add_load(load.copies)
-                load.blocks.load = replace(load.blocks.load, ticket=ticket)
-                self.by_ticket[ticket] = load
+        the given tickets."""
+        for ticket in self._copies.loads.withdraw(tickets):
+            load = self.by_ticket.pop(ticket)
+            ticket = self._copies.add_load(load.copies, load.blocks.sharer)
+            load.blocks.load = replace(load.blocks.load, ticket=ticket)
+            self.by_ticket[ticket] = load
 
     def make_void(self) -> None:
         """Let the running loads publish nothing when they finish."""
@@ -111,6 +111,7 @@ class Loads:
         for load in list(self.by_ticket.values()):
             self._end(load)
         self.by_ticket.clear()
+        self._copies.loads.clear()
 
     def num_blocks(self, ticket: int) -> list[int]:
         """Return how many blocks of each group a load brings; zeros for an unknown ticket."""

@@ -1,0 +1,155 @@
+"""`LoadTurns`: sends the loads of one kind to the ranks (host to device, or disk to host), in turns of the clients that want them.
+
+The ranks make loads one after the other, in the order in which plans bring them. So a load is cut into *pieces* of about
+`PIECE_S`, and only pieces for about `WINDOW_S` are *in flight* at the ranks; the others wait here. When there is room, the client
+that has had the fewest bytes for its weight sends its next piece (`client_queue`). A client alone uses the whole bandwidth; a
+client beside others waits for what is in flight, and then for as many bytes of each other client as of its own.
+
+    ticket = turns.add(copies, sharer)           a load begins; its ticket is that of its first piece
+    turns.take_due()                             the pieces that the next plan carries
+    turns.ended(result)                          replaces the tickets of pieces in a step's result by those of whole loads
+
+The window is long enough to keep the ranks busy from one result to the next: steps take less than `WINDOW_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transom_core.client_queue import ClientQueue, Sharer
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
+
+PIECE_S = 0.02
+WINDOW_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load whose pieces were not all reported: some wait, and `num_in_flight` are at the ranks."""
+
+    ticket: int
+    sharer: Sharer
+    waiting: dict[_Piece, None] = field(default_factory=dict)
+    num_in_flight: int = 0
+    num_ended: int = 0
+    seconds: float = 0.0  # that the ended pieces took
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    load: _Load
+    ticket: int
+    copies: list[BlockCopy]
+    num_bytes: int
+    estimated_ns: int
+
+
+class LoadTurns:
+    """The unfinished loads of one kind. `block_bytes` are the bytes of a group's block; `block_ns()` returns the nanoseconds that
+    moving a block is estimated to take, by group; `next_ticket()` returns a new ticket."""
+
+    def __init__(
+        self, block_bytes: Sequence[int], block_ns: Callable[[], Sequence[int]], next_ticket: Callable[[], int]
+    ) -> None:
+        self._block_bytes, self._block_ns, self._next_ticket = block_bytes, block_ns, next_ticket
+        self._loads: dict[int, _Load] = {}  # by ticket
+        self._waiting: ClientQueue[_Piece] = ClientQueue()
+        self._in_flight: dict[int, _Piece] = {}  # by the piece's ticket
+        self._in_flight_ns = 0
+
+    def add(self, copies: Sequence[BlockCopy], sharer: Sharer) -> int:
+        """Begin a load, and return its ticket."""
+        load = _Load(0, sharer)
+        for piece in self._pieces(load, copies):
+            load.ticket = load.ticket or piece.ticket
+            load.waiting[piece] = None
+            self._waiting.add(sharer.client, piece)
+        self._loads[load.ticket] = load
+        return load.ticket
+
+    def take_due(self) -> list[BlockCopy]:
+        """Return the copies of the pieces that are due; the next plan must carry them."""
+        due: list[BlockCopy] = []
+        while self._in_flight_ns < WINDOW_S * 1e9 and (piece := self._waiting.take()) is not None:
+            load = piece.load
+            self._waiting.charge(load.sharer.client, piece.num_bytes / load.sharer.weight)
+            del load.waiting[piece]
+            load.num_in_flight += 1
+            self._in_flight[piece.ticket] = piece
+            self._in_flight_ns += piece.estimated_ns
+            due += (copy._replace(ticket=piece.ticket) for copy in piece.copies)
+        return due
+
+    def ended(self, ticket: int, seconds: float, *, has_failed: bool) -> _Load | None:
+        """Note that the ranks have reported a piece; return its load if that was the last piece. Other tickets are ignored.
+
+        If a piece fails, those of the load that still wait are never sent.
+        """
+        piece = self._in_flight.pop(ticket, None)
+        if piece is None:
+            return None
+        self._in_flight_ns -= piece.estimated_ns
+        load = piece.load
+        load.num_in_flight -= 1
+        load.num_ended += 1
+        load.seconds += seconds
+        load.has_failed |= has_failed
+        if load.has_failed:
+            self._drop_waiting(load)
+        if load.num_in_flight or load.waiting or load.ticket not in self._loads:
+            return None
+        return self._loads.pop(load.ticket)
+
+    def progress(self, ticket: int) -> int | None:
+        """Return how many pieces of a load have ended; None if none is in flight, so that the load waits for its turn."""
+        load = self._loads[ticket]
+        return load.num_ended if load.num_in_flight else None
+
+    def is_waiting(self, ticket: int) -> bool:
+        """Return whether a piece of this load still waits for its turn."""
+        return bool(self._loads[ticket].waiting)
+
+    def cut(self, ticket: int) -> bool:
+        """Do not send the pieces of a load that still wait. Return whether others are in flight; if not, the load is forgotten."""
+        load = self._loads[ticket]
+        self._drop_waiting(load)
+        if not load.num_in_flight:
+            del self._loads[ticket]
+        return load.num_in_flight > 0
+
+    def withdraw(self, tickets: Iterable[int]) -> list[int]:
+        """Forget the loads of these pieces, whose plans the ranks may not have received, and return the loads' tickets."""
+        pieces = [self._in_flight[ticket] for ticket in tickets if ticket in self._in_flight]
+        loads = dict.fromkeys(piece.load for piece in pieces)
+        for load in loads:
+            self._drop_waiting(load)
+            del self._loads[load.ticket]
+        for piece in [one for one in self._in_flight.values() if one.load in loads]:
+            self._in_flight_ns -= self._in_flight.pop(piece.ticket).estimated_ns
+        return [load.ticket for load in loads]
+
+    def clear(self) -> None:
+        """Forget all loads, since the ranks were restarted."""
+        for load in self._loads.values():
+            self._drop_waiting(load)
+        self._loads, self._in_flight, self._in_flight_ns = {}, {}, 0
+
+    def _drop_waiting(self, load: _Load) -> None:
+        for piece in load.waiting:
+            self._waiting.remove(load.sharer.client, piece)
+        load.waiting.clear()
+
+    def _pieces(self, load: _Load, copies: Sequence[BlockCopy]) -> Iterator[_Piece]:
+        """Cut a load into pieces of at least one copy and about `PIECE_S`."""
+        block_ns = self._block_ns()
+        piece = _Piece(load, 0, [], 0, 0)
+        for copy in copies:
+            piece.copies.append(copy)
+            piece.num_bytes += self._block_bytes[copy.group]
+            piece.estimated_ns += max(1, block_ns[copy.group])  # tiny blocks may be estimated at 0
+            if piece.estimated_ns >= PIECE_S * 1e9 or copy is copies[-1]:
+                piece.ticket = self._next_ticket()
+                yield piece
+                piece = _Piece(load, 0, [], 0, 0)
