@@ -37,12 +37,14 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV pool: tokens per block, number formats by group (`kv_dtypes`), size, whether blocks of ended requests can be hit, and
-    whether evicted windows are repaired. `swap_space_bytes` is the size of each rank's host tier, 0 for none."""
+    whether evicted windows are repaired. `swap_space_bytes` is the size of each rank's host tier, 0 for none. If workers share a
+    GPU, `gpu_share` is this one's part of `gpu_memory_utilization`."""
 
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
+    gpu_share: float = 1.0
     enable_prefix_caching: bool = True
     window_repair: bool = True
     swap_space_bytes: int = 0

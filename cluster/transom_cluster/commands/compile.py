@@ -61,14 +61,14 @@ def _capability(given: str | None) -> tuple[int, int]:
         ConfigError: the text is not two numbers, or none was given and this machine has no GPU.
     """
     from transom_core.errors import ConfigError
-    from transom_core.machine.gpus import read_driver
+    from transom_core.machine.gpus import read_driver, visible_gpus
 
     if given is not None:
         found = CAPABILITY.fullmatch(given)
         if found is None:
             raise ConfigError(f"--capability is {given}; give two numbers with a dot, such as 9.0 for an H100.")
         return int(found[1]), int(found[2])
-    gpus = read_driver().gpus
+    gpus = [gpu for gpu in visible_gpus(read_driver()) if not gpu.error]
     if not gpus:
         raise ConfigError(
             "This machine has no GPU; name the compute capability of yours: --capability 9.0 for an H100."

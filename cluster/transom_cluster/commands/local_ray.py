@@ -35,7 +35,7 @@ from transom_cluster.commands.process_tree import (
     kill_processes,
 )
 from transom_cluster.commands.startup_progress import StartupProgress
-from transom_cluster.serve.worker_resources import ClusterResources, check_gpus, worker_resources
+from transom_cluster.serve.worker_resources import ClusterResources, worker_resources
 from transom_core.settings.settings import Settings
 
 logger = logging.getLogger("transom.cli")
@@ -95,7 +95,8 @@ class LocalRay:
         progress.stage("starting Ray")
         self._port = self._port or _free_port(self._settings.host)
         # Every process of Ray inherits these variables. A runtime environment would set them, too, but Ray starts processes for it.
-        resources = worker_resources(self._settings, ClusterResources.of_this_machine())
+        machine = ClusterResources.of_this_machine()
+        resources = worker_resources(self._settings, machine)
         haproxy = self._haproxy_environment() if self._settings.haproxy else {}
         for name, value in (_ENVIRONMENT | haproxy | resources.environment).items():
             os.environ.setdefault(name, value)
@@ -103,10 +104,9 @@ class LocalRay:
             # Ray's own ports listen on every interface. They accept only the token of this run, which is not in any file.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with _as_start_failure("Ray"), keep_signal_handlers():
-            self._start_ray()
+            self._start_ray(machine)
         if self._settings.log_format == "json" and self._folder is not None:
             self._follower = LogFollower(Path(self._folder, "session_latest", "logs"))
-        self._check_gpus()
         progress.stage("starting Serve")
         with _as_start_failure("Serve"):
             self._start_serve(given)
@@ -156,13 +156,14 @@ class LocalRay:
         for reserved in self._reserved_ports.values():
             reserved.close()
 
-    def _start_ray(self) -> None:
+    def _start_ray(self, machine: ClusterResources) -> None:
         import ray
 
         self._folder = tempfile.mkdtemp(prefix="transom-")
         ray.init(
             address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
+            num_cpus=int(machine.node_cpus[0]),
+            num_gpus=machine.num_gpus,  # Ray itself would count "-1", and each name of a GPU that is named twice
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,
@@ -184,13 +185,6 @@ class LocalRay:
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
             **ports,
         }
-
-    def _check_gpus(self) -> None:
-        """Refuse to start if Ray found fewer GPUs than there are device files: a worker would wait for the missing ones forever."""
-        import ray
-
-        if problem := check_gpus(self._settings, int(ray.cluster_resources().get("GPU", 0))):
-            raise StartFailed(problem)
 
     def _start_serve(self, given: dict[str, Any]) -> None:
         from ray import serve

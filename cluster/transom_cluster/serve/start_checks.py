@@ -13,7 +13,8 @@ from transom_cluster.serve.worker_resources import check_gpus
 from transom_core.contract import check_kv_policy
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import ConfigError, RequestError
-from transom_core.machine.gpus import GpuDriver, gpu_problem, read_driver, torch_build, visible_gpus
+from transom_core.machine.gpu_checks import gpu_problem, torch_build
+from transom_core.machine.gpus import GpuDriver, expects_gpu, read_driver
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.settings.settings import Settings
 
@@ -78,15 +79,14 @@ def check_machine(settings: Settings, driver: GpuDriver) -> None:
     Raises:
         ConfigError: the GPUs cannot be used or are too few, or a setting is not supported on GPUs.
     """
-    num_gpus = len(visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
-    if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
+    if settings.device == "cpu" or (settings.device == "auto" and not expects_gpu(driver)):
         return
     if settings.quantization != "none":
         raise ConfigError(
-            f"--quantization {settings.quantization} runs on CPUs, and --device is {settings.device} on a machine with {num_gpus} "
-            "GPUs; leave it out, or give --device cpu."
+            f"--quantization {settings.quantization} runs on CPUs, and --device is {settings.device} on a machine with "
+            f"{len(driver.gpus)} GPUs; leave it out, or give --device cpu."
         )
-    if problem := gpu_problem(driver, torch_build(), os.environ) or check_gpus(settings, num_gpus):
+    if problem := gpu_problem(driver, torch_build(), os.environ) or check_gpus(settings, driver):
         raise ConfigError(f"--device {settings.device}: {problem}")
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transom_core.machine.gpus import num_visible_gpus
+from transom_core.machine.gpu_checks import too_few_gpus
+from transom_core.machine.gpus import GpuDriver, read_driver, visible_gpus
 from transom_core.machine.openmp import wait_variables
 from transom_core.settings.settings import Settings
 
@@ -31,7 +32,7 @@ class ClusterResources:
     @classmethod
     def of_this_machine(cls) -> ClusterResources:
         """Return the resources of a Ray cluster that this process starts on this machine."""
-        return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=num_visible_gpus())
+        return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=len(visible_gpus(read_driver())))
 
     @classmethod
     def now(cls) -> ClusterResources:
@@ -134,15 +135,9 @@ def _rounded(cpus: float) -> float:
     return math.floor(cpus * 100) / 100
 
 
-def check_gpus(settings: Settings, num_gpus: int) -> str | None:
+def check_gpus(settings: Settings, driver: GpuDriver) -> str | None:
     """Return the reason why this machine has too few GPUs for the workers, or None. Ray would wait forever for missing GPUs."""
-    if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
-        return None
     needed = sum(num_workers(one) * one.tensor_parallel_size for one in (settings, *settings.groups()))
-    if needed <= num_gpus:
-        return None
     workers = "--max-replicas" if settings.max_replicas else "--replicas"
-    return (
-        f"{workers} {num_workers(settings)} with --tensor-parallel-size {settings.tensor_parallel_size} needs {needed} GPUs and "
-        f"this machine has {num_gpus}; ask for fewer, or use --device cpu."
-    )
+    what = f"{workers} {num_workers(settings)} with --tensor-parallel-size {settings.tensor_parallel_size}"
+    return too_few_gpus(needed, driver, what)

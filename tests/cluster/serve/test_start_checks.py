@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.fake_gpus import driver_of, several
 from transom_cluster.serve import start_checks
 from transom_cluster.serve.start_checks import check_start
 from transom_core.errors import ConfigError
-from transom_core.machine.gpus import Gpu, GpuDriver
 from transom_core.settings.settings import Settings
 
 WINDOW = '{"type": "window", "window": 64}'
@@ -48,24 +48,31 @@ def test_what_the_model_can_take_is_not_refused(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "visible", "message"),
     [
-        ({}, None),
-        ({"device": "cpu", "quantization": "int8"}, None),
-        ({"quantization": "int4"}, "--quantization int4 runs on CPUs, and --device is auto on a machine with 1 GPUs"),
-        ({"replicas": 2}, "needs 2 GPUs and this machine has 1"),
-        ({"device": "cuda"}, None),
+        ({}, None, None),
+        ({"device": "cpu", "quantization": "int8"}, None, None),
+        (
+            {"quantization": "int4"},
+            None,
+            "--quantization int4 runs on CPUs, and --device is auto on a machine with 2 GPUs",
+        ),
+        ({"quantization": "int4"}, "-1", None),
+        ({"replicas": 9}, "", None),
+        ({"replicas": 3}, None, "needs 3 GPUs and this machine has 2"),
+        ({"replicas": 2}, "GPU-1", "needs 2 GPUs and CUDA_VISIBLE_DEVICES 'GPU-1' leaves 1 of this machine's 2"),
+        ({"device": "cuda"}, "1", None),
     ],
 )
 def test_the_machine_is_asked_for_its_gpus(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str | None
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], visible: str | None, message: str | None
 ) -> None:
-    gpu = Gpu(name="NVIDIA H100", uuid="GPU-1", memory_bytes=80 << 30, capability=(9, 0))
     monkeypatch.setattr(start_checks, "gpu_problem", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    driver = GpuDriver(version="580", cuda=(13, 0), gpus=(gpu,))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        start_checks.check_machine(Settings.parse(model="m", **settings), driver)
+        start_checks.check_machine(Settings.parse(model="m", **settings), driver_of(*several(2)))
 
 
 def test_host_tiers_that_do_not_fit_together_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.fake_gpus import driver_of, install, several
 from transom_cluster.serve.worker_resources import (
     ROUTER_CPUS,
     ClusterResources,
@@ -82,12 +83,20 @@ def test_a_gpu_for_each_rank(device, num_gpus):
 
 def test_more_gpus_than_there_are_is_refused_with_the_numbers():
     def problem(num_gpus: int, **settings: object) -> str | None:
-        return check_gpus(Settings.parse(model="m", **settings), num_gpus)
+        return check_gpus(Settings.parse(model="m", **settings), driver_of(*several(num_gpus)))
 
-    assert problem(0) is None
     assert problem(1) is None
-    assert problem(1, device="cpu", replicas=9) is None
     assert problem(8, replicas=2, tensor_parallel_size=4) is None
     assert "needs 1 GPUs and this machine has 0" in (problem(0, device="cuda") or "")
     message = problem(4, max_replicas=3, tensor_parallel_size=2) or ""
     assert "--max-replicas 3 with --tensor-parallel-size 2 needs 6 GPUs and this machine has 4" in message
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, 8), ("-1", 0), ("2,GPU-3", 1), ("4,5", 2), ("0,0", 0)])
+def test_ray_is_told_how_many_gpus_there_are(monkeypatch: pytest.MonkeyPatch, visible, expected):
+    """Ray would take each entry of CUDA_VISIBLE_DEVICES for a GPU: "-1" for one, and "0,0" for two."""
+    install(driver_of(*several(8)), monkeypatch.setattr)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ClusterResources.of_this_machine().num_gpus == expected

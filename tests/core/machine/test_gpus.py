@@ -1,61 +1,36 @@
-"""What the driver reports is read as it is, CUDA_VISIBLE_DEVICES counts as CUDA counts it, and what keeps a GPU idle is named."""
+"""What the driver reports is read as it is, CUDA_VISIBLE_DEVICES counts as in CUDA, and `auto` never means the CPU by mistake."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from transom_core.machine.gpus import (
-    NO_DRIVER,
-    Gpu,
-    GpuDriver,
-    TorchBuild,
-    gpu_problem,
-    read_driver,
-    torch_build,
-    visible_gpus,
+from tests.fake_gpus import H100, L4, LOST, T4, driver_of, install, part
+from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver, expects_gpu, read_driver, visible_devices
+
+UNIFIED = replace(H100, name="NVIDIA GB10", memory_bytes=0)  # the host's memory, which NVML does not report
+DIVIDED = replace(H100, parts=(part(1), part(2)))
+WITHOUT_PARTS = replace(H100, error="it is divided (MIG) and has no part")
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        NO_DRIVER,
+        driver_of(),
+        driver_of(H100, L4, T4),
+        driver_of(LOST, H100, L4),
+        driver_of(UNIFIED),
+        driver_of(DIVIDED, L4),
+        driver_of(WITHOUT_PARTS),
+        replace(NO_DRIVER, error="RM has detected an NVML/RM version mismatch."),
+    ],
 )
-
-H100 = Gpu(name="NVIDIA H100", uuid="GPU-aaaa-1", memory_bytes=80 << 30, capability=(9, 0))
-L4 = Gpu(name="NVIDIA L4", uuid="GPU-bbbb-2", memory_bytes=24 << 30, capability=(8, 9))
-T4 = Gpu(name="Tesla T4", uuid="GPU-cccc-3", memory_bytes=16 << 30, capability=(7, 5))
-DRIVER = GpuDriver(version="580.65", cuda=(13, 0), gpus=(H100, L4))
-TORCH = TorchBuild(version="2.13.0", cuda=(13, 0))
-
-
-class NoLibrary(Exception):
-    """NVML's error."""
-
-
-def fake_nvml(driver: GpuDriver | None) -> SimpleNamespace:
-    def init() -> None:
-        if driver is None:
-            raise NoLibrary
-
-    gpus = () if driver is None else driver.gpus
-    return SimpleNamespace(
-        NVMLError=NoLibrary,
-        nvmlInit=init,
-        nvmlShutdown=lambda: None,
-        nvmlSystemGetCudaDriverVersion_v2=lambda: DRIVER.cuda[0] * 1000 + DRIVER.cuda[1] * 10,
-        nvmlSystemGetDriverVersion=lambda: DRIVER.version,
-        nvmlDeviceGetCount=lambda: len(gpus),
-        nvmlDeviceGetHandleByIndex=lambda index: gpus[index],
-        nvmlDeviceGetName=lambda gpu: gpu.name,
-        nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
-        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=gpu.memory_bytes),
-        nvmlDeviceGetCudaComputeCapability=lambda gpu: gpu.capability,
-    )
-
-
-@pytest.mark.parametrize("driver", [None, DRIVER, replace(DRIVER, gpus=())])
-def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver | None) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(driver))
-    assert read_driver() == (driver or NO_DRIVER)
+def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver) -> None:
+    """A GPU that is lost, or a driver that does not answer, hides nothing else."""
+    install(driver, monkeypatch.setattr)
+    assert read_driver() == driver
 
 
 @pytest.mark.parametrize(
@@ -64,64 +39,48 @@ def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver |
         (None, (H100, L4)),
         ("", ()),
         ("-1", ()),
+        ("NoDevFiles", ()),
         ("1", (L4,)),
         ("1,-1,0", (L4,)),
         ("0,2,1", (H100,)),
         (" 1 , 0 ", (L4, H100)),
+        ("1gpu,+0", (L4, H100)),
+        ("0,1,0", ()),
         ("GPU-bbbb", (L4,)),
+        ("GPU-bbbb-2,GPU-aaaa-1", (L4, H100)),
+        ("GPU-bbbb-2,GPU-bbbb", ()),
+        ("GPU-", ()),  # of both
+        ("GPU-bbbb-2,0", (L4,)),
+        ("0,GPU-bbbb-2", (H100,)),
         ("GPU-unknown", ()),
-        ("MIG-12345678,MIG-87654321", (H100, H100)),
+        ("MIG-part-1", ()),
     ],
 )
-def test_visible_gpus_as_cuda_counts_them(visible: str | None, expected: tuple[Gpu, ...]) -> None:
-    assert visible_gpus((H100, L4), visible) == expected
-
-
-def test_the_installed_torch_is_read_from_its_files() -> None:
-    torch = pytest.importorskip("torch")
-    build = torch_build()
-    assert build.version == torch.__version__
-    assert torch.version.cuda == (None if build.cuda is None else ".".join(map(str, build.cuda)))
+def test_visible_devices_as_cuda_counts_them(visible: str | None, expected: tuple[Gpu, ...]) -> None:
+    assert tuple(visible_devices((H100, L4), visible).values()) == expected
 
 
 @pytest.mark.parametrize(
-    ("driver", "torch", "variables", "message"),
+    ("visible", "expected"),
     [
-        (DRIVER, TORCH, {}, None),
-        (replace(DRIVER, cuda=(13, 2)), TORCH, {}, None),
-        (NO_DRIVER, TORCH, {}, "has no NVIDIA driver"),
-        (replace(DRIVER, gpus=()), TORCH, {}, "580.65 finds no GPU"),
-        (DRIVER, TORCH, {"CUDA_VISIBLE_DEVICES": "-1"}, "'-1', which leaves none of this machine's 2 GPUs"),
-        (DRIVER, TorchBuild(version="2.13.0+cpu", cuda=None), {}, "torch 2.13.0[+]cpu is a build for CPUs"),
-        (
-            replace(DRIVER, cuda=(12, 8)),
-            TORCH,
-            {},
-            "580.65 runs CUDA up to 12.8, and torch 2.13.0 is built for CUDA 13.0",
-        ),
-        (replace(DRIVER, gpus=(H100, T4)), TORCH, {}, "Tesla T4 has compute capability 7.5; .* need 8.0"),
-        (replace(DRIVER, gpus=(H100, T4)), TORCH, {"CUDA_VISIBLE_DEVICES": "0"}, None),
-        (DRIVER, TORCH, {"PATH": ""}, "no gcc or clang on PATH.*apt-get install gcc libc6-dev"),
-        (DRIVER, TORCH, {"CC": "no-such-compiler"}, "no no-such-compiler on PATH"),
+        (None, (part(1), L4)),
+        ("0,1", (part(1), L4)),
+        ("GPU-aaaa", (part(1),)),
+        ("MIG-part-2,MIG-part-1", (part(2), part(1))),
+        ("MIG-GPU-aaaa-1/2/0", (part(2),)),
+        ("MIG-GPU-aaaa-1/5/0", ()),
+        ("MIG-part-2,MIG-part-2", ()),
+        ("MIG-part-2,0", (part(2),)),
     ],
 )
-def test_what_keeps_a_gpu_idle_is_named(
-    tmp_path: Path, driver: GpuDriver, torch: TorchBuild, variables: dict[str, str], message: str | None
-) -> None:
-    (tmp_path / "Python.h").touch()
-    compiler = tmp_path / "gcc"
-    compiler.touch(mode=0o755)
-    problem = gpu_problem(driver, torch, {"PATH": str(tmp_path)} | variables, python_include=str(tmp_path))
-    if message is None:
-        assert problem is None
-    else:
-        assert problem is not None
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(problem)
+def test_parts_of_a_gpu(visible: str | None, expected: tuple[Gpu, ...]) -> None:
+    assert tuple(visible_devices((DIVIDED, L4), visible).values()) == expected
 
 
-def test_pythons_headers_are_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "clang").touch(mode=0o755)
-    problem = gpu_problem(DRIVER, TORCH, {"PATH": str(tmp_path)}, python_include=str(tmp_path))
-    assert problem is not None
-    assert "has no Python.h. Install them (Debian and Ubuntu: apt-get install python3-dev)" in problem
+@pytest.mark.parametrize("driver", [driver_of(H100), driver_of(LOST), replace(NO_DRIVER, error="Unknown Error")])
+def test_auto_is_the_cpu_only_where_there_is_no_gpu_or_the_user_hides_it(driver: GpuDriver) -> None:
+    assert not expects_gpu(NO_DRIVER, {})
+    assert not expects_gpu(driver_of(), {})
+    for visible, expected in {"": False, "-1": False, " ": False, "NoDevFiles": False, "0,0": True, "9": True}.items():
+        assert expects_gpu(driver, {"CUDA_VISIBLE_DEVICES": visible}) == expected
+    assert expects_gpu(driver, {})

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.fake_gpus import H100, L4, LOST, T4, driver_of, install, part, several
 from transom_core.errors import ConfigError
-from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver, TorchBuild
+from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver
 from transom_core.settings.settings import Settings
 from transom_worker.engine import startup
 from transom_worker.execution.setup import model_loading
 
-H100 = Gpu(name="NVIDIA H100", uuid="GPU-1", memory_bytes=80 << 30, capability=(9, 0))
-L4 = Gpu(name="NVIDIA L4", uuid="GPU-2", memory_bytes=24 << 30, capability=(8, 9))
+DIVIDED = replace(H100, parts=(part(1), part(2)))
 
 
-def host(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, cuda: tuple[int, int] = (13, 0)) -> None:
-    """A host with these GPUs, which torch can use if the driver runs CUDA 13."""
-    driver = GpuDriver(version="580", cuda=cuda, gpus=gpus) if gpus else NO_DRIVER
-    for module in (startup, model_loading):
-        monkeypatch.setattr(module, "read_driver", lambda: driver)
-    monkeypatch.setattr(model_loading, "torch_build", lambda: TorchBuild(version="2.13.0", cuda=(13, 0)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus) and cuda >= (13, 0))
+def host(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver, visible: str | None = None) -> None:
+    """A process on a host with this driver, which torch can use if it runs CUDA 13."""
+    install(driver, monkeypatch.setattr)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +33,7 @@ def host(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, cuda: tuple[int, int] = (1
         ({}, (H100,), (256, 8192, 2)),
         ({}, (L4,), (128, 2048, 2)),
         ({}, (H100, L4), (128, 2048, 2)),
+        ({}, (DIVIDED,), (128, 2048, 2)),
         ({"device": "cpu"}, (H100,), (64, 1024, 1)),
         ({"device": "cuda"}, (H100,), (256, 8192, 2)),
         ({"tensor_parallel_size": 2}, (), (64, 1024, 2)),
@@ -43,14 +43,70 @@ def host(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu, cuda: tuple[int, int] = (1
 def test_batches_as_the_device_allows(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], gpus: tuple[Gpu, ...], expected: tuple[int, int, int]
 ) -> None:
-    host(monkeypatch, *gpus)
+    host(monkeypatch, driver_of(*gpus) if gpus else NO_DRIVER)
     chosen = startup.resolve_for_device(Settings.parse(model="m", **settings).engine_config()).scheduler
     assert (chosen.max_num_seqs, chosen.max_num_batched_tokens, chosen.steps_in_flight) == expected
 
 
+@pytest.mark.parametrize(("visible", "gpu_share", "expected"), [("0", 1.0, 256), ("1", 1.0, 128), ("0", 0.5, 128)])
+def test_only_visible_memory_counts(
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpu_share: float, expected: int
+) -> None:
+    """Ray leaves a worker one GPU of a host with others, or a share of it."""
+    host(monkeypatch, driver_of(H100, L4), visible)
+    config = Settings.parse(model="m").engine_config()
+    config = replace(config, cache=replace(config.cache, gpu_share=gpu_share))
+    assert startup.resolve_for_device(config).scheduler.max_num_seqs == expected
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"), [(driver_of(*several(8)), 256), (driver_of(DIVIDED), 128), (NO_DRIVER, 128)]
+)
+def test_actors_have_the_gpus_of_their_worker(monkeypatch: pytest.MonkeyPatch, node: GpuDriver, expected: int) -> None:
+    """Ray may hide them from the worker itself, which may also run on a host without any."""
+    host(monkeypatch, node, "")
+    config = Settings.parse(model="m", device="cuda", tensor_parallel_size=2).engine_config()
+    config = replace(config, ranks=replace(config.ranks, launcher="ray"))
+    assert startup.resolve_for_device(config).scheduler.max_num_seqs == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_get_the_device_that_auto_means(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """So that none of them chooses the CPU where its worker has chosen GPUs."""
+    config = Settings.parse(model="m", tensor_parallel_size=num_ranks).engine_config()
+    for driver, device in ((driver_of(H100), "cuda"), (NO_DRIVER, "cpu")):
+        host(monkeypatch, driver)
+        assert startup.resolve_for_device(config).model.device == device
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_torch_cannot_use_is_never_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    host(monkeypatch, H100, cuda=(12, 8))
-    with pytest.raises(ConfigError, match=f"--device {device}: The driver 580 runs CUDA up to 12.8"):
+@pytest.mark.parametrize(
+    ("driver", "visible", "message"),
+    [
+        (driver_of(H100, cuda=(12, 8)), None, "The driver 580.65 runs CUDA up to 12.8"),
+        (driver_of(T4), None, "Tesla T4 has compute capability 7.5"),
+        (driver_of(LOST), None, "GPU 0 cannot be used: GPU is lost"),
+        (driver_of(H100), "1", "'1', which leaves none of this machine's 1 GPUs"),
+        (driver_of(H100), "GPU-unknown", "'GPU-unknown', which leaves none"),
+        (replace(NO_DRIVER, error="mismatch"), None, "The NVIDIA driver does not answer"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_never_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, driver: GpuDriver, visible: str | None, message: str
+) -> None:
+    host(monkeypatch, driver, visible)
+    with pytest.raises(ConfigError, match=f"--device {device}: .*{message}"):
         model_loading.choose_device(device)
     assert model_loading.choose_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_fails_when_cuda_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(driver_of(H100, L4), monkeypatch.setattr, broken=L4.uuid)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    model_loading.open_device(torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(
+        ConfigError, match=r"^CUDA cannot use the GPU GPU-bbbb-2: .* busy or unavailable\. See with [^\n]*$"
+    ):
+        model_loading.open_device(torch.device("cuda"))
+    model_loading.open_device(torch.device("cpu"))

@@ -1,5 +1,7 @@
 """The size of the KV pool, from the settings and from the machine's memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,3 +51,8 @@ def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):
         memory.pool_bytes(cache, graph_bytes=500, **options)  # type: ignore[arg-type]
+    # Workers that share the GPU take a part of the 900, whether the others hold theirs already or not.
+    for share, expected in ((0.9, 500), (0.5, 450 - 300)):
+        assert memory.pool_bytes(replace(cache, gpu_share=share), **options) == expected  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"of which this worker has the share 0\.25, leaves nothing"):
+        memory.pool_bytes(replace(cache, gpu_share=0.25), **options)  # type: ignore[arg-type]

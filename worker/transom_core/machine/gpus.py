@@ -1,52 +1,51 @@
-"""The host's NVIDIA GPUs as its driver reports them (NVML), and what keeps torch or Triton from computing on them.
+"""The host's NVIDIA GPUs as its driver reports them (NVML), and which of them CUDA_VISIBLE_DEVICES leaves to a process.
 
 Nothing here imports torch, so that `transom serve` refuses a machine within a second, before Ray starts.
 
     visible       a GPU that this process may use: CUDA_VISIBLE_DEVICES names it, or is not set
+    part          of a GPU that is divided (MIG): a device with a UUID, memory and multiprocessors of its own
     capability    the generation of a GPU, such as (9, 0) for an H100; kernels are compiled for it
+
+GPUs are counted as `nvidia-smi` counts them, by PCI bus. CUDA would put the fastest one first: `DEVICE_ORDER` tells it not to.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import sysconfig
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-LEAST_CAPABILITY = (8, 0)  # matrix products of bfloat16 numbers
-COMPILERS = ("gcc", "clang")  # Triton builds its launcher, a small C library, with the first that it finds
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # a variable, and its value; set before CUDA starts in a process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU."""
+    """One GPU, or one part of a divided GPU. `error` says why the driver cannot use it, such as "GPU is lost"; empty if it can."""
 
     name: str
     uuid: str
-    memory_bytes: int
+    memory_bytes: int  # 0 if the driver does not say, as where GPU and host share their memory
     capability: tuple[int, int]
+    error: str = ""
+    parts: tuple[Gpu, ...] = ()
+    old_uuid: str = (
+        ""  # of a part, as drivers before 470 name it: MIG-GPU-<uuid of the GPU>/<GPU instance>/<compute instance>
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDriver:
-    """The host's driver: its version, the newest CUDA that it can run, such as (12, 8), and all GPUs of the host."""
+    """The host's driver: its version, the newest CUDA that it can run, such as (12, 8), and all GPUs of the host. `error` says why
+    it does not answer, such as "Driver/library version mismatch"."""
 
     version: str
     cuda: tuple[int, int]
     gpus: tuple[Gpu, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """The installed torch: its version, and the version of CUDA that it is built for (None for a CPU build)."""
-
-    version: str
-    cuda: tuple[int, int] | None
+    error: str = ""
 
 
 NO_DRIVER = GpuDriver(version="", cuda=(0, 0), gpus=())
@@ -58,8 +57,10 @@ def read_driver() -> GpuDriver:
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return NO_DRIVER
+    except pynvml.NVMLError as error:
+        return replace(NO_DRIVER, error=str(error))
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return GpuDriver(
@@ -67,130 +68,104 @@ def read_driver() -> GpuDriver:
             cuda=(cuda // 1000, cuda % 1000 // 10),
             gpus=tuple(_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())),
         )
+    except pynvml.NVMLError as error:
+        return replace(NO_DRIVER, error=str(error))
     finally:
         pynvml.nvmlShutdown()
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+        gpu = _read_device(nvml, handle, capability)
+        if not _is_divided(nvml, handle):
+            return gpu
+        parts = tuple(_read_parts(nvml, handle, gpu))
+        return replace(gpu, parts=parts, error="" if parts else "it is divided (MIG) and has no part")
+    except nvml.NVMLError as error:
+        return Gpu(name=f"GPU {index}", uuid="", memory_bytes=0, capability=(0, 0), error=str(error))
+
+
+def _read_device(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
+    memory_bytes = 0
+    with suppress(nvml.NVMLError_NotSupported):
+        memory_bytes = nvml.nvmlDeviceGetMemoryInfo(handle).total
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
         uuid=nvml.nvmlDeviceGetUUID(handle),
-        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
-        capability=(major, minor),
+        memory_bytes=memory_bytes,
+        capability=capability,
     )
 
 
-def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES, whose value is `visible`, leaves to a process, in its order.
+def _is_divided(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+        return False
 
-    CUDA reads the list up to the first entry that names no GPU: "" and "-1" leave none, "1,-1,0" leaves GPU 1. An entry is an
-    index, the UUID of a GPU (or its beginning), or that of a part of a GPU (MIG), which counts as a GPU of its own.
+
+def _read_parts(nvml: Any, handle: Any, gpu: Gpu) -> Iterable[Gpu]:
+    for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+        except nvml.NVMLError:  # an empty slot, or one of another container
+            continue
+        instances = f"{nvml.nvmlDeviceGetGpuInstanceId(part)}/{nvml.nvmlDeviceGetComputeInstanceId(part)}"
+        yield replace(_read_device(nvml, part, gpu.capability), old_uuid=f"MIG-{gpu.uuid}/{instances}")
+
+
+def visible_devices(gpus: Sequence[Gpu], visible: str | None) -> dict[str, Gpu]:
+    """Return the devices that CUDA_VISIBLE_DEVICES, whose value is `visible`, names, in its order: how it names each -> the GPU.
+
+    CUDA reads the list up to the first entry that names no GPU: "" and "-1" leave none, "1,-1,0" leaves GPU 1. All entries are
+    indices, or UUIDs of GPUs, or UUIDs of parts; the beginning of a UUID is enough if no other begins so. A list that names a
+    device twice leaves none. Of a divided GPU that is named as a whole CUDA takes the first part.
+
+    One process can use only the first part of a list, but each rank or worker gets an entry of its own, so all count.
     """
-    if visible is None:
-        return tuple(gpus)
-    found: list[Gpu] = []
-    for entry in visible.split(","):
-        gpu = _named(gpus, entry.strip())
-        if gpu is None:
+    entries = map(str, range(len(gpus))) if visible is None else (entry.strip() for entry in visible.split(","))
+    found: dict[str, Gpu] = {}
+    kind = None
+    for entry in entries:
+        gpu = _named(gpus, entry)
+        if gpu is None or _kind(entry) != (kind := kind or _kind(entry)):
             break
-        found.append(gpu)
-    return tuple(found)
+        if gpu in found.values():
+            return {}
+        found[entry] = gpu
+    return found
+
+
+def _kind(entry: str) -> str:
+    return entry[:4] if entry.startswith(("GPU-", "MIG-")) else "index"
 
 
 def _named(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    if entry.isdecimal():
-        return gpus[int(entry)] if int(entry) < len(gpus) else None
-    if entry.startswith("MIG-"):
-        return gpus[0] if gpus else None  # the id does not name the GPU; all are taken to be of one generation
-    return next((gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)), None)
+    if _kind(entry) == "index":
+        number = re.match(r"\+?(\d+)", entry)  # CUDA ignores what follows the digits
+        whole = list(gpus[int(number[1]) :][:1]) if number else []
+    elif entry.startswith("GPU-"):
+        whole = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+    else:
+        whole = [part for gpu in gpus for part in gpu.parts if entry == part.old_uuid or part.uuid.startswith(entry)]
+    if len(whole) != 1:
+        return None
+    return whole[0].parts[0] if whole[0].parts else whole[0]
 
 
-def num_visible_gpus() -> int:
-    """Return how many of this host's GPUs this process may use."""
-    return len(visible_gpus(read_driver().gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+def visible_gpus(driver: GpuDriver, environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """Return the GPUs that the environment leaves to this process and to those that it starts."""
+    return tuple(visible_devices(driver.gpus, environment.get(VISIBLE_DEVICES)).values())
 
 
-def torch_build() -> TorchBuild:
-    """Read the version of the installed torch from its files, without importing it."""
-    spec = find_spec("torch")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
-    text = (folder / "version.py").read_text()
-    version = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
-    cuda = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)\.(\d+)", text, re.MULTILINE)
-    return TorchBuild(
-        version="unknown" if version is None else version[1],
-        cuda=None if cuda is None else (int(cuda[1]), int(cuda[2])),
-    )
+def expects_gpu(driver: GpuDriver, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `--device auto` means a GPU: the host has some, and CUDA_VISIBLE_DEVICES does not hide all on purpose.
 
-
-def gpu_problem(
-    driver: GpuDriver, torch: TorchBuild, environment: Mapping[str, str], *, python_include: str | None = None
-) -> str | None:
-    """Say why torch or Triton cannot compute on the visible GPUs of this host, and what to change; None if they can.
-
-    `python_include` is the folder of Python.h; the running Python's if None.
+    It hides them if it is empty, negative or "NoDevFiles". A driver that does not answer, or a list whose entries are wrong, is a
+    mistake: the CPU would then compute without anybody having asked for it.
     """
-    gpus = visible_gpus(driver.gpus, environment.get("CUDA_VISIBLE_DEVICES"))
-    if not gpus:
-        return _why_no_gpu(driver, environment)
-    if torch.cuda is None:
-        return (
-            f"This machine has {len(gpus)} GPUs ({gpus[0].name}), and torch {torch.version} is a build for CPUs. Install torch "
-            "with CUDA (make setup without TORCH_INDEX), or serve on the CPU with --device cpu."
-        )
-    if driver.cuda[0] < torch.cuda[0]:
-        return (
-            f"The driver {driver.version} runs CUDA up to {_dotted(driver.cuda)}, and torch {torch.version} is built for CUDA "
-            f"{_dotted(torch.cuda)}. Update the driver, or install a torch for CUDA {driver.cuda[0]} (TORCH_INDEX); --device cpu "
-            "serves on the CPU."
-        )
-    old = [gpu for gpu in gpus if gpu.capability < LEAST_CAPABILITY]
-    if old:
-        return (
-            f"{old[0].name} has compute capability {_dotted(old[0].capability)}; Transom's kernels need "
-            f"{_dotted(LEAST_CAPABILITY)} or newer (A100, L4, RTX 30 and later). Use --device cpu, or leave it out of "
-            "CUDA_VISIBLE_DEVICES."
-        )
-    return _compiler_problem(environment, python_include or _python_include())
-
-
-def _why_no_gpu(driver: GpuDriver, environment: Mapping[str, str]) -> str:
-    if not driver.version:
-        return "This machine has no NVIDIA driver; install one, or serve on the CPU with --device cpu."
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if driver.gpus and visible is not None:
-        return (
-            f"CUDA_VISIBLE_DEVICES is {visible!r}, which leaves none of this machine's {len(driver.gpus)} GPUs; unset it, give "
-            "indices or UUIDs, or serve on the CPU with --device cpu."
-        )
-    return f"The NVIDIA driver {driver.version} finds no GPU; serve on the CPU with --device cpu."
-
-
-def _compiler_problem(environment: Mapping[str, str], python_include: str) -> str | None:
-    """Say what Triton lacks to build its launcher: a C compiler (the variable CC names one before COMPILERS) or Python's
-    headers."""
-    path = environment.get("PATH", "")
-    names = (environment["CC"],) if environment.get("CC") else COMPILERS
-    if not any(shutil.which(name, path=path) for name in names):
-        return (
-            f"Triton needs a C compiler on GPUs, and there is no {' or '.join(names)} on PATH. Install one (Debian and Ubuntu: "
-            "apt-get install gcc libc6-dev)."
-        )
-    if not (Path(python_include) / "Python.h").exists():
-        return (
-            f"Triton needs Python's headers on GPUs, and {python_include} has no Python.h. Install them (Debian and Ubuntu: "
-            "apt-get install python3-dev)."
-        )
-    return None
-
-
-def _python_include() -> str:
-    scheme = sysconfig.get_default_scheme()
-    # As Triton does on Debian.
-    return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+    visible = environment.get(VISIBLE_DEVICES)
+    hides = visible is not None and (visible.strip() in ("", "NoDevFiles") or visible.strip().startswith("-"))
+    return not hides and bool(driver.gpus or driver.error)

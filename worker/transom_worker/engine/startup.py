@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import replace
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
-from transom_core.machine.gpus import read_driver
+from transom_core.machine.gpus import read_driver, visible_gpus
 from transom_core.model_files.resolve import resolve_text_files
 from transom_core.settings.device_defaults import batch_defaults, with_defaults
 from transom_core.telemetry.tracing import Tracing
@@ -68,10 +69,12 @@ def resolve_for_device(config: EngineConfig) -> EngineConfig:
     """
     from transom_worker.execution.setup.model_loading import choose_device  # imports torch
 
-    ranks = config.ranks
-    if ranks.launcher == "ray" and ranks.size > 1:
-        is_cuda = config.model.device == "cuda"  # the ranks' actors have the GPUs; this process may see none
-    else:
-        is_cuda = choose_device(config.model.device).type == "cuda"
-    gpu_bytes = min((gpu.memory_bytes for gpu in read_driver().gpus), default=0) if is_cuda else None
-    return replace(config, scheduler=with_defaults(config.scheduler, batch_defaults(gpu_bytes, num_ranks=ranks.size)))
+    ranks, model, gpu_bytes = config.ranks, config.model, None
+    are_actors = ranks.launcher == "ray" and ranks.size > 1  # they have the GPUs, and this process may see none
+    if not are_actors:
+        model = replace(model, device="cuda" if choose_device(model.device).type == "cuda" else "cpu")
+    if model.device == "cuda":
+        gpus = visible_gpus(read_driver(), {} if are_actors else os.environ)
+        gpu_bytes = min((int(gpu.memory_bytes * config.cache.gpu_share) for gpu in gpus), default=0)
+    defaults = batch_defaults(gpu_bytes, num_ranks=ranks.size)
+    return replace(config, model=model, scheduler=with_defaults(config.scheduler, defaults))

@@ -37,7 +37,7 @@ def pool_bytes(
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if device.type == "cuda":
-        free_bytes = _cuda_free_bytes(cache.gpu_memory_utilization, device, run_worst_case, graph_bytes)
+        free_bytes = _cuda_free_bytes(cache, device, run_worst_case, graph_bytes)
     else:
         free_bytes = int(available_host_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
     return min(free_bytes, max_useful_bytes)
@@ -90,10 +90,13 @@ def process_memory_bytes(device: torch.device) -> int:
 
 
 def _cuda_free_bytes(
-    utilization: float, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
+    cache: CacheConfig, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
 ) -> int:
-    """Return the share `utilization` of the device's bytes, minus the bytes of other processes, the peak of this process in a step,
-    and the bytes of CUDA graphs."""
+    """Return the bytes of the device that this process may use, minus its peak in a step and the bytes of CUDA graphs.
+
+    All processes together may use the share `gpu_memory_utilization` of the device, so what others hold is not this one's. Workers
+    that share a GPU each take their `gpu_share` of it at most, since the others may not have allocated their memory yet.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_worst_case()
@@ -102,11 +105,13 @@ def _cuda_free_bytes(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    free_bytes = int(total * utilization) - others - peak - graph_bytes
+    usable = int(total * cache.gpu_memory_utilization)
+    free_bytes = min(usable - others, int(usable * cache.gpu_share)) - peak - graph_bytes
     if free_bytes <= 0:
+        share = "" if cache.gpu_share == 1 else f", of which this worker has the share {cache.gpu_share:g},"
         raise ConfigError(
-            f"--gpu-memory-utilization {utilization} of {total} bytes leaves nothing for the KV pool: weights and "
-            f"activations peak at {peak}, other processes hold {others}, CUDA graphs will take {graph_bytes}; raise it, lower "
-            "--max-num-batched-tokens or give --enforce-eager."
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} of {total} bytes{share} leaves nothing for the KV "
+            f"pool: weights and activations peak at {peak}, other processes hold {others}, CUDA graphs will take {graph_bytes}; "
+            "raise it, lower --max-num-batched-tokens or give --enforce-eager."
         )
     return free_bytes

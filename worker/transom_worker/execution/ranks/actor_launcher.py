@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,7 +16,9 @@ from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError
+from transom_core.settings.gpu_grant import with_grant
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 
@@ -50,9 +53,10 @@ class RankActors(Launcher):
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
         """Start every rank's actor. Raises ConfigError if this process runs in no placement group with a bundle for each
-        rank.
+        rank, or if a bundle does not have the GPU that its rank needs.
         """
         group = _placement_group(len(setups))
+        setups = [replace(setup, config=_with_bundle(setup, group.bundle_specs[1 + setup.rank])) for setup in setups]
         for setup in setups:
             self._actors.append(_create(group, 1 + setup.rank))
         self._runs = [actor.run.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
@@ -94,6 +98,14 @@ def _placement_group(num_ranks: int) -> PlacementGroup:
             f"worker's own. Start it with `transom serve`, or give its actor such a group."
         )
     return group
+
+
+def _with_bundle(setup: RankSetup, bundle: dict[str, float]) -> EngineConfig:
+    """Return the config of a rank with the resources of its bundle. Raises ConfigError if it cannot compute with them."""
+    try:
+        return with_grant(setup.config, bundle.get("GPU", 0.0))
+    except ConfigError as error:
+        raise ConfigError(f"Bundle {1 + setup.rank} of the worker's placement group: {error}") from None
 
 
 def _create(group: PlacementGroup, bundle: int) -> Any:

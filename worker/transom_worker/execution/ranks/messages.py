@@ -51,11 +51,13 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's process runs. Ranks with the same `host` share cores and memory; other ranks reach this one at `ip`."""
+    """A rank's process runs. Ranks with the same `host` share cores and memory; other ranks reach this one at `ip`. `gpu` is the
+    UUID of the rank's GPU; empty on a CPU."""
 
     host: str
     ip: str
     process_id: int
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, RankLost
+from transom_core.machine.gpu_checks import too_few_gpus
+from transom_core.machine.gpus import VISIBLE_DEVICES, read_driver, visible_devices
 from transom_core.machine.openmp import wait_variables
 from transom_worker.execution.loss_causes import cause_of_exit, count_out_of_memory
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
@@ -24,7 +27,6 @@ from transom_worker.execution.ranks.messages import RankSetup
 # -P keeps the current directory off the module path, where a file could take the name of a module.
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
 KILL_TIMEOUT_S = 10.0
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class RankProcesses(Launcher):
@@ -43,7 +45,7 @@ class RankProcesses(Launcher):
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
         """Start every rank's process. Raises RankLost if a process cannot be started, ConfigError if there are too few devices."""
-        environments = [_environment(setup) for setup in setups]
+        environments = _environments(setups[0].config, len(setups))
         self._rank_processes = [_RankProcess(*each, on_exit) for each in zip(setups, environments, strict=True)]
         for rank_process in self._rank_processes:
             rank_process.start()
@@ -125,23 +127,26 @@ class _RankProcess(threading.Thread):
         return process
 
 
-def _environment(setup: RankSetup) -> dict[str, str]:
-    """Return the environment of a rank's process.
+def _environments(config: EngineConfig, num_ranks: int) -> list[dict[str, str]]:
+    """Return the environment of each rank's process.
 
     It is the caller's, with two changes: waiting OpenMP threads spin only for a moment, since the ranks share the cores; and on
     GPUs each rank sees only its own device.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
     """
     environment = {**os.environ, **wait_variables(os.environ)}
-    if setup.config.model.device == "cpu":
-        return environment
-    visible = environment.get(VISIBLE_DEVICES)
-    devices = [str(rank) for rank in range(setup.size)] if visible is None else [d for d in visible.split(",") if d]
-    if setup.config.model.device == "cuda" and len(devices) < setup.size:
-        raise ConfigError(
-            f"--tensor-parallel-size is {setup.size}, and {VISIBLE_DEVICES} is {visible}; give each rank a device of its own."
-        )
-    # With device "auto" there may be fewer devices than ranks; a rank without a device sees none and computes on the CPU.
-    return {**environment, VISIBLE_DEVICES: devices[setup.rank] if setup.rank < len(devices) else ""}
+    if config.model.device != "cuda":
+        return [environment] * num_ranks
+    driver, visible = read_driver(), environment.get(VISIBLE_DEVICES)
+    if driver.version:
+        if problem := too_few_gpus(num_ranks, driver, f"--tensor-parallel-size {num_ranks}"):
+            raise ConfigError(problem)
+        devices = list(visible_devices(driver.gpus, visible))
+    else:  # a container may have CUDA's library without NVML, which would tell the number of GPUs; then each rank finds out
+        devices = [str(rank) for rank in range(num_ranks)] if visible is None else visible.split(",")
+    return [{**environment, VISIBLE_DEVICES: "".join(devices[rank : rank + 1])} for rank in range(num_ranks)]
 
 
 def _rank_exit(code: int, num_out_of_memory: int) -> RankExit | None:

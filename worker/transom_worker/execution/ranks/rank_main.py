@@ -42,7 +42,7 @@ from transom_worker.execution.ranks.messages import (
 )
 from transom_worker.execution.runner import LaunchedStep
 from transom_worker.execution.setup.load_progress import compile_progress
-from transom_worker.execution.setup.model_loading import choose_device
+from transom_worker.execution.setup.model_loading import choose_device, used_gpu
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
@@ -89,7 +89,9 @@ class _Rank:
         self._launched: LaunchedStep | None = None  # the step that the device computes
 
     def run(self) -> None:
-        self._channel.send(Hello(host_id(), self._ip, os.getpid()))
+        self._device = choose_device(self._setup.config.model.device).type
+        gpu = "" if self._device == "cpu" else used_gpu()
+        self._channel.send(Hello(host_id(), self._ip, os.getpid(), gpu))
         load = self._connect()
         self._start(load)
         self.serve()
@@ -114,7 +116,7 @@ class _Rank:
 
     def _connect(self) -> Load:
         """Open the rendezvous if the executor asks this rank to, connect to the other ranks, and return the `Load` message."""
-        setup, device = self._setup, choose_device(self._setup.config.model.device).type
+        setup, device = self._setup, self._device
         message = self._channel.receive()
         if isinstance(message, OpenRendezvous):
             self._rendezvous = Rendezvous(message.hosts, device=device, ip=self._ip)

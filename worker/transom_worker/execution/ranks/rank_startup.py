@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TypeVar
 
+from transom_core.errors import ConfigError
 from transom_core.model_files.content import join_parts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
 from transom_worker.execution.ranks.group import RankGroup
@@ -35,7 +36,8 @@ def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = 
     not measured again.
 
     Raises:
-        RankLost: a rank ended, or no rank sent a message for too long.  TransomError: a rank's own reason why it cannot start.
+        RankLost: a rank ended, or no rank sent a message for too long.  ConfigError: two ranks have the same GPU.
+        TransomError: a rank's own reason why it cannot start.
     """
     protocol = _StartProtocol(group, timeout_s)
     protocol.load()
@@ -51,6 +53,7 @@ class _StartProtocol:
 
     def load(self) -> None:
         self._hellos = self._collect(Hello)
+        _check_gpus(self._hellos)
         hosts = tuple(hello.host for hello in self._hellos)
         ranks_by_host = Counter(hosts)
         self._group.send(0, OpenRendezvous(hosts))
@@ -84,6 +87,17 @@ class _StartProtocol:
             elif isinstance(message, LoadProgress):
                 _log_progress(rank, self._group.size, message)
         return [messages[rank] for rank in range(num_ranks)]
+
+
+def _check_gpus(hellos: list[Hello]) -> None:
+    """Raise ConfigError if two ranks have the same GPU: each would take its whole memory, and nccl refuses them."""
+    first: dict[str, int] = {}  # UUID -> rank
+    for rank, hello in enumerate(hellos):
+        if hello.gpu and (other := first.setdefault(hello.gpu, rank)) != rank:
+            raise ConfigError(
+                f"Ranks {other} and {rank} of {len(hellos)} both have the GPU {hello.gpu} of {hello.ip}; each needs one of its "
+                "own. Ray gives each rank one, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: unset it on all hosts."
+            )
 
 
 def _log_progress(rank: int, size: int, progress: LoadProgress) -> None:

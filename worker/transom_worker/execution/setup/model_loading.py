@@ -13,7 +13,8 @@ import torch
 
 from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError
-from transom_core.machine.gpus import NO_DRIVER, gpu_problem, read_driver, torch_build, visible_gpus
+from transom_core.machine.gpu_checks import gpu_problem, torch_build
+from transom_core.machine.gpus import DEVICE_ORDER, expects_gpu, read_driver, visible_gpus
 from transom_core.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.content import ContentPart, ContentReading
@@ -73,6 +74,7 @@ def load_model(
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
+    open_device(device)
     # Digests the files on threads while the weights load. The ranks of a host divide the files among themselves.
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
@@ -139,11 +141,13 @@ def choose_device(device: str) -> torch.device:
         ConfigError: a GPU is to be used, and there is none, or torch or Triton cannot use it; the message says why. If a GPU
             cannot be used, `auto` does not fall back to the CPU in silence.
     """
-    driver, torch_finds_one = read_driver(), torch.cuda.is_available()
-    has_gpu = torch_finds_one or visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if device == "cpu" or (device == "auto" and not has_gpu):
+    if device == "cpu":
         return torch.device("cpu")
-    asks_driver = driver is not NO_DRIVER or not torch_finds_one  # a container may have CUDA's library without NVML
+    os.environ.setdefault(*DEVICE_ORDER)
+    driver, torch_finds_one = read_driver(), torch.cuda.is_available()
+    if device == "auto" and not torch_finds_one and not expects_gpu(driver):
+        return torch.device("cpu")
+    asks_driver = bool(driver.version) or not torch_finds_one  # a container may have CUDA's library without NVML
     if asks_driver and (problem := gpu_problem(driver, torch_build(), os.environ)):
         raise ConfigError(f"--device {device}: {problem}")
     if not torch_finds_one:
@@ -152,6 +156,29 @@ def choose_device(device: str) -> torch.device:
             "python -c 'import torch; torch.zeros(1).cuda()', or serve on the CPU with --device cpu."
         )
     return torch.device("cuda")
+
+
+def used_gpu() -> str:
+    """Return the UUID of the GPU that is "cuda" in this process: the first visible one; empty if the driver does not say."""
+    return next((gpu.uuid for gpu in visible_gpus(read_driver())), "")
+
+
+def open_device(device: torch.device) -> None:
+    """Let CUDA start on a GPU, which shows whether it works; nothing is done for a CPU.
+
+    Raises:
+        ConfigError: CUDA cannot use the GPU.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"CUDA cannot use the GPU {used_gpu()}: {reason}. See with nvidia-smi whether it is lost or another process has it "
+            "alone; reset it, or leave it out of CUDA_VISIBLE_DEVICES."
+        ) from error
 
 
 def choose_dtype(dtype: str, architecture: Architecture) -> str:
