@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transom_core.config import WorkerRole
 from transom_core.contract import (
@@ -51,6 +51,7 @@ class ByteTokenizer:
     template_knows_tools = False
     model_type = "stub"
     vocab_size = VOCAB_SIZE
+    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
     eos_token_ids: tuple[int, ...] = (EOS,)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, check_length: Any = None) -> list[int]:
@@ -330,7 +331,7 @@ class StubWorker:
                 return
             event = self.event_of(request, position, is_last=position == count - 1)
             if request.prefill_only and event.finish_reason is None:
-                self.push(replace(event, is_handover=True))
+                self.push(event._replace(is_handover=True))
                 return
             self.push(event)
             for _ in range(self.num_turns):

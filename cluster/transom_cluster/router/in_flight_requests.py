@@ -195,7 +195,7 @@ class InFlightRequest:
         An error ends the request even if output is missing: another attempt would only end in the same error later.
         """
         if event.error is not None and event.position > len(self.token_ids):
-            event = replace(event, position=len(self.token_ids))
+            event = event._replace(position=len(self.token_ids))
         num_repeated = len(self.token_ids) - event.position
         if num_repeated < 0:
             return False
@@ -288,7 +288,7 @@ class InFlightRequest:
             self._usage = usage
         if usage.num_cached_tokens == self._usage.num_cached_tokens:
             return event
-        return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
+        return event._replace(usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
 
 
 class InFlightRequests:

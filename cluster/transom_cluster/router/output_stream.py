@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 from transom_core.contract import ErrorInfo, LogprobTable, OutputEvent, Request
 
@@ -111,8 +110,7 @@ def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> Output
     """Return the event without its first `num_tokens` tokens and without the first `num_chars` characters of its text."""
     num_tokens = min(num_tokens, len(event.token_ids))
     num_chars = max(0, num_chars)
-    return replace(
-        event,
+    return event._replace(
         position=event.position + num_tokens,
         token_ids=event.token_ids[num_tokens:],
         text=event.text[num_chars:],
@@ -127,8 +125,7 @@ def joined(events: Sequence[OutputEvent]) -> OutputEvent:
     first, last = events[0], events[-1]
     usages = [event.usage for event in events if event.usage is not None]
     logprobs = LogprobTable.of(one for event in events for one in event.logprobs or ())
-    return replace(
-        first,
+    return first._replace(
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         text="".join(event.text for event in events),
         logprobs=logprobs if len(logprobs) else first.logprobs,

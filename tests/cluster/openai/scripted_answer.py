@@ -24,6 +24,7 @@ class ScriptedTokenizer:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
+        self.whole_texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._steps[token_id].text.encode()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +44,7 @@ class Vocabulary:
     """A tokenizer of few tokens, so that short random sequences have broken characters, markers and stop strings."""
 
     vocab_size = len(VOCABULARY)
+    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
 
     def token_bytes(self, token_id: int) -> bytes:
         return VOCABULARY[token_id]

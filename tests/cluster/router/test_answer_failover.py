@@ -58,6 +58,7 @@ class HarmonyTokenizer(ByteTokenizer):
     template_knows_tools = True
     eos_token_ids = (ids[harmony.RETURN], ids[harmony.CALL])
     vocab_size = VOCAB_SIZE + len(ids)
+    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, check_length: Any = None) -> list[int]:
         pieces = re.split(f"({'|'.join(map(re.escape, self.ids))})", text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ class Speaker(StubWorker):
     def event_of(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
         token_id = ord(self.identity[0]) + position
         event = super().event_of(request, position, is_last=is_last)
-        return replace(event, token_ids=(token_id,), text=chr(token_id))
+        return event._replace(token_ids=(token_id,), text=chr(token_id))
 
 
 async def check_nothing_is_left(router: Router, workers: list[Speaker]) -> None:

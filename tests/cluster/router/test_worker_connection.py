@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -131,7 +130,7 @@ def test_a_slow_reader_gets_everything_and_few_events(monkeypatch):
     count = 30 * MAX_BUFFERED
     for i in range(count):
         for one in in_flight:
-            one.take(replace(event(0, 1, last=i == count - 1), position=i, text_offset=i))
+            one.take(event(0, 1, last=i == count - 1)._replace(position=i, text_offset=i))
     got = asyncio.run(output.next())
     assert len(got) <= MAX_BUFFERED + 4 + 2 * count // MAX_JOINED_TOKENS
     assert max(len(e.token_ids) for _, e in got) <= MAX_JOINED_TOKENS + MAX_BUFFERED
@@ -305,8 +304,8 @@ async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
 def test_text_that_trails_its_tokens_is_kept():
     """The detokeniser holds back text that may become part of a stop string or of a character."""
     (one_request,), output = sent(request())
-    held = replace(event(0, 2), text="t")
-    rest = replace(event(2, 3), text="he", text_offset=1)
+    held = event(0, 2)._replace(text="t")
+    rest = event(2, 3)._replace(text="he", text_offset=1)
     for one in (held, rest, rest):
         one_request.take(one)
     assert "".join(e.text for _, e in asyncio.run(output.next())) == "the"

@@ -85,7 +85,7 @@ def end(engine: Engine, request: Request) -> OutputEvent:
     assert not engine.requests
     assert not len(engine.grammars.masks)
     token_ids = tuple(token for event in events for token in event.token_ids)
-    return replace(events[-1], token_ids=token_ids, text="".join(event.text for event in events))
+    return events[-1]._replace(token_ids=token_ids, text="".join(event.text for event in events))
 
 
 def test_answers_are_valid(engine: Engine) -> None:

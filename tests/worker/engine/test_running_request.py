@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ class Letters:
     """A tokenizer whose token i is the i-th letter; 25 ("z") is the end of text."""
 
     vocab_size = 26
+    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([97 + token_id])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transom_core import errors
 from transom_core.contract.logprob_table import LogprobTable, TokenLogprobs
@@ -99,9 +99,8 @@ class ErrorInfo:
         return kind(self.message)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputEvent:
-    """What one step added to one request.
+class OutputEvent(NamedTuple):
+    """What one step added to one request. A tuple, since one is made, pickled and read for every token.
 
     `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of characters
     before `text`; with these a router recognises the repeated events of a migrated request, and drops them. The last event has a

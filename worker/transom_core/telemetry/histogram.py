@@ -26,10 +26,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, or `count` equal values."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def buckets(self) -> Buckets:
         """Return the counts so far."""

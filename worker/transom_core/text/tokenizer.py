@@ -83,6 +83,8 @@ class Tokenizer:
         )
         self._added_texts = {i: token.content for i, token in added.items()}
         self._bytes: dict[int, bytes] = {}  # token id -> its bytes, for the tokens that were requested so far
+        # `skip_special_tokens` -> token id -> its text, for tokens of whole characters that `Detokenizer` has decoded so far.
+        self.whole_texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._named_tokens = dict(named_tokens)
         self._template = (
             ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)

@@ -45,7 +45,7 @@ from transom_worker.scheduling.request_validation import check_tokens, fit_model
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.blockmap.log import BlockMapLog
-from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes
+from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics
 
@@ -326,9 +326,11 @@ class Engine:
         self.forward_s += result.timings.forward_s
         now_s = self.clock()
         self._rates.stepped(plan.num_tokens, len(plan.seq_ids), received_s - begin_s, now_s=now_s)
+        decoding: list[RequestTimes] = []  # of requests that have another token and go on
         for output in outputs:
-            if output.request_id in self.requests:
-                events.append(self._advance(output, now_s))
+            if (running := self.requests.get(output.request_id)) is not None:
+                events.append(self._advance(running, output, now_s, decoding))
+        self.events.tokens(decoding, now_s)
         self._compute_masks(outputs, events)
         end_s = time.perf_counter()
         times = EngineStepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
@@ -348,9 +350,13 @@ class Engine:
             self.executor.submit(plan)
             self._report_plan(plan)
 
-    def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
-        """Add one sampled token to its request, and return the event; the request may end with it."""
-        running = self.requests[output.request_id]
+    def _advance(
+        self, running: RunningRequest, output: SequenceOutput, now_s: float, decoding: list[RequestTimes]
+    ) -> OutputEvent:
+        """Add one sampled token to its request, and return the event; the request may end with it.
+
+        `decoding` collects the requests whose token is still to be reported.
+        """
         try:
             event = running.token_event(output)
         except (RequestError, StepFailed) as error:  # an error of the request's grammar
@@ -361,8 +367,10 @@ class Engine:
             self._rates.first_token(running.times.arrival_s, now_s)
             self.events.first_token(running.times, now_s)
         else:
-            self.events.token(running.times, now_s)
+            decoding.append(running.times)
         if event.finish_reason is not None or event.is_handover:
+            self.events.tokens(decoding, now_s)  # the end of a request is reported after its last token
+            decoding.clear()
             self.scheduler.abort(output.request_id)
             self._report_end(self._remove(output.request_id), event.finish_reason or "handover")
         return event

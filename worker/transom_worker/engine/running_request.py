@@ -46,7 +46,7 @@ class RunningRequest:
         self._stop_reason: int | str | None = None
         self._max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self.grammar: GrammarMatcher | None = None  # it has consumed the output so far
@@ -88,7 +88,7 @@ class RunningRequest:
             self.num_output_tokens -= 1  # `error_event` says how many tokens were sent
             raise
         text_offset = self._num_chars
-        self._num_chars += len(text)
+        self._num_chars = text_offset + len(text)
         is_first = self._num_cached_tokens is None
         if is_first:
             self._num_cached_tokens = output.num_cached_tokens
@@ -102,18 +102,20 @@ class RunningRequest:
                 num_agreeing=int(output.quality.top_token_agrees),
                 dropped_mass=output.quality.dropped_mass,
             )
+        # By position: names would double the time.
         return OutputEvent(
-            request_id=output.request_id,
-            position=output.position,
-            token_ids=(output.token_id,),
-            text=text,
-            text_offset=text_offset,
-            logprobs=None if output.logprobs is None else (output.logprobs,),
-            prompt_logprobs=output.prompt_logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            usage=self._usage() if is_first or self.finish_reason else None,
-            is_handover=self.request.prefill_only and self.finish_reason is None,
+            output.request_id,
+            output.position,
+            (output.token_id,),
+            text,
+            text_offset,
+            None if output.logprobs is None else (output.logprobs,),
+            output.prompt_logprobs,
+            self.finish_reason,
+            self._stop_reason,
+            self._usage() if is_first or self.finish_reason else None,
+            None,  # no error
+            self.request.prefill_only and self.finish_reason is None,
         )
 
     def end_event(self) -> OutputEvent:
@@ -143,26 +145,26 @@ class RunningRequest:
         self.num_output_tokens += 1
         params = self.request.params
         may_stop = self.num_output_tokens >= params.min_tokens
-        if may_stop and token_id in self._eos_token_ids:
-            return self._last_text("", "stop", None)
-        if may_stop and token_id in self._stop_token_ids:
-            piece = self._detokenizer.push(token_id) if params.include_stop_str_in_output else ""
-            return self._last_text(piece, "stop", token_id)
-        text, stop_string = self._stops.push(self._detokenizer.push(token_id), may_stop=may_stop)
+        if may_stop and token_id in self._end_token_ids:
+            is_eos = token_id in self._eos_token_ids
+            shows = params.include_stop_str_in_output and not is_eos
+            piece = self._detokenizer.push(token_id) if shows else ""
+            return self._last_text(piece, "stop", None if is_eos else token_id)
+        text, stop_string = self._detokenizer.push(token_id), None
+        if params.stop:
+            text, stop_string = self._stops.push(text, may_stop=may_stop)
         if stop_string is not None:
             self.finish_reason, self._stop_reason = "stop", stop_string
-        elif self._is_completed_by(token_id):
+        elif self.grammar is not None and self._is_completed_by(self.grammar, token_id):
             text += self._last_text("", "stop", None)
         elif self.num_output_tokens >= self._max_tokens:
             text += self._last_text("", "length", None)
         return text
 
-    def _is_completed_by(self, token_id: int) -> bool:
+    def _is_completed_by(self, grammar: GrammarMatcher, token_id: int) -> bool:
         """Let the grammar consume a token; return whether nothing can follow it. Raises RequestError, StepFailed."""
-        if self.grammar is None:
-            return False
-        self.grammar.consume(token_id)
-        return self.grammar.is_complete
+        grammar.consume(token_id)
+        return grammar.is_complete
 
     def _last_text(self, piece: str, reason: FinishReason, stop_token_id: int | None) -> str:
         """End the request with `piece` after all text that was held back, and return the text that becomes final.

@@ -6,7 +6,7 @@
 
 The events of one request come in this order:
 
-    queued ─> admitted ─> first_scheduled ─> first_token ─> token ... ─> finished
+    queued ─> admitted ─> first_scheduled ─> first_token ─> tokens ... ─> finished
                  ^                                            │
                  └─────────────── preempted <─────────────────┘
 
@@ -94,8 +94,8 @@ class EngineEventSink:
     def first_token(self, times: RequestTimes, now_s: float) -> None:
         """A request has its first token from this worker."""
 
-    def token(self, times: RequestTimes, now_s: float) -> None:
-        """A request has another token."""
+    def tokens(self, times: list[RequestTimes], now_s: float) -> None:
+        """Each of these requests has another token."""
 
     def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
         """A step's result has arrived, and its output events are made."""
@@ -128,8 +128,7 @@ class EngineEvents(EngineEventSink):
 
 
 def _fan_out(consumers: list[Callable[..., None]]) -> Callable[..., None]:
-    """Return a function that calls every consumer; a single consumer is returned itself, since `token` is called for every
-    token."""
+    """Return a function that calls every consumer; a single consumer is returned itself."""
     if len(consumers) == 1:
         return consumers[0]
 

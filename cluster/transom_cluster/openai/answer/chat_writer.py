@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -80,7 +79,7 @@ class ChatWriter(ChunkWriter):
             self._prompt_logprobs = event.prompt_logprobs
         if self._answers:
             self._messages[index].add(self._answers[index].read(event))
-            event = replace(event, text="")
+            event = event._replace(text="")
         super().add(index, event)
 
     def body(self) -> dict[str, Any]:

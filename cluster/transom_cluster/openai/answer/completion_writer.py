@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
@@ -75,7 +75,7 @@ class CompletionWriter(ChunkWriter):
         if not self._echo_only:
             return event
         reason: contract.FinishReason | None = event.finish_reason and "length"
-        return replace(event, token_ids=(), text="", logprobs=None, finish_reason=reason)
+        return event._replace(token_ids=(), text="", logprobs=None, finish_reason=reason)
 
     def add(self, index: int, event: OutputEvent) -> None:
         """Keep one event of choice `index` for `body`."""

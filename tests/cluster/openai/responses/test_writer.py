@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -57,6 +57,8 @@ ANSWER: list[AnswerPart] = [
 
 
 class Letters:
+    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 

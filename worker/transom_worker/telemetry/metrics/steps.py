@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
@@ -45,12 +46,13 @@ class Steps(EngineEventSink, Collector):
         self._output_tokens += 1
         times.last_token_s = now_s
 
-    def token(self, times: RequestTimes, now_s: float) -> None:
-        """A request has another token."""
-        last_s = times.last_token_s
-        self._output_tokens += 1
-        times.last_token_s = now_s
-        self._inter_token.observe(now_s - last_s if now_s > last_s else 0.0)
+    def tokens(self, times: list[RequestTimes], now_s: float) -> None:
+        """Each of these requests has another token. Most have their last one from the same step."""
+        self._output_tokens += len(times)
+        for last_s, count in Counter([one.last_token_s for one in times]).items():
+            self._inter_token.observe(max(0.0, now_s - last_s), count)
+        for one in times:
+            one.last_token_s = now_s
 
     def ran_out_of_memory(self) -> None:
         """A step ran out of memory."""
