@@ -94,7 +94,7 @@ class Scheduler:
         self.policy_retentions = PolicyRetentions(self.cache.retentions, block_size=block_size)
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work, preemption_mode=config.preemption_mode)
-        self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
+        self._pace = pace or PromptPace(config.target_step_s)
         self._rates = RateMeter([group.stride_bytes for group in layout.groups]) if host_layout is not None else None
         self._token_limit = StepTokenLimit(config.max_num_batched_tokens)
         self._planner = StepPlanner(
@@ -249,8 +249,7 @@ class Scheduler:
             result.loaded, result.load_s, result.failed
         )
         self._token_limit.stepped()
-        if self._pace is not None:
-            self._pace.stepped(plan, result.timings)
+        self._pace.stepped(plan, result.timings)
         if self._rates is not None:
             self._measure(self._rates, plan, result)
         for ticket in result.loaded:

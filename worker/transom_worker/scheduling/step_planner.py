@@ -6,16 +6,15 @@ waiting one now, the waiting one may become a *waiter* for that prefix (`in_flig
 `max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
 the next step computes its last 38.
 
-If several clients have prompts, a step's tokens are divided by the clients' weights, and clients take turns at being admitted
-(`clients`). If steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and each prompt
-gets a *share* of them (`prompt_pace`).
+If several clients have work, each gets its *share* of a step's tokens and time (`step_shares`), and clients take turns at being
+admitted (`clients`). If steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and each
+prompt gets a share of them (`prompt_pace`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
 
 from transom_core.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
@@ -23,13 +22,13 @@ from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.clients import Client
 from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
-from transom_worker.scheduling.prompt_pace import PromptPace, divide, share_limit
+from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget
+from transom_worker.scheduling.step_shares import StepShares
 from transom_worker.scheduling.work_counts import WorkCounts
 
-MAX_SHARING = 32  # waiting prompts that may have a share of one step
 MAX_NEW_WAITERS = 32  # sequences that may begin to wait for a prefix in one step: each costs a hash of its prompt
 
 
@@ -51,7 +50,7 @@ class StepPlanner:
     blocks.
 
     `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`); None: there is no such bound. `pace`
-    limits the prompt tokens of a step; None: there is no such limit.
+    knows what rows and prompt tokens cost.
     """
 
     def __init__(
@@ -62,14 +61,14 @@ class StepPlanner:
         work: WorkCounts,
         *,
         max_chunk: int | None,
-        pace: PromptPace | None = None,
+        pace: PromptPace,
     ) -> None:
         self._config = config
         self._token_limit = token_limit
         self._admission = admission
         self._work = work
         self._max_chunk = max_chunk
-        self._pace = pace
+        self._shares = StepShares(admission, pace, max_num_seqs=config.max_num_seqs, max_chunk=max_chunk)
         self._next_step = 0
 
     def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
@@ -77,7 +76,7 @@ class StepPlanner:
         cache = self._admission.cache
         num_tokens = self._token_limit.num_tokens
         self._admission.begin_step()
-        shares = self._prompt_shares(num_tokens)
+        shares = self._shares.of_step(num_tokens)
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(num_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
         self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
@@ -88,6 +87,7 @@ class StepPlanner:
             return None
         plan = builder.finish(self._admission.take_finished_ids(), cache.copies.take())
         self._next_step += 1
+        self._shares.planned(plan, builder.rows)
         self._work.planned(num_rows=len(builder.rows), num_tokens=num_tokens - budget.num_tokens)
         return PlannedStep(plan, builder.rows, builder.grammar_rows)
 
@@ -105,57 +105,6 @@ class StepPlanner:
         if not (self._admission.moves.is_loading or self._admission.cache.tiers.imports.is_fetching):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
-
-    def _prompt_shares(self, num_tokens: int) -> dict[Sequence, int] | None:
-        """Return how many tokens each prompt may compute in this step of at most `num_tokens`; None for no limit.
-
-        A prompt is a sequence that has more than one token to compute. A prompt that is not in the result gets no token. There is
-        no limit if the only prompt delays no other request; without a pace, there is none either if all prompts are of one client.
-        Otherwise each client gets its share of the step, and what a client does not need is given to the others.
-        """
-        admission, pace = self._admission, self._pace
-        if pace is None and len(admission.clients) <= 1:
-            return None
-        running = [one for one in admission.running if one.status is SequenceStatus.RUNNING and one.num_ready]
-        prompts = [one for one in running if one.num_ready > 1]
-        waiting = self._next_waiting()
-        num_decoding = len(running) - len(prompts)
-        by_client: dict[Client, tuple[list[Sequence], list[Sequence]]] = {}  # client -> (running, waiting) prompts
-        for place, sequences in enumerate((prompts, waiting)):
-            for one in sequences:
-                by_client.setdefault(admission.clients.of(one), ([], []))[place].append(one)
-        num_prompts = len(prompts) + len(waiting)
-        if not num_prompts or (num_prompts == 1 and not num_decoding) or (pace is None and len(by_client) == 1):
-            return None
-        limit = max(1, num_tokens - num_decoding)  # each decoding sequence needs one token of the step
-        if pace is not None:
-            paced = pace.limit((prompts or waiting)[0].scheduled, decodes=num_decoding > 0)
-            limit = paced if len(by_client) == 1 else min(limit, paced)
-        limits = [limit]
-        if len(by_client) > 1:
-            needs = [sum(self._most_tokens(one) for one in chain(*of_client)) for of_client in by_client.values()]
-            limits = divide(limit, needs, [client.weight for client in by_client])
-        shares: dict[Sequence, int] = {}
-        for (own_running, own_waiting), of_client in zip(by_client.values(), limits, strict=True):
-            own = [*own_running, *own_waiting]
-            own_shares = share_limit(of_client, [one.num_ready for one in own], num_running=len(own_running))
-            shares |= zip(own, own_shares, strict=True)
-        return shares
-
-    def _most_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of a prompt a step could compute if there were no other request."""
-        return min(sequence.num_ready, self._max_chunk or sequence.num_ready)
-
-    def _next_waiting(self) -> list[Sequence]:
-        """Return waiting sequences that may be admitted in this step: up to the number of free slots from each client.
-
-        At most `MAX_SHARING` in all; clients in the order of their turns.
-        """
-        admission = self._admission
-        num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
-        clients = [one for one in admission.clients.next_waiting(MAX_SHARING) if not admission.is_blocked(one)]
-        num_each = min(num_free_slots, MAX_SHARING // max(1, len(clients)))
-        return [sequence for client in clients for sequence in islice(client.queue, num_each)]
 
     def _add_rows(
         self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
@@ -192,8 +141,8 @@ class StepPlanner:
             count = (
                 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))
             )
-            if shares is not None and ready > 1:
-                count = min(count, shares.get(sequence, 0))
+            if shares is not None:
+                count = min(count, shares.get(sequence, int(ready == 1)))
             if count > 1 or sequence.num_in_flight:
                 count = budget.fit(sequence, count)
             # For how many of these tokens there are KV blocks.
