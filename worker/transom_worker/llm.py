@@ -31,6 +31,7 @@ from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.startup import build_engine
+from transom_worker.scheduling.clients import MAX_TOKENS, num_arriving
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -254,7 +255,12 @@ class LLM:
         scheduler = self.engine.config.scheduler
         # The engine takes as many requests as may run, and queues as many as may wait.
         num_free = scheduler.max_num_seqs + scheduler.max_waiting - len(running)
-        batch = [] if self.engine.is_restarting else list(waiting)[:num_free]
+        num_tokens, batch = sum(map(num_arriving, running.values())), list[Request]()
+        for request in itertools.islice(waiting, 0 if self.engine.is_restarting else num_free):
+            num_tokens += num_arriving(request)
+            if num_tokens > MAX_TOKENS and (batch or running):
+                break
+            batch.append(request)
         if not batch:
             return
         running |= {request.request_id: request for request in batch}

@@ -209,11 +209,8 @@ class CacheDriver:
         if opened is not None:
             self.imports[self.cache.tiers.imports.fetch(opened)] = opened
             self.num_imported += len(opened.blocks)
-            self.plan([])
-            while self.steps:
-                self.receive()
-            while self.loads:
-                self.load()
+            while not opened.is_published:
+                self._make_loads()
             for one in opened.blocks:  # found, if not because a sequence has published it meanwhile
                 assert any(one.digest in tier[one.group] for tier in self.cache.index.tiers)
 
@@ -225,12 +222,15 @@ class CacheDriver:
 
     def load_all(self) -> None:
         """All loads are done, those that the ranks were not told of yet as well."""
-        if any(sequence.blocks.load.ticket for sequence in self.sequences):
-            self.plan([])
-            while self.steps:
-                self.receive()
-            while self.loads:
-                self.load()
+        while any(sequence.blocks.load.ticket for sequence in self.sequences):
+            self._make_loads()
+
+    def _make_loads(self) -> None:
+        self.plan([])
+        while self.steps:
+            self.receive()
+        while self.loads:
+            self.load()
 
     def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
         """Run a sequence to its end, as far as there is memory."""

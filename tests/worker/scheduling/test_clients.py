@@ -88,6 +88,20 @@ def test_one_client_cannot_take_all_waiting_places_from_another() -> None:
     assert len(driver.finished) == 18
 
 
+def test_one_client_cannot_take_all_waiting_tokens_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transom_worker.scheduling.scheduler.MAX_TOKENS", 40)
+    driver = several(4, max_num_seqs=1)  # of client "0"
+    num_tokens = driver.scheduler.admission.clients.num_tokens
+    driver.add(request("fills", range(40), 4, client="0"))
+    with pytest.raises(Overloaded, match=rf"{num_tokens + 40} tokens"):
+        driver.add(request("more", [1], 4, client="0"))
+    driver.add(request("other", range(15), 4, client="1"))
+    with pytest.raises(Overloaded):
+        driver.add(request("more", range(15), 4, client="1"))  # more than half of the tokens
+    driver.run()
+    assert driver.scheduler.admission.clients.num_tokens == 0
+
+
 def test_a_request_larger_than_its_share_is_served_beside_small_ones() -> None:
     """Neither starves: the large one has the pool for a slice at a time, and the small ones have it then."""
     driver = Driver(layout(["full"], num_pages=20), max_model_len=80, max_num_batched_tokens=16)

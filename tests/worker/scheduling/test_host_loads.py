@@ -47,6 +47,31 @@ def test_others_run_on_while_a_request_loads() -> None:
     driver.check_idle()
 
 
+def test_what_a_request_that_has_ended_would_load_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of one block is in flight: of the first load, whose blocks are free when it is reported."""
+    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
+    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
+    driver = spilled_driver()
+    for name in ("d", "e", "f"):
+        driver.add(request(name, [ord(name)] * 40, 2))
+        driver.run()
+    load_beside_another(driver)
+    cache = driver.scheduler.cache
+    driver.add(request("later", [ord("b")] * 24, 2))
+    driver.step()
+    assert driver.scheduler.by_request["later"].status is SequenceStatus.LOADING
+    assert cache.copies.loads.progress(driver.scheduler.by_request["later"].blocks.load.ticket) is None
+    for name, num_loads in (("later", 1), ("again", 1)):
+        driver.abort(name)
+        assert len(cache.tiers.loads.by_ticket) == num_loads
+    driver.run()
+    assert not cache.tiers.loads.by_ticket
+    driver.add(request("anew", [ord("a")] * 40, 2))
+    driver.run()
+    assert driver.outputs["anew"][0].num_host_tokens == 36
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_what_plans_copied_stays_when_one_runs_out_of_memory(steps_in_flight: int) -> None:
     """Ranks make the copies of every plan: nothing is loaded twice, nothing cached is lost, and swapped requests come back."""

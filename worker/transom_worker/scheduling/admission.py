@@ -119,6 +119,9 @@ class AdmissionControl:
         if not client.num_sequences:
             self.blocked.pop(client, None)
         sequence.move_to(SequenceStatus.FINISHED)
+        ticket = sequence.blocks.load.ticket if sequence.blocks is not None else 0
+        if ticket and self.cache.tiers.loads.cancel(ticket):
+            self.loaded(ticket)
 
     def release_after_step(self, sequence: Sequence) -> None:
         """Release a PREEMPTING or FINISHED sequence, which no step in flight computes any more."""

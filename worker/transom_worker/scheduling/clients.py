@@ -30,6 +30,7 @@ A single client always has the turn, so that nothing but the order of its own se
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -51,6 +52,7 @@ class Client:
         self.held = OrderedQueue()
         self.running = OrderedQueue()
         self.num_sequences = 0  # at all four places together
+        self.num_tokens = 0  # with which these sequences arrived
         self.service = service  # of its sequences that have stopped running
         # Its entry in `Clients._turns`; None without a queue.
         self.turn: tuple[float, float, OrderKey, Client] | None = None
@@ -80,6 +82,7 @@ class Clients:
         self._turns: list[tuple[float, float, OrderKey, Client]] = []
         self._time = VirtualTime()
         self._total_weight = 0.0
+        self.num_tokens = 0  # with which all unfinished sequences arrived
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -103,15 +106,17 @@ class Clients:
         """The clients that have running slots: no more than there are slots."""
         return self._with_slots
 
-    def exceeds_share(self, request: Request, num_places: int) -> bool:
-        """Return whether one more sequence of this request's client would exceed the client's share of `num_places`.
+    def exceeds_share(self, request: Request, *, num_places: float = math.inf, num_tokens: float = math.inf) -> bool:
+        """Return whether one more sequence of this request's client would exceed its share of `num_places` or `num_tokens`.
 
-        `num_places` is how many sequences the worker takes in all. A client without sequences never exceeds its share.
+        That is how many sequences, and tokens of them, the worker takes in all. A client without sequences never exceeds its
+        share.
         """
         client = self._by_name.get(request.client)
         if client is None:
             return False
-        return client.num_sequences + 1 > max(1.0, num_places * client.weight / self._total_weight)
+        share, own_tokens = client.weight / self._total_weight, client.num_tokens + num_arriving(request)
+        return client.num_sequences + 1 > max(1.0, num_places * share) or own_tokens > num_tokens * share
 
     def join(self, sequence: Sequence) -> None:
         """Count a new sequence, before it is put at any place. The newest request decides the weight of its client."""
@@ -124,12 +129,16 @@ class Clients:
         self._total_weight += request.client_weight
         client.weight = request.client_weight
         client.num_sequences += 1
+        client.num_tokens += num_arriving(request)
+        self.num_tokens += num_arriving(request)
         self.changed(client)
 
     def leave(self, sequence: Sequence) -> None:
         """Forget a finished sequence, which must have left its place; forget its client too if this was the client's last one."""
         client = self.of(sequence)
         client.num_sequences -= 1
+        client.num_tokens -= num_arriving(sequence.request)
+        self.num_tokens -= num_arriving(sequence.request)
         if client.num_sequences:
             return
         del self._by_name[client.name]
@@ -252,6 +261,11 @@ class WaitingSequences:
         if sequence.wait is not None:
             self._places[type(sequence.wait)].remove(sequence)
             sequence.wait = None
+
+
+def num_arriving(request: Request) -> int:
+    """Return the number of tokens with which a request arrives."""
+    return len(request.prompt_token_ids) + len(request.resumed_output_ids)
 
 
 def num_computed(sequence: Sequence) -> int:

@@ -48,6 +48,10 @@ from transom_worker.scheduling.step_budget import chunk_limit
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
 from transom_worker.scheduling.work_counts import WorkCounts
 
+MAX_TOKENS = (
+    2**25
+)  # with which unfinished requests arrived, beside which a client may have its share only: 1.5 GB of integers
+
 
 class Scheduler:
     """Plans steps over integers alone: no tensors. Not thread-safe: only the engine's thread calls it.
@@ -173,9 +177,14 @@ class Scheduler:
         )
         ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
         num_places = self.config.max_waiting + self.config.max_num_seqs
-        if ahead >= self.config.max_waiting and self.admission.clients.exceeds_share(request, num_places):
+        clients = self.admission.clients
+        if ahead >= self.config.max_waiting and clients.exceeds_share(request, num_places=num_places):
             raise Overloaded(
                 f"{self.num_waiting} requests are waiting and the limit is {self.config.max_waiting}; try again later."
+            )
+        if clients.num_tokens >= MAX_TOKENS and clients.exceeds_share(request, num_tokens=MAX_TOKENS):
+            raise Overloaded(
+                f"Requests with {clients.num_tokens:,} tokens are here and the limit is {MAX_TOKENS:,}; try again later."
             )
         self._num_arrived += 1
         sequence = Sequence(

@@ -92,6 +92,17 @@ class Loads:
         self._end(load)
         return load
 
+    def cancel(self, ticket: int) -> bool:
+        """Do not send the pieces of a load that still wait for their turn, since its sequence has ended, and publish nothing of it.
+
+        Return whether the load may be finished at once, because the ranks have nothing of it.
+        """
+        turns = self._copies.loads
+        if not turns.is_waiting(ticket):
+            return False
+        self.by_ticket[ticket].is_void = True
+        return not turns.cut(ticket)
+
     def send_again(self, tickets: Iterable[int]) -> None:
         """Queue the copies of these loads again under new tickets, because the ranks may not have received the plans that carried
         the given tickets."""

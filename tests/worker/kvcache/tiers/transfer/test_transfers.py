@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK, BLOCK_BYTES, FakeStore, Notes, chain, on_loop
+from transom_core.client_queue import Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request, SamplingParams
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
@@ -163,6 +164,38 @@ async def test_a_source_that_hangs_is_given_up(at: str, by_deadline: bool) -> No
         assert pair.source_notes.exports == (["read"] if at == "read" else ["expired"])
 
 
+@pytest.mark.parametrize("how", ["it hangs", "it fails"])
+@pytest.mark.parametrize("at", ["open", "read"])
+async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
+    monkeypatch: pytest.MonkeyPatch, at: str, how: str
+) -> None:
+    monkeypatch.setattr("transom_worker.kvcache.tiers.transfer.fetches.AWAY_S", 60.0)
+    pair = Pair(config=replace(CONFIG, timeout_s=0.05))
+
+    def fail(name: str) -> Any:
+        if name == at and how == "it fails":
+            raise ConnectionError("the source is gone")
+        return asyncio.Event().wait() if name == at else None
+
+    def wanted() -> list[str]:
+        request = Request(request_id="x", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+        both = [replace(request, request_id=one, prefix_source=PrefixSource(worker=one, num_tokens=8)) for one in "ab"]
+        return list(pair.fetches.wanted_by(both, "own"))
+
+    assert wanted() == ["a", "b"]
+    pair.before = fail
+    pair.start()
+    await pair.until_ended("r")
+    assert wanted() == ["b"]
+    pair.fetches._away_until_s["a"] -= 60.0
+    assert wanted() == ["a", "b"]  # this one tries
+    assert wanted() == ["b"]
+    pair.before = lambda _: None
+    pair.start("again")
+    await pair.until_ended("again")
+    assert wanted() == ["a", "b"]
+
+
 @pytest.mark.parametrize("at", ["open", "read"])
 async def test_a_request_that_ends_takes_its_fetch_along(at: str) -> None:
     pair, reached = Pair(), asyncio.Event()
@@ -268,3 +301,16 @@ async def test_the_budget_is_given_in_order_and_back_from_those_that_leave() -> 
         end.set()
     await asyncio.wait(tasks)
     assert (order, budget.used_bytes) == (["0", "2", "3"], 0)
+
+
+async def test_clients_take_turns_at_the_budget_by_bytes() -> None:
+    budget, order = ByteBudget(10), []
+
+    async def take(client: str, num_bytes: int) -> None:
+        async with budget.taken(num_bytes, Sharer(client)):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    sizes = {"a": 10, "b": 5}
+    await asyncio.gather(*(take(client, sizes[client]) for client in "aaaabbbb"))
+    assert "".join(order) == "abbabbaa"

@@ -13,7 +13,8 @@ One fetch, from a request to its end:
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
-`TransferConfig.timeout_s` at the latest.
+`TransferConfig.timeout_s` at the latest. A source that has left a call without an answer is *away*: requests compute its prefixes,
+but for one in each `AWAY_S`, which tries whether it answers again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from transom_core.client_queue import NOBODY, ClientQueue, Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
@@ -37,52 +38,62 @@ from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, 
 
 logger = logging.getLogger("transom.worker")
 
+AWAY_S = 30.0
+FORGOTTEN_S = 3600.0  # a source that no request has named for this time, since its worker is gone
+
 T = TypeVar("T")
 OnEnd = Callable[[str, FetchReport], None]
 """Called with a request's id when its fetch has ended, exactly once unless the request was cancelled."""
 
 
+class _Wanted(NamedTuple):
+    """Bytes of the budget that a piece waits for; `turn` is done when it has them."""
+
+    sharer: Sharer
+    num_bytes: int
+    turn: asyncio.Future[None]
+
+
 class ByteBudget:
     """Bounds how many bytes a worker's fetches have in flight at once.
 
-    Callers get bytes in the order in which they asked. A caller that asks for more than the limit counts as asking for the whole
-    limit: it waits until no other caller holds any bytes.
+    Clients take turns by bytes. A caller that asks for more than the limit counts as asking for the whole limit: it waits until no
+    other caller holds any bytes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: ClientQueue[_Wanted] = ClientQueue()
         self.used_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def taken(self, num_bytes: int) -> AsyncIterator[None]:
+    async def taken(self, num_bytes: int, sharer: Sharer = NOBODY) -> AsyncIterator[None]:
         """Hold `num_bytes` of the budget while the context is open."""
-        num_bytes = min(num_bytes, self._limit_bytes)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, turn))
+        wanted = _Wanted(sharer, min(num_bytes, self._limit_bytes), turn)
+        self._waiting.add(sharer.client, wanted)
         self._admit()
         try:
             await turn
             yield
         finally:
+            self._waiting.remove(sharer.client, wanted)
             # The bytes were granted, even if the caller was cancelled right after.
             if turn.done() and not turn.cancelled():
-                self.used_bytes -= num_bytes
-            else:
-                self._waiting.remove((num_bytes, turn))
+                self.used_bytes -= wanted.num_bytes
             self._admit()
 
     def _admit(self) -> None:
-        """Grant bytes to the callers that wait, in order, until the first one that does not fit."""
-        while self._waiting:
-            num_bytes, turn = self._waiting[0]
-            if turn.cancelled():  # its caller removes it in `taken` and calls `_admit` again
+        """Grant bytes to the callers that wait, by turns, until the first one that does not fit."""
+        while (wanted := self._waiting.first) is not None:
+            if wanted.turn.cancelled():  # its caller removes it in `taken` and calls `_admit` again
                 return
-            if self.used_bytes + num_bytes > self._limit_bytes:
+            if self.used_bytes + wanted.num_bytes > self._limit_bytes:
                 return
-            self._waiting.popleft()
-            self.used_bytes += num_bytes
-            turn.set_result(None)
+            self._waiting.take()
+            self._waiting.charge(wanted.sharer.client, wanted.num_bytes / wanted.sharer.weight)
+            self.used_bytes += wanted.num_bytes
+            wanted.turn.set_result(None)
 
 
 class _Ended(Exception):
@@ -109,6 +120,7 @@ class PrefixFetches:
         self._config, self._on_end, self._observer = config, on_end, observer
         self._budget = ByteBudget(config.max_bytes_in_flight)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._away_until_s: dict[str, float] = {}  # source -> when it is tried again, of those that are away
         self._closing: set[asyncio.Task[None]] = set()
         # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
         # when no fetch uses its lock any more.
@@ -118,9 +130,16 @@ class PrefixFetches:
         return len(self._tasks)
 
     def wanted_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
-        """Return, by id, the requests for which the router has named another worker as the source of their prefix."""
+        """Return, by id, the requests for which the router has named another worker as the source of their prefix.
+
+        Of a source that is away, one request is returned each `AWAY_S`.
+        """
         sources = ((one, one.prefix_source) for one in requests)
-        return {one.request_id: one for one, source in sources if source is not None and source.worker != own_id}
+        return {
+            one.request_id: one
+            for one, source in sources
+            if source is not None and source.worker != own_id and self._is_asked(source.worker)
+        }
 
     def start(self, request: Request) -> None:
         """Begin to fetch the prefix of a held request; `on_end` is called at the end."""
@@ -128,7 +147,7 @@ class PrefixFetches:
         request_id, limit_s = request.request_id, self._config.timeout_s
         if request.time_left_s is not None:
             limit_s = min(limit_s, request.time_left_s)
-        task = asyncio.create_task(self._run(request_id, request.prefix_source, limit_s))
+        task = asyncio.create_task(self._run(request, request.prefix_source, limit_s))
         self._tasks[request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
@@ -137,7 +156,7 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def _run(self, request_id: str, source: PrefixSource, limit_s: float) -> None:
+    async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
         """Fetch a prefix, and report the outcome. However `_fetch` ends, both sides release their blocks.
 
         A cancelled fetch reports nothing: `CancelledError` passes through.
@@ -147,7 +166,7 @@ class PrefixFetches:
         outcome: FetchOutcome = "failed"
         try:
             async with asyncio.timeout(limit_s):
-                plan = await self._fetch(request_id, source)
+                plan = await self._fetch(request, source)
             outcome = "fetched"
         except TimeoutError:
             outcome = "timeout"
@@ -157,52 +176,84 @@ class PrefixFetches:
             logger.exception("A prefix from worker %s could not be imported.", source.worker)
         report = _report(source.worker, outcome, plan, seconds=time.monotonic() - begin_s)
         self._observer.fetched(report)
-        self._on_end(request_id, report)
+        self._on_end(request.request_id, report)
 
-    async def _fetch(self, request_id: str, source: PrefixSource) -> ImportPlan:
+    async def _fetch(self, request: Request, source: PrefixSource) -> ImportPlan:
         """Bring the blocks of the prefix that are missing here.
 
         Raises:
             _Ended: there is nothing to import, no room for it, or the source was lost.
         """
-        query = await self._on_engine(lambda: self._store.query(request_id, source.num_tokens))
+        query = await self._on_engine(lambda: self._store.query(request.request_id, source.num_tokens))
         if query is None:
             raise _Ended("cancelled")
         key = source.worker, query.chain[-1]
         turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
         async with turn:
             # An earlier holder of the lock may have brought the prefix.
-            if await self._on_engine(lambda: self._store.has(request_id, query)):
+            if await self._on_engine(lambda: self._store.has(request.request_id, query)):
                 raise _Ended("present")
-            offer = await _of_source(source.worker, self._peers.open_export(source.worker, query))
+            offer = await self._ask(source.worker, self._peers.open_export(source.worker, query))
             if not isinstance(offer, PrefixOffer):
                 raise _Ended("refused" if offer == "refused" else "not_found")
             try:
-                return await self._import(request_id, source.worker, query, offer)
+                return await self._import(request, source.worker, query, offer)
             finally:
                 self._close(source.worker, offer.export_id)
 
-    async def _import(self, request_id: str, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
+    async def _import(self, request: Request, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
         """Bring all pieces of an offer that are missing here, and publish them. Raises _Ended, as `_fetch`."""
         import_id, is_complete = uuid4().hex, False
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
-            await _all([self._bring(source, offer, import_id, *piece) for piece in plan.pieces])
-            await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
+            await _all([self._bring(request.sharer, source, offer, import_id, *piece) for piece in plan.pieces])
+            await self._on_engine(lambda: self._store.publish_import(import_id, request.request_id))
             is_complete = True
             return plan
         finally:
             if not is_complete:  # the engine ignores this if the import never began, or has ended
                 self._on_engine(lambda: self._store.drop_import(import_id))
 
-    async def _bring(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int) -> None:
+    async def _bring(
+        self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int
+    ) -> None:
         """Read, convert and write one piece."""
-        async with self._budget.taken(num_bytes):
-            data = await _of_source(source, self._peers.read_export(source, offer.export_id, blocks))
+        async with self._budget.taken(num_bytes, sharer):
+            data = await self._ask(source, self._peers.read_export(source, offer.export_id, blocks))
             converted = await asyncio.to_thread(self._store.convert, offer, blocks, data)
             await self._on_engine(lambda: self._store.write_import(import_id, blocks, converted))
+
+    async def _ask(self, source: str, call: Awaitable[T]) -> T:
+        """Wait for a call to a source. If it fails, or is given up after half of a fetch's time, the source is away.
+
+        Raises:
+            _Ended: the call failed.
+        """
+        begin_s = time.monotonic()
+        try:
+            answer = await call
+        except asyncio.CancelledError:
+            if time.monotonic() - begin_s >= self._config.timeout_s / 2:
+                self._away_until_s[source] = time.monotonic() + AWAY_S
+            raise
+        except Exception as error:
+            logger.warning("A prefix could not be fetched from worker %s: %r", source, error)
+            self._away_until_s[source] = time.monotonic() + AWAY_S
+            raise _Ended("source_lost") from error
+        self._away_until_s.pop(source, None)
+        return answer
+
+    def _is_asked(self, source: str) -> bool:
+        """Return whether a request should ask a source. While the source is away, that is one request each `AWAY_S`."""
+        until_s, now_s = self._away_until_s.get(source), time.monotonic()
+        if until_s is None:
+            return True
+        if now_s >= until_s:
+            self._away_until_s = {one: at for one, at in self._away_until_s.items() if now_s < at + FORGOTTEN_S}
+            self._away_until_s[source] = now_s + AWAY_S
+        return now_s >= until_s
 
     def _close(self, source: str, export_id: str) -> None:
         """Tell the source to end its export. If the message is lost, the export ends when its lease expires."""
@@ -230,15 +281,6 @@ def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, *, seco
         full_length_bytes=plan.full_length_bytes,
         seconds=seconds,
     )
-
-
-async def _of_source(source: str, call: Awaitable[T]) -> T:
-    """Wait for a call to the source. Raises `_Ended` if it fails."""
-    try:
-        return await call
-    except Exception as error:
-        logger.warning("A prefix could not be fetched from worker %s: %r", source, error)
-        raise _Ended("source_lost") from error
 
 
 async def _all(steps: list[Awaitable[None]]) -> None:
