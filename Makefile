@@ -32,8 +32,10 @@ test-processors: $(DEV) ## Run the numeric tests as other processors and numbers
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-compile: $(DEV) ## Compile every kernel in every configuration for GPUs that need not be there
-	@$(BIN)/python -m pytest -m compile -s $(ARGS)
+test-compile: $(DEV) ## Compile every kernel in every configuration for GPUs that need not be there (TRITON=3.6.0: torch 2.11's)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		{ [ -z "$(TRITON)" ] || $(BIN)/python -m pip install --quiet --no-deps --target "$$folder" triton==$(TRITON); } && \
+		PYTHONPATH="$$folder" $(BIN)/python -m pytest -m compile -s $(ARGS)
 
 test-interpreter: $(DEV) ## Run small models of every family through Triton's kernels on the CPU
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m interpreter -n auto --maxprocesses 4 $(ARGS)

@@ -71,6 +71,8 @@ def install(driver: GpuDriver, set_attribute: Callable[[Any, str, Any], None], *
         return gpu.memory_bytes, gpu.memory_bytes
 
     set_attribute(torch.cuda, "is_available", is_available)
+    set_attribute(torch.cuda, "get_device_capability", lambda device: visible_gpus(driver)[0].capability)
+    set_attribute(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a", "compute_110"])
     set_attribute(torch.cuda, "mem_get_info", mem_get_info)
     set_attribute(model_loading, "torch_build", lambda: TORCH)
     set_attribute(gpu_checks, "_compiler_problem", lambda *_: None)

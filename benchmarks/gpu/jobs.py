@@ -6,13 +6,14 @@ function that answers one of them in a child. The parent asks, prints, and write
     about = child.answer("about")                 # the device, its versions and ceilings: goes to every other job
     for job in jobs: child.answer(job, about)     # a child that ends, hangs or loses its device is replaced
 
-A run that was ended goes on: jobs that have passed in OUT/NAME.json, at the same commit and with the same options, are not asked
-again (`--again` asks them). Jobs that the budget does not reach are `skipped`.
+A run that was ended goes on: jobs that have passed in OUT/NAME.json, over the same sources and with the same options, are not
+asked again (`--again` asks them). Jobs that the budget does not reach are `skipped`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,10 @@ def run_part(part: Part, options: argparse.Namespace, given: Sequence[str]) -> i
         print("\n".join(jobs))
         return 0
     path = options.out / f"{part.name}.json"
-    kind = {"commit": commit(), **{name: getattr(options, name, None) for name in ("device", "tiny", "quick", "check")}}
+    kind = {
+        "sources": sources(),
+        **{name: getattr(options, name, None) for name in ("device", "tiny", "quick", "check")},
+    }
     found = {} if options.again else _earlier(path, kind)
     asking, left = Asking(part, options, given), [job for job in jobs if job not in found]
     with closing(asking):
@@ -102,7 +107,17 @@ def run_part(part: Part, options: argparse.Namespace, given: Sequence[str]) -> i
             print(part.line(result), flush=True)
             results = [dict(found[job]) for job in all_jobs if job in found]
             promises = part.report(results)
-            _write(path, {"part": part.name, "kind": kind, "about": about, "promises": promises, "results": results})
+            _write(
+                path,
+                {
+                    "part": part.name,
+                    "commit": commit(),
+                    "kind": kind,
+                    "about": about,
+                    "promises": promises,
+                    "results": results,
+                },
+            )
     for row in part.report([dict(result) for result in found.values()]):
         figure = "" if row["reached"] is None else f"{row['reached']:.3g}"
         wanted = "" if row["least"] is None else f"at least {row['least']:.2f}"
@@ -245,6 +260,16 @@ def commit() -> str:
     except OSError:
         found = ""
     return os.environ.get("TRANSOM_COMMIT") or found or "unknown"
+
+
+@cache
+def sources() -> str:
+    """A digest of what the figures depend on: the sources of kernels, worker, benchmarks and tests, committed or not."""
+    digest = hashlib.sha256()
+    for folder in ("kernels", "worker", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _earlier(path: Path, kind: Result) -> dict[str, Result]:

@@ -76,7 +76,7 @@ class WorkerReplica:
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
-        self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
+        self._load = WorkerLoad(max_num_seqs=self.engine.config.scheduler.max_num_seqs)
         self._outboxes: dict[str, RouterOutbox] = {}  # router id -> outbox, while the router's stream is open
         self._routers: dict[str, str] = {}  # request id -> router id
         on_hang = _end_process if ends_process else lambda: None

@@ -48,7 +48,8 @@ def test_brackets_in_a_path_are_no_markup(folder: Path) -> None:
     assert "a[/b]" in result.output.replace("\n", "")
 
 
-def test_json_has_the_planners_integers(folder: Path) -> None:
+@pytest.mark.parametrize(("gpu_memory", "step_tokens"), [(None, 1024), ("24GiB", 2048), ("80GiB", 8192)])
+def test_json_has_the_planners_integers(folder: Path, gpu_memory: str | None, step_tokens: int) -> None:
     flags = [
         "--memory",
         "8MiB",
@@ -60,6 +61,8 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
         "fp8",
         "--json",
     ]
+    if gpu_memory is not None:
+        flags += ["--gpu-memory", gpu_memory]
     result = plan(folder, *flags)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -69,7 +72,7 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
         max_model_len=6000,
         tensor_parallel_size=2,
         kv_cache_dtype="fp8",
-        max_num_batched_tokens=1024,
+        max_num_batched_tokens=step_tokens,  # as a worker on such a device has (test_startup)
         steps_in_flight=2,  # as several ranks have
     )
     assert found == {"model": str(folder), "kv_policy": None, **expected.as_json()}

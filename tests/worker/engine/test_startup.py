@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -110,3 +111,19 @@ def test_a_gpu_that_fails_when_cuda_starts_is_named(monkeypatch: pytest.MonkeyPa
     ):
         model_loading.open_device(torch.device("cuda"))
     model_loading.open_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 0), False), ((12, 0), True)]
+)
+def test_a_gpu_that_torch_has_no_code_for(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
+) -> None:
+    """torch here is built for sm_80, sm_86, sm_90a and compute_110."""
+    host(monkeypatch, driver_of(replace(H100, capability=capability)))
+    with (
+        nullcontext()
+        if runs
+        else pytest.raises(ConfigError, match=r"no code for the GPU GPU-aaaa-1, .* is 10\.0: .*newer")
+    ):
+        model_loading.open_device(torch.device("cuda"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from transom_core.config import CacheConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import GroupLayout, LayerTensors
-from transom_worker.engine.startup_report import startup_report
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.engine import startup_report
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
 from transom_worker.planner import plan_cache
 
 
@@ -33,10 +35,12 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
         eos_token_ids=(),
         memory=MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20),
     )
-    report = startup_report(info, model="m", cache=CacheConfig())
+    report = startup_report.startup_report(info, model="m", cache=CacheConfig())
     assert " tier " not in report
     assert "operators run as torch's own" in report.splitlines()
-    compiled = startup_report(replace(info, kernels="cpu", compile_s=9.04), model="m", cache=CacheConfig())
+    compiled = startup_report.startup_report(
+        replace(info, kernels="cpu", compile_s=9.04), model="m", cache=CacheConfig()
+    )
     assert "operators run as kernels compiled for this CPU (compiling them took 9.0 s, once)" in compiled.splitlines()
     assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
@@ -82,7 +86,9 @@ def test_report_names_the_tiers_below_the_device() -> None:
         eos_token_ids=(),
         memory=MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0),
     )
-    lines = startup_report(info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)).splitlines()
+    lines = startup_report.startup_report(
+        info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)
+    ).splitlines()
     (host,) = [line for line in lines if line.startswith("host tier")]
     assert host.startswith("host tier 3 MiB on each rank (3,072 pages) for evicted prefixes and preempted sequences")
     assert host.endswith(": the KV of 48 of 1,024, 12 of 4,096")
@@ -93,3 +99,19 @@ def test_report_names_the_tiers_below_the_device() -> None:
         f"{on_disk[0]:,} of 1,024, {on_disk[1]:,} of 4,096" in lines
     )
     assert plan.as_json()["host_concurrency"][1]["requests"] == 12
+
+
+def test_the_report_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each names its GPU, and the report says whether steps are replayed, as with one rank."""
+    monkeypatch.setattr(startup_report, "rank_lines", lambda shares: ["rank 0 of 2", "rank 1 of 2"])
+    plan = plan_cache(
+        [group(GroupKind.FULL)], memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=9
+    )
+    memory = MemoryReport(device="cuda", weight_bytes=2**20, activation_bytes=0, kv_bytes=0)
+    ranks = tuple(RankInfo(process_id=7, ip="10.0.0.1", memory=memory, gpu=f"GPU-{rank}") for rank in range(2))
+    both = replace(memory, device="2 x cuda")
+    info = ExecutorInfo(plan=plan, max_model_len=4096, vocab_size=10, eos_token_ids=(), memory=both, ranks=ranks)
+    lines = startup_report.startup_report(info, model="m", cache=CacheConfig()).splitlines()
+    assert "rank 1 of 2; weights 1 MiB; process 7 on 10.0.0.1, GPU-1" in lines
+    assert "decode steps are launched kernel by kernel" in lines
+    assert not [line for line in lines if line.startswith("operators run")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from transom_core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -29,10 +30,13 @@ def engine_config(
 
 
 def make_runner(
-    config: EngineConfig, loaded: LoadedModel | None = None, parallel: Parallel | None = None
+    config: EngineConfig,
+    loaded: LoadedModel | None = None,
+    parallel: Parallel | None = None,
+    on_busy: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
     """Return a rank's runner, of the config's model or of a loaded one."""
-    setup = ModelSetup(config, parallel or Parallel(), loaded=loaded)
+    setup = ModelSetup(config, parallel or Parallel(), loaded=loaded, on_busy=on_busy)
     return setup.allocate(setup.pool_bytes())
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
 from transom_core.contract import SamplingParams
-from transom_core.errors import StepFailed
+from transom_core.errors import RankLost, StepFailed
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 
@@ -135,3 +135,17 @@ def test_wrong_plans_are_refused() -> None:
     plan.input_row, plan.input_id, plan.start, plan.count = [-1], [7], [0], [1]
     with pytest.raises(ValueError, match="sequence 12, which was never given"):
         runner.execute(plan)
+
+
+def test_a_result_after_an_aborted_collective_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that waited for a rank that hangs goes on with whatever its memory holds."""
+
+    def check(self: object) -> None:
+        raise RankLost("the other ranks are late")
+
+    runner, hand, _ = make("full")
+    hand.add(0, prompt(5))
+    step = runner.launch(hand.plan({0: 5}))
+    monkeypatch.setattr(type(runner._parallel.comm), "check", check)
+    with pytest.raises(RankLost, match="late"):
+        runner.finish(step)

@@ -43,10 +43,11 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str
         f"{_points(plan.concurrency)}",
         *_tier_lines(plan, cache),
     ]
-    if memory.device == "cpu":
+    device = info.ranks[0].memory.device if info.ranks else memory.device  # not "2 x cuda"
+    if device == "cpu":
         compiled = f" (compiling them took {info.compile_s:.1f} s, once)" if info.compile_s else ""
         lines.append(f"operators run as {_KERNELS[info.kernels]}{compiled}")
-    if memory.device.startswith("cuda"):
+    if device.startswith("cuda"):
         lines.append(
             f"decode steps and small steps with prompts are replayed from {info.num_graphs:,} CUDA graphs"
             if info.num_graphs
@@ -66,6 +67,7 @@ def _rank_lines(info: ExecutorInfo) -> list[str]:
         return []
     lines = [
         f"{held}; weights {_mib(rank.memory.weight_bytes)}; process {rank.process_id} on {rank.ip}"
+        + (f", {rank.gpu}" if rank.gpu else "")
         for held, rank in zip(rank_lines(info.plan.ranks), info.ranks, strict=True)
     ]
     return [*lines, f"on several ranks: {', '.join(info.plan.replicated)}"]

@@ -34,11 +34,12 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One of several ranks: its process, the address of its host, and its memory."""
+    """One of several ranks: its process, the address of its host, its memory, and the UUID of its GPU (empty on a CPU)."""
 
     process_id: int
     ip: str
     memory: MemoryReport
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ def runner_of(
     device: RecorderDevice | None,
     *,
     parallel: Parallel | None = None,
+    on_busy: Callable[[], None] = lambda: None,
     mixed_tokens: tuple[int, ...] = (),
     **settings: Any,
 ) -> Iterator[ModelRunner]:
@@ -70,7 +71,7 @@ def runner_of(
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
-        yield make_runner(config, parallel=parallel)
+        yield make_runner(config, parallel=parallel, on_busy=on_busy)
 
 
 class BakedGraph(RecordedGraph):
@@ -135,9 +136,13 @@ def test_what_fails_at_start_turns_graphs_off(
 
 
 def test_a_graph_that_is_wrong_is_captured_again_and_costs_its_own_size(checkpoint: Path) -> None:
-    """Both graphs of two sequences are wrong, and the first of one sequence. The cache is blank afterwards."""
-    with runner_of(checkpoint, BakingDevice(num_wrong=3), max_num_seqs=2, max_model_len=8) as runner:
+    """Both graphs of two sequences are wrong, and the first of one sequence. The cache is blank afterwards. A rank that
+    captures for minutes without a kernel to compile gives a sign of life at each size."""
+    lives: list[str] = []
+    device = BakingDevice(num_wrong=3)
+    with runner_of(checkpoint, device, on_busy=lambda: lives.append("size"), max_num_seqs=2, max_model_len=8) as runner:
         assert runner.info.num_graphs == 1
+        assert lives == ["size"] * 2
         assert not runner.tiers.device.slab[: runner.info.layout.pool_bytes].any()
 
 

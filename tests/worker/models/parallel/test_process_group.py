@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from transom_core.errors import RankLost
 from transom_worker.models.parallel import process_group
+from transom_worker.models.parallel.collective_watch import LOOKS
 from transom_worker.models.parallel.process_group import ProcessGroup
 
 WAIT_S = 60
@@ -65,6 +68,22 @@ def test_a_peer_that_hangs_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> No
             use()
     assert device.num_aborts == 1
     group.close()
+
+
+def test_nccls_own_watchdog_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would abort the process, and no rank could report which one hangs."""
+    made: list[float] = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+            made.append(options._timeout.total_seconds())
+
+    monkeypatch.setattr(process_group, "_store", lambda *_: None)
+    monkeypatch.setattr(process_group.c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    process_group._nccl("127.0.0.1", 1, 0, 2, timedelta(seconds=270))
+    assert made[0] > 270 * (1 + 1 / LOOKS)
 
 
 class Peers:

@@ -9,7 +9,7 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
     LoadProgress ...    ->
     Loaded              ->
                         <-  Measure           once all ranks have loaded: how large a KV pool fits?
-    Compiling ...       ->                    kernels, here and after Allocate
+    Busy ...            ->                    it compiles kernels; after Allocate it also pins memory and captures graphs
     KvCapacity          ->
                         <-  Allocate          the smallest capacity of all ranks
     ExecutorInfo        ->                    the rank is ready for plans
@@ -95,10 +95,8 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiling:
-    """How many kernels the rank has compiled while it measures its memory or warms up."""
-
-    num_kernels: int
+class Busy:
+    """The rank measures its memory or warms up, which may take minutes, and does not hang."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
     BlocksDone,
-    Compiling,
+    Busy,
     Hello,
     KvCapacity,
     Load,
@@ -142,10 +142,11 @@ class _Rank:
             ranks_on_host=load.ranks_on_host,
             index_on_host=load.index_on_host,
             on_progress=self._send_progress,
+            on_busy=self._send_busy,
         )
         self._channel.send(Loaded(setup.contents))
         message = self._channel.receive()
-        with compile_progress(lambda num_kernels: self._channel.send(Compiling(num_kernels))):
+        with compile_progress(lambda num_kernels: self._send_busy()):
             if isinstance(message, Measure):
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
@@ -154,6 +155,9 @@ class _Rank:
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
+
+    def _send_busy(self) -> None:
+        self._channel.send(Busy())
 
     def _next_message(self) -> Any:
         """Wait for the next message. Meanwhile, finish the launched step when the device has computed it."""

@@ -71,7 +71,7 @@ class _StartProtocol:
         self._group.send_all(Allocate(pool_bytes, self._contents))
         infos = self._collect(ExecutorInfo)
         ranks = tuple(
-            RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory)
+            RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory, gpu=hello.gpu)
             for hello, info in zip(self._hellos, infos, strict=True)
         )
         return replace(infos[0], memory=_total_memory([info.memory for info in infos]), ranks=ranks)

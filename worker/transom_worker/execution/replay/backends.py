@@ -11,7 +11,7 @@ Steps always run eagerly where a recording would be wrong or would gain nothing:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -64,14 +64,16 @@ def make_replay(
     sizes: DecodeSizes | None,
     max_model_len: int,
     parallel: Parallel,
+    on_size: Callable[[], None] = lambda: None,
 ) -> DecodeReplay | None:
     """Return the backend for a model's recorded steps; None if all run eagerly.
 
-    `sizes`, from `decode_sizes`, are captured now, which takes up to two minutes. Programs are recorded as steps occur.
+    `sizes`, from `decode_sizes`, are captured now, which takes up to two minutes; `on_size` is called before each. Programs are
+    recorded as steps occur.
     """
     device = capture_device(slab.device)
     if sizes is not None and device is not None:
-        return capture_decode_graphs(model, builder, sizes, device, slab=slab, parallel=parallel)
+        return capture_decode_graphs(model, builder, sizes, device, slab=slab, parallel=parallel, on_size=on_size)
     if not _may_record(config, [group.spec for group in builder.layout.groups]) or not uses_cpu_kernels(slab):
         return None
     from transom_worker.execution.replay.decode_programs import DecodePrograms  # late: needs the compiler for CPUs

@@ -68,9 +68,10 @@ def capture_decode_graphs(
     *,
     slab: torch.Tensor,
     parallel: Parallel,
+    on_size: Callable[[], None] = lambda: None,
 ) -> DecodeGraphs | None:
-    """Capture the graphs of as many sizes as `LIMIT_S` allows. If a capture fails on any rank, or no size has a graph, return None;
-    a warning says why.
+    """Capture the graphs of as many sizes as `LIMIT_S` allows, and call `on_size` before each. If a capture fails on any rank, or
+    no size has a graph, return None; a warning says why.
 
     The slab is blank again afterwards. An error of a forward pass that is not captured is raised.
     """
@@ -79,7 +80,7 @@ def capture_decode_graphs(
     if len(set(parallel.exchange(crc32(repr(launch_keys).encode()), slab.device))) > 1:
         logger.warning("Decode steps run without CUDA graphs: ranks have attention layers of different shapes.")
         return None
-    capture = _Capture(steps, parallel, slab.device)
+    capture = _Capture(steps, parallel, slab.device, on_size)
 
     def make() -> DecodeGraphs:
         steps.fill_blocks(builder, slab)
@@ -102,8 +103,10 @@ class _CaptureFailed(Exception):
 class _Capture:
     """Captures all sizes on one rank, in step with the other ranks."""
 
-    def __init__(self, steps: _RandomSteps, parallel: Parallel, device: torch.device) -> None:
-        self._steps, self._parallel, self._device = steps, parallel, device
+    def __init__(
+        self, steps: _RandomSteps, parallel: Parallel, device: torch.device, on_size: Callable[[], None]
+    ) -> None:
+        self._steps, self._parallel, self._device, self._on_size = steps, parallel, device, on_size
 
     def all(self, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
         """Create the graphs with `make`, and capture and check every size until `LIMIT_S` is over on any rank."""
@@ -118,6 +121,7 @@ class _Capture:
             _warn("them", None)
             return None
         for size in graphs.sizes.all:
+            self._on_size()
             is_late = time.perf_counter() - begin_s > LIMIT_S
             if any(self._parallel.exchange(is_late, self._device)):
                 logger.warning("%s from %s on run without CUDA graphs: capturing took too long.", _steps(size), size)

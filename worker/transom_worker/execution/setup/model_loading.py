@@ -167,7 +167,7 @@ def open_device(device: torch.device) -> None:
     """Let CUDA start on a GPU, which shows whether it works; nothing is done for a CPU.
 
     Raises:
-        ConfigError: CUDA cannot use the GPU.
+        ConfigError: CUDA cannot use the GPU, or torch is built without kernels for it.
     """
     if device.type != "cuda":
         return
@@ -179,6 +179,23 @@ def open_device(device: torch.device) -> None:
             f"CUDA cannot use the GPU {used_gpu()}: {reason}. See with nvidia-smi whether it is lost or another process has it "
             "alone; reset it, or leave it out of CUDA_VISIBLE_DEVICES."
         ) from error
+    built_for = torch.cuda.get_arch_list()
+    major, minor = torch.cuda.get_device_capability(device)
+    if built_for and not any(_runs(architecture, 10 * major + minor) for architecture in built_for):
+        raise ConfigError(
+            f"torch {torch.__version__} has no code for the GPU {used_gpu()}, whose compute capability is {major}.{minor}: it is "
+            f"built for {', '.join(built_for)}. Install a torch for a newer CUDA (TORCH_INDEX), or use --device cpu."
+        )
+
+
+def _runs(architecture: str, capability: int) -> bool:
+    """Return whether torch's code for an architecture runs on a GPU of this capability, such as 89 for 8.9: sm_80 runs on 8.0 to
+    8.9, sm_90a on 9.0 alone, and compute_90, which the driver compiles, on 9.0 and everything newer."""
+    kind, _, number = architecture.partition("_")
+    built = int(number.rstrip("af"))
+    if number.endswith("a"):
+        return built == capability
+    return built <= capability and (kind == "compute" or built // 10 == capability // 10)
 
 
 def choose_dtype(dtype: str, architecture: Architecture) -> str:

@@ -10,6 +10,9 @@ collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from transom_core.config import EngineConfig
@@ -28,7 +31,7 @@ from transom_worker.execution.replay.backends import decode_sizes, graph_bytes, 
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.cache_setup import CacheSetup
 from transom_worker.execution.setup.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
-from transom_worker.execution.setup.load_progress import OnProgress
+from transom_worker.execution.setup.load_progress import OnProgress, fetch_with_progress
 from transom_worker.execution.setup.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
 from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory, open_disk_folder
 from transom_worker.execution.tiers.slabs import allocate_host_slab, allocate_slab
@@ -54,15 +57,18 @@ class ModelSetup:
         ranks_on_host: int = 1,
         index_on_host: int = 0,
         on_progress: OnProgress | None = None,
+        on_busy: Callable[[], None] = lambda: None,
     ) -> None:
         """Load the model, or use `loaded` instead. `ranks_on_host` ranks share this host's cores and memory; this one is number
-        `index_on_host` of them, counted from 0.
+        `index_on_host` of them, counted from 0. `on_busy` is called about once a second while memory is pinned and graphs are
+        captured.
 
         Raises:
             ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
         self._parallel, self._config, self._ranks_on_host = parallel, config, ranks_on_host
+        self._on_busy = on_busy
         self._loaded = loaded or load_model(
             config.model, self._parallel, on_progress, index_on_host=index_on_host, ranks_on_host=ranks_on_host
         )
@@ -161,13 +167,17 @@ class ModelSetup:
         memories = {TIER_DEVICE: TierMemory(layout, allocate_slab(layout, device))}
         if plan.host_layout is not None:
             host_layout = rank_layout(plan.host_layout, layout.groups)
-            host_slab = allocate_host_slab(
+            allocate = partial(
+                allocate_host_slab,
                 host_layout,
                 device,
                 available_bytes=available_host_bytes(),
                 pool_bytes=layout.slab_bytes if device.type == "cpu" else 0,
                 ranks_on_host=self._ranks_on_host,
             )
+            host_slab = fetch_with_progress(
+                allocate, lambda *_: self._on_busy()
+            )  # pinning takes 0.1 s a gigabyte or more
             memories[TIER_HOST] = TierMemory(host_layout, host_slab)
         if self._config.cache.disk_cache is None:
             return RankTiers(memories)
@@ -218,5 +228,6 @@ class ModelSetup:
             sizes=self._decode_sizes,
             max_model_len=self._cache.max_model_len,
             parallel=self._parallel,
+            on_size=self._on_busy,
         )
         return ForwardPass(model, builder, replay)

@@ -167,7 +167,9 @@ def _gloo(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _nccl(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    # nccl's own watchdog aborts the process without a report; `CollectiveWatch` comes before it, which notices what is late by
+    # `timeout` and is then up to a `LOOKS`th of it late itself.
+    options._timeout = 2 * timeout
     return c10d.ProcessGroupNCCL(_store(ip, port, timeout), rank, size, options)
 
 
