@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -24,7 +24,6 @@ class Stream:
     error: dict[str, Any] | None = None
     is_whole: bool = False  # the end mark came
     usage: dict[str, Any] | None = None
-    fingerprints: set[str] = field(default_factory=set)
 
 
 def items(count: int) -> list[str]:
@@ -64,7 +63,6 @@ def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
     stream.error = chunk.get("error", stream.error)
     stream.usage = chunk.get("usage") or stream.usage
     if chunk.get("choices"):
-        stream.fingerprints.add(chunk["system_fingerprint"])
         stream.text += chunk["choices"][0]["text"]
         stream.num_chunks += 1
 

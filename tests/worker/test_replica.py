@@ -221,6 +221,24 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     await new.aclose()
 
 
+async def test_a_router_that_was_killed_leaves_no_stream_and_no_request(
+    replica: WorkerReplica, executor: HookedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody closes its stream, which is read on as Ray does. A call, if only of no request, shows that a router is there."""
+    monkeypatch.setattr("transom_worker.engine.router_outbox.SILENT_ROUTER_S", 1.0)
+    monkeypatch.setattr("transom_worker.engine.router_outbox.HEARTBEAT_S", 0.05)
+    async with opened(replica, "living") as living, opened(replica, "killed") as killed:
+        with held(executor, after_steps=2):
+            assert await replica.submit("killed", [request("left", max_tokens=400)]) == [None]
+            async with asyncio.timeout(60):
+                async for _ in killed:
+                    await replica.abort("living", [])
+        assert replica.num_requests == 0
+        assert await replica.submit("living", [request("more", max_tokens=2)]) == [None]
+        await collect(living, {"more"})
+    assert num_active(replica.engine) == 0
+
+
 async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
     replica: WorkerReplica, executor: HookedExecutor
 ) -> None:

@@ -108,8 +108,8 @@ class WorkerReplica:
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """Stream the events of this router's requests, the prefix index's changes and the load; `router_outbox` says when it sends.
 
-        The first message has the whole prefix index. If a router opens a second stream, its first one ends. When the router closes
-        the stream, the worker aborts the router's requests.
+        The first message has the whole prefix index. If a router opens a second stream, its first one ends, and so does the stream
+        of a router that calls `abort` no longer. When a stream ends, the worker aborts the router's requests.
         """
         self._loop = asyncio.get_running_loop()
         outbox = RouterOutbox()
@@ -163,7 +163,9 @@ class WorkerReplica:
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """Drop requests of this router, and free their blocks before the next step."""
+        """Drop requests of this router, and free their blocks before the next step; without any, hear that the router is there."""
+        if (outbox := self._outboxes.get(router_id)) is not None:
+            outbox.hear()
         mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
         for request_id in mine:
             del self._routers[request_id]

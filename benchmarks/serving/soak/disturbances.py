@@ -60,8 +60,7 @@ class Disturbances:
             kinds = self.source.choices(("worker", "router", "rank"), k=2)
             await self.kill(kinds, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
         elif kind == "folder":
-            self.cluster.exchange_models()
-            await self.kill([self.source.choice(("worker", "rank"))], signal.SIGKILL)
+            await self.exchange_models()
         elif kind == "hang":
             await self.kill([self.source.choice(("worker", "rank"))], signal.SIGSTOP)
         else:
@@ -94,6 +93,11 @@ class Disturbances:
         except psutil.NoSuchProcess:
             return None
         return victim
+
+    async def exchange_models(self) -> None:
+        """Change the weights in the served folder, and kill a worker or a rank, which then loads the other model."""
+        self.cluster.exchange_models()
+        await self.kill([self.source.choice(("worker", "rank"))], signal.SIGKILL)
 
     async def redeploy(self, layout: Layout) -> None:
         """Deploy the app with other settings and the other model under load."""

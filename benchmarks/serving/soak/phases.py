@@ -90,6 +90,7 @@ class Soak:
         over = asyncio.Event()
 
         async def disturb() -> None:
+            await disturbances.exchange_models()
             for layout in LAYOUTS:
                 end = self._after(options.seconds * DISTURBED_SHARE / len(LAYOUTS))
                 if layout is not self._cluster.layout:

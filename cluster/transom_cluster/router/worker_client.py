@@ -29,7 +29,8 @@ class WorkerClient(Protocol):
         """Submit requests; the worker accepts either all or none of them. Return one entry for each: its error, or None."""
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """Abort requests and free their blocks; unknown ids are ignored."""
+        """Abort requests and free their blocks; unknown ids are ignored. A router calls this often enough, without ids too, to show
+        that it is there: a worker ends the stream of a router that has not for 60 s, as it was killed."""
 
     async def info(self) -> WorkerInfo:
         """Return the worker's id, model and limits."""

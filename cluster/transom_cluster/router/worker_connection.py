@@ -262,6 +262,7 @@ class WorkerConnection:
             TimeoutError: the worker has sent nothing for about `silence_s`, not even a heartbeat.
         """
         loop = asyncio.get_running_loop()
+        shown_s = loop.time()
         async with (
             contextlib.aclosing(self.client.open_stream(self._router_id)) as stream,
             asyncio.timeout(None) as limit,
@@ -274,6 +275,9 @@ class WorkerConnection:
                 if not self.is_open:
                     await self._open()
                     yield Opened()
+                if loop.time() >= shown_s + self._timings.presence_s:  # a heartbeat comes every 5 s
+                    shown_s = loop.time()
+                    self.abort_soon([])
                 if message.load is not None:
                     self.load = message.load
                 yield Received(message)

@@ -193,6 +193,18 @@ async def test_a_worker_without_a_heartbeat_is_lost_and_its_stream_is_opened_aga
         await until(lambda: worker.num_streams >= 3)  # silent again each time
 
 
+async def test_a_router_shows_its_workers_that_it_is_there():
+    worker, shown = StubWorker(), []
+
+    async def note(router_id, request_ids):
+        shown.append((router_id, request_ids))
+
+    worker.abort = note  # type: ignore[method-assign]
+    async with running_api(worker, timings=timings(presence_s=0.0)) as api:
+        await api.complete()
+        await until(lambda: (api.router.router_id, []) in shown)
+
+
 async def test_a_submission_that_hangs_ends_when_the_link_breaks():
     worker = StubWorker()
     async with running_api(worker, **NO_FAILOVER) as api:

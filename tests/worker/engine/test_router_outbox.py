@@ -10,7 +10,7 @@ import pytest
 
 from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_events import KvRun, KvUpdate
-from transom_worker.engine.router_outbox import HEARTBEAT_S, NEWS_PERIOD_S, RouterOutbox, is_news
+from transom_worker.engine.router_outbox import HEARTBEAT_S, NEWS_PERIOD_S, SILENT_ROUTER_S, RouterOutbox, is_news
 
 IDLE = WorkerLoad(max_num_seqs=16, prefill_tokens_per_s=5000.0, decode_step_s=0.02)
 BUSY = replace(IDLE, num_running=8, num_waiting=2, waiting_tokens=4000, used_share=0.5)
@@ -144,6 +144,17 @@ async def test_a_reader_gets_what_is_due_in_one_message_and_ends_when_the_outbox
     await asyncio.sleep(0)
     outbox.close()
     assert await reading is None
+
+
+async def test_the_stream_of_a_router_that_is_silent_ends() -> None:
+    clock = Clock()
+    outbox = opened(clock)
+    clock.now_s += SILENT_ROUTER_S - 1
+    outbox.hear()
+    clock.now_s += SILENT_ROUTER_S - 1
+    assert await outbox.receive() is not None
+    clock.now_s += 1
+    assert await outbox.receive() is None
 
 
 async def test_a_reader_is_woken_when_news_gets_due(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ Example with steps of 20 ms: a router whose requests run here learns of everythi
 gets one message a second while other routers keep the worker busy, and one in five seconds from an idle worker.
 
 Waiting content is joined: a router that reads slowly gets fewer, larger messages, without changes of the index that cancel out.
+
+Ray does not tell a stream that its reader's process was killed. So an outbox ends by itself if its router has not called the worker
+for `SILENT_ROUTER_S`: otherwise the router's requests would go on, and the worker's replica could not leave.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transom_worker.kvcache.prefix.pending_changes import PendingChanges
 
 NEWS_PERIOD_S = 1.0
 HEARTBEAT_S = 5.0
+SILENT_ROUTER_S = 60.0  # routers call every 20 s (`RouterTimings.presence_s`)
 
 # A load is news if it differs from the last one that was sent by more than one of these.
 REQUESTS_SHARE = 1 / 16  # share of the running and waiting requests, and more than one request
@@ -50,6 +54,7 @@ class RouterOutbox:
         self._taken: list[str] = []
         self._sent_load: WorkerLoad | None = None
         self._sent_s = -math.inf
+        self._heard_s = clock()
         self._is_closed = False
         self._looks_again_s = math.inf  # the time at which a waiting `receive` wakes up by itself
         self._changed = asyncio.Event()
@@ -69,6 +74,10 @@ class RouterOutbox:
         """End the stream; what has not been sent is lost."""
         self._is_closed = True
         self._changed.set()
+
+    def hear(self) -> None:
+        """Note that the router is there."""
+        self._heard_s = self._clock()
 
     def due_s(self) -> float:
         """Return when the next message is due, on the clock; infinite before the whole index was added."""
@@ -90,9 +99,11 @@ class RouterOutbox:
         return message
 
     async def receive(self) -> WorkerMessage | None:
-        """Wait until a message is due and return it; None when the outbox is closed."""
+        """Wait until a message is due and return it; None when the outbox is closed, or its router is silent."""
         while not self._is_closed:
             due_s, now_s = self.due_s(), self._clock()
+            if now_s >= self._heard_s + SILENT_ROUTER_S:
+                return None
             if due_s <= now_s:
                 return self.take()
             self._changed.clear()
