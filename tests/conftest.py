@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 
 from tests.cpu_threads import NUM_THREADS
-from tests.language_patches import look_up_once
+from tests.interpreter_speed import speed_up_interpreter
 from transom_core.kv_cache import load_rates
 from transom_kernels.cpu import threads
 from transom_worker.scheduling.rate_meter import RateMeter, ReadMeter
@@ -37,7 +37,7 @@ threads.set_num_threads(NUM_THREADS)
 @pytest.fixture(scope="module", autouse=True)
 def quicker_interpreter() -> None:
     """For modules that have imported Triton."""
-    look_up_once()
+    speed_up_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.graph_recorder import RecorderDevice, Recording
+from tests.interpreter_speed import speed_up_interpreter
 from tests.worker.execution.hand_scheduler import HandScheduler
 from tests.worker.execution.replay.test_decode_graphs import FailingDevice, runner_of
 from transom_worker.execution.replay.decode_replay import ReplayMismatch
@@ -105,6 +106,7 @@ def rank_steps(comm: Communicator, rank: int, pipe: Connection) -> Any:
     """Random steps on one rank: the number of graphs, of steps that replayed one, and the logits, whole ones on rank 0."""
     from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 
+    speed_up_interpreter()  # which the import above has brought in
     checkpoint, fault, max_model_len = pipe.recv()
     num_graphs = {"fails": 1, "a mixed size fails": MAX_SEQS}.get(fault)  # until the first capture that fails
     device = FailingDevice(num_graphs) if num_graphs and rank == 1 else RecorderDevice()

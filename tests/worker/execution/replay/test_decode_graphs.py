@@ -25,7 +25,7 @@ from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
 from transom_kernels.paged_attention.triton import tuning
-from transom_worker.execution.replay import backends, decode_sizes
+from transom_worker.execution.replay import backends, decode_sizes, graph_warm_up
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
@@ -70,6 +70,7 @@ def runner_of(
         patch.setattr(decode_sizes, "FEW_SEQS", 2)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
+        patch.setattr(graph_warm_up, "LIMIT_S", 100 * graph_warm_up.LIMIT_S)  # on a machine that is busy
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
         yield make_runner(config, parallel=parallel, on_busy=on_busy)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 
 from tests.block_map_decoder import EMPTY, EVICTED, EXPORTED, GONE, HELD, IMPORTED, LOADING, LOOSE, MOVED, SWAPPED, Map
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_host_tier, plain
 from transom_core.contract import KvPolicy
@@ -24,6 +26,7 @@ from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
 from transom_worker.telemetry.blockmap.describe import describe_block
 
+ALL_MIXES = (*MIXES, *ENTRY_MIXES)
 ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
 
 
@@ -171,8 +174,9 @@ def settle(watch: Watch, late: Map | None = None) -> None:
             late.take(frame)
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+@pytest.mark.parametrize(
+    ("mix", "steps_in_flight"), some_daily(product(ALL_MIXES, (1, 2)), daily=zip(ALL_MIXES, cycle((1, 2))))
+)
 def test_frames_say_what_both_tiers_hold(
     mix: tuple[str, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
