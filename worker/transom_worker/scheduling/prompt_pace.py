@@ -17,8 +17,8 @@ A step that only decodes `rows` sequences, which read `keys` keys together, take
     fixed_s + rows * row_s + keys * key_s
 
 Steps of about as many rows and keys per row have one average, so that sizes that have not occurred for long count, too; the three
-costs are fitted to these averages. Rows are tried first: until steps of several sizes were measured, all time counts as theirs.
-On a GPU `row_s` soon is next to nothing; on a CPU it is not.
+costs are fitted to these averages. The fixed part is fitted first: until steps of several sizes were measured, all time counts as
+fixed. On a GPU `row_s` is next to nothing.
 
 Times are taken from the steps' results, so a replayed recording of a run gives the same limits.
 """
@@ -147,13 +147,13 @@ class PromptPace:
 def _fit(averages: Iterable[_Average], number: int) -> DecodeCosts:
     """Return the costs, none below 0, with the least squares of relative errors, by coordinate descent from 0.
 
-    Rows come first, so that they get the time of which it is not known yet what it is for.
+    The fixed part comes first, so that it gets the time of which it is not known yet what it is for.
     """
     products = [[0.0] * 3 for _ in range(3)]
     sums = [0.0] * 3
     for one in averages:
         weight = MEMORY_STEPS / (MEMORY_STEPS + number - one.number) / one.seconds**2
-        features = (one.rows, 1.0, one.keys)
+        features = (1.0, one.rows, one.keys)
         for at, feature in enumerate(features):
             sums[at] += weight * feature * one.seconds
             for other, value in enumerate(features):
@@ -164,7 +164,7 @@ def _fit(averages: Iterable[_Average], number: int) -> DecodeCosts:
             if row[at]:
                 others = sum(row[other] * costs[other] for other in range(3) if other != at)
                 costs[at] = max(0.0, (sums[at] - others) / row[at])
-    return DecodeCosts(costs[1], costs[0], costs[2])
+    return DecodeCosts(*costs)
 
 
 def _class(value: int) -> int:

@@ -5,12 +5,17 @@ Prompts share a step's prompt tokens (`share_limit`). If several clients have wo
 - *Tokens.* Each client that has prompts gets its share of the step's tokens; what it does not need is the others' (`divide`).
 - *Time.* `prompt_pace` knows what rows and prompt tokens cost. A step takes at most `LONGEST` times as long as it would if no
   client had more work than an *ordinary* one: one that decodes `ORDINARY_ROWS` sequences, or uses as much time as the median
-  client. What this leaves beside the fixed time of a step is divided by the clients' weights, and what one does not need is the
-  others'. The sequences of a client that wants more take turns: those go first that have waited for longest. On a device on
-  which rows cost nothing, none has to wait.
+  client does on average. This holds for the rows that decode in each step, and for these and prompts on average. What it leaves
+  beside the fixed time of a step is divided by the clients' weights, and what one does not need is the others'. The sequences of
+  a client that wants more take turns: those go first that have waited for longest. On a device on which rows cost nothing,
+  none has to wait.
 - *Savings.* A client keeps what it does not use of its share of the time, up to that of `SAVED_STEPS` steps, for its next prompts.
-  So a client that sends a prompt now and then has it computed at once, and one that always has prompts is held to its share. A row
-  may cost more than what is left: then the client has a debt, and its sequences wait until its shares have paid it.
+  So a client that sends a prompt now and then has it computed at once, and one that always has prompts is held to its share: it
+  saves for pieces of `LEAST_TOKENS`, between which steps are short. A row may cost more than what is left: then the client has a
+  debt, and its sequences wait until its shares have paid it.
+
+Once in `PROBE_STEPS` a step *is* as if all clients were ordinary: each computes up to `ORDINARY_ROWS` rows and no prompts. So it is
+known what such a step takes even if the clients never stop sending more.
 
 For `GUEST_STEPS` after the last step of another client, one that is alone makes room for it as for one sequence: the request of
 somebody who waits for each answer would else begin with the wait for a long step.
@@ -36,7 +41,7 @@ from itertools import islice
 
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.clients import Client
-from transom_worker.scheduling.prompt_pace import DecodeCosts, PromptPace
+from transom_worker.scheduling.prompt_pace import LEAST_TOKENS, DecodeCosts, PromptPace
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 
@@ -46,24 +51,36 @@ ORDINARY_ROWS = 4
 LONGEST = 1.5  # what a step's time does not count (messages, noise) has the rest of twice as long
 SAVED_STEPS = 16
 GUEST_STEPS = 8
+PROBE_STEPS = 128
 MOST_DEBT_STEPS = 256  # more is forgotten: it may come from a wrong estimate
 USED_WEIGHT = 1 / 32  # of the newest step in the average of what a client uses
-REPLAYED_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+REPLAYED_ROWS = (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 257, 16))
 """Numbers of rows of steps that only decode and in which some wait: few, since each number is recorded when it first occurs."""
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """A client's savings, below 0 for a debt, its average use, and its share of the step that was divided last, all in seconds."""
+    """A client's savings, below 0 for a debt, and its average use, its share of the step that was divided last, and the most that
+    it may save; all in seconds."""
 
     saved_s: float
-    used_s: float
+    rows_s: float  # used by rows that decode
+    used_s: float  # used by these and prompts
+    credit_s: float = (
+        0.0  # what its rows did not use of what they were granted in the last step, below 0 if they used more
+    )
     share_s: float = 0.0
+    most_s: float = 0.0
+
+    def bounded(self, left_s: float, most_s: float) -> float:
+        """Return what is left of a client's time, at most `most_s`, or its debt."""
+        return max(-MOST_DEBT_STEPS * self.share_s, min(most_s, left_s))
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What one client could compute in a step, what that costs, and what the client is granted, in seconds."""
+    """What one client could compute in a step, what that costs, and what the client is granted for rows that decode and in all, in
+    seconds."""
 
     client: Client
     decodes: list[Sequence] = field(default_factory=list)  # running ones with one token to compute
@@ -71,6 +88,7 @@ class _Work:
     waiting: list[Sequence] = field(default_factory=list)
     decode_s: float = 0.0
     prompt_s: float = 0.0
+    rows_s: float = 0.0
     granted_s: float = 0.0
     most_tokens: float = math.inf  # of its prompts
 
@@ -92,6 +110,8 @@ class StepShares:
         self._admission, self._pace = admission, pace
         self._max_num_seqs, self._max_chunk = max_num_seqs, max_chunk
         self._num_steps = 0
+        self._num_turns = 0  # that sequences had
+        self._probe_at = 0  # the next step with ordinary clients
         self._guest_until = 0  # the last step with room for a client that had work not long ago
         self._works: list[_Work] = []  # of the step that is planned, if its time is divided
         self._accounts: dict[str, _Account] = {}  # of clients that have work, or have less than the most savings
@@ -113,7 +133,8 @@ class StepShares:
         num_decoding = sum(len(work.decodes) for work in works) - len(shares)
         with_prompts = [work for work in works if work.all_prompts]
         prompts = [one for work in with_prompts for one in work.all_prompts]
-        if not prompts or (len(prompts) == 1 and len(works) == 1 and not num_decoding):
+        is_timed = bool(shares) or any(work.most_tokens < math.inf for work in with_prompts)
+        if not prompts or (len(prompts) == 1 and len(works) == 1 and not (num_decoding or is_timed)):
             return shares or None
         oldest = next((one for one in prompts if one.status is SequenceStatus.RUNNING), prompts[0])
         paced = self._pace.limit(oldest.scheduled, decodes=num_decoding > 0)
@@ -124,14 +145,16 @@ class StepShares:
                 int(min(sum(map(self._most_tokens, work.all_prompts)), work.most_tokens)) for work in with_prompts
             ]
             limits: Sequences[float] = divide(int(limit), wanted, [work.client.weight for work in with_prompts])
+        elif limit == math.inf and not is_timed:
+            return None
         else:
             limits = [limit]
-        if math.inf in limits and with_prompts[0].most_tokens == math.inf and not shares:
-            return None
         for work, of_client in zip(with_prompts, limits, strict=True):
-            most = min(of_client, work.most_tokens)
             needs = [one.num_ready for one in work.all_prompts]
+            most = min(of_client, work.most_tokens)
             own = needs if most == math.inf else share_limit(int(most), needs, num_running=len(work.prompts))
+            if work.most_tokens < math.inf:  # what shares exceed the limit by would be others' time
+                own = [max(0, min(share, int(most) - sum(own[:at]))) for at, share in enumerate(own)]
             shares |= zip(work.all_prompts, own, strict=True)
         return shares
 
@@ -139,17 +162,20 @@ class StepShares:
         """Charge the clients for a step whose time was divided; `rows` are the sequences of the plan's rows."""
         if not self._works:
             return
-        costs, used_s = self._pace.decode_costs, defaultdict[str, float](float)
+        costs, rows_s, used_s = self._pace.decode_costs, defaultdict[str, float](float), defaultdict[str, float](float)
         for sequence, start, count in zip(rows, plan.start, plan.count, strict=True):
-            row_s = costs.of_rows(1, start) if count == 1 else count * self._pace.token_s(start)
-            used_s[sequence.request.client] += row_s
+            if count == 1:
+                rows_s[sequence.request.client] += costs.of_rows(1, start)
+            else:
+                used_s[sequence.request.client] += count * self._pace.token_s(start)
         granted_s = {work.client.name: work.granted_s for work in self._works}
         for name, account in list(self._accounts.items()):
-            most_s = SAVED_STEPS * account.share_s
+            used_s[name] += rows_s[name]
             saved_s = account.saved_s + max(granted_s.get(name, 0.0), account.share_s) - used_s[name]
-            account.saved_s = max(-MOST_DEBT_STEPS * account.share_s, min(most_s, saved_s))
+            account.saved_s = account.bounded(saved_s, account.most_s)
+            account.rows_s += USED_WEIGHT * (rows_s[name] - account.rows_s)
             account.used_s += USED_WEIGHT * (used_s[name] - account.used_s)
-            if name not in granted_s and saved_s >= most_s:
+            if name not in granted_s and saved_s >= account.most_s:
                 del self._accounts[name]
 
     def _gather(self) -> list[_Work]:
@@ -187,87 +213,135 @@ class StepShares:
         costs, token_s = self._pace.decode_costs, self._pace.token_s
         if len(works) > 1:
             self._guest_until = self._num_steps + GUEST_STEPS
+        if self._num_steps >= self._probe_at and any(work.decodes for work in works):
+            self._probe_at = self._num_steps + PROBE_STEPS
+            for work in works:
+                work.most_tokens = 0
+            return self._others_wait(
+                works, {one.client: _in_turns(one.decodes)[:ORDINARY_ROWS] for one in works}, costs
+            )
         if not works or not any(costs):  # nothing was measured
             return {}
         self._works = works
         for work in works:
             work.decode_s = costs.of_rows(len(work.decodes), sum(one.scheduled for one in work.decodes))
             work.prompt_s = sum(self._most_tokens(one) * token_s(one.scheduled) for one in work.all_prompts)
-        free_s = self._free_time(works, costs)
+        rows_s, free_s = self._free_times(works, costs)
+        rows_us = [int(1e6 * work.decode_s) for work in works]
         wanted_us = [int(1e6 * (work.decode_s + work.prompt_s)) for work in works]
-        if sum(wanted_us) <= 1e6 * free_s:
+        if sum(rows_us) <= 1e6 * rows_s and sum(wanted_us) <= 1e6 * free_s:
             for work, wanted in zip(works, wanted_us, strict=True):
                 work.granted_s = wanted / 1e6
             return {}
-        granted_us = divide(int(1e6 * free_s), wanted_us, [work.client.weight for work in works])
-        for work, granted in zip(works, granted_us, strict=True):
-            work.granted_s = granted / 1e6
-        # If all are in debt, nothing would be computed: as many steps' shares are granted as the first one needs.
-        saved_s = [self._accounts[work.client.name].saved_s for work in works]
-        num_missing = min(-saved / work.granted_s for saved, work in zip(saved_s, works, strict=True))
-        if num_missing >= 1:
-            for work in works:
-                work.granted_s *= 1 + math.floor(num_missing)
+        weights = [work.client.weight for work in works]
+        divided = zip(
+            divide(int(1e6 * rows_s), rows_us, weights), divide(int(1e6 * free_s), wanted_us, weights), strict=True
+        )
+        for work, (rows, granted) in zip(works, divided, strict=True):
+            work.rows_s, work.granted_s = rows / 1e6 + self._accounts[work.client.name].credit_s, granted / 1e6
+        # If nobody could compute anything, as many steps' shares are granted as the first one needs.
+        num_missing = max(0, math.ceil(min(self._missing_s(work) / work.granted_s for work in works)))
+        for work, rows in zip(works, rows_us, strict=True):
+            work.rows_s += num_missing * rows / 1e6
+            work.granted_s *= 1 + num_missing
         chosen = {work.client: self._limit(work, costs) for work in works}
         if not any(work.all_prompts for work in works):
-            self._round(works, chosen)
-        return {one: 0 for work in works for one in work.decodes if one not in chosen[work.client]}
+            _round(works, chosen)
+        return self._others_wait(works, chosen, costs)
 
-    def _free_time(self, works: list[_Work], costs: DecodeCosts) -> float:
-        """Return the time of a step that clients may use, and set their shares of it."""
+    def _free_times(self, works: list[_Work], costs: DecodeCosts) -> tuple[float, float]:
+        """Return the time of a step that rows that decode may use, and the time that these and prompts may; set clients' shares."""
         ordinary_s = ORDINARY_ROWS * costs.row_s
         for work in works:
             if work.client.name not in self._accounts:
-                self._accounts[work.client.name] = _Account(math.inf, ordinary_s)
+                self._accounts[work.client.name] = _Account(math.inf, ordinary_s, ordinary_s)
         accounts = [self._accounts[work.client.name] for work in works]
-        used_s = sorted(account.used_s for account in accounts)
-        if len(works) == 1:
-            used_s.insert(0, costs.row_s)  # the guest's
-        ordinary_s = max(ordinary_s, used_s[(len(used_s) - 1) // 2])
-        free_s = LONGEST * (costs.fixed_s + sum(min(one, ordinary_s) for one in used_s)) - costs.fixed_s
+        free_s = []
+        for used_s in ([account.rows_s for account in accounts], [account.used_s for account in accounts]):
+            if len(works) == 1:
+                used_s.append(costs.row_s)  # the guest's
+            most_s = max(ordinary_s, sorted(used_s)[(len(used_s) - 1) // 2])
+            free_s.append(LONGEST * (costs.fixed_s + sum(min(one, most_s) for one in used_s)) - costs.fixed_s)
         weight = sum(work.client.weight for work in works) + (len(works) == 1)
         for work, account in zip(works, accounts, strict=True):
-            account.share_s = free_s * work.client.weight / weight
-            account.saved_s = min(account.saved_s, SAVED_STEPS * account.share_s)
-        return free_s
+            account.share_s = free_s[1] * work.client.weight / weight
+            account.most_s = max(SAVED_STEPS * account.share_s, LEAST_TOKENS * self._pace.token_s(0))
+            account.saved_s = min(account.saved_s, account.most_s)
+        return free_s[0], free_s[1]
 
-    def _limit(self, work: _Work, costs: DecodeCosts) -> dict[Sequence, None]:
+    def _limit(self, work: _Work, costs: DecodeCosts) -> list[Sequence]:
         """Limit a client's prompts to what it may use, and return the sequences that get their rows, in the order of their turns.
 
-        Rows may use the savings of one step, prompts all. If the client has both, each gets half, or what the other does not need.
+        Only prompts may use savings. So that they get some, rows get at most half of what is granted if the client has prompts.
         """
         account = self._accounts[work.client.name]
         allowed_s = work.granted_s + account.saved_s
         if allowed_s <= 0:
             work.most_tokens = 0
-            return {}
-        rows_s = max(allowed_s - work.prompt_s, allowed_s / 2 if work.decodes else 0.0)
-        rows_s = min(rows_s, work.granted_s + min(account.saved_s, account.share_s))
+            return []
+        rows_s = work.rows_s
+        if allowed_s >= work.decode_s + work.prompt_s:
+            if work.decode_s <= rows_s:
+                return work.decodes
+        elif work.all_prompts:
+            rows_s = min(rows_s, work.granted_s / 2)
         if work.decode_s <= rows_s:
-            chosen, spent_s = dict.fromkeys(work.decodes), work.decode_s
+            chosen, spent_s = work.decodes, work.decode_s
         else:
-            chosen, spent_s = {}, 0.0
-            for one in sorted(work.decodes, key=lambda one: one.sampled_step):
+            chosen, spent_s = [], 0.0
+            for one in _in_turns(work.decodes):
                 if spent_s >= rows_s:
                     break
-                chosen[one] = None
+                chosen.append(one)
                 spent_s += costs.of_rows(1, one.scheduled)
         if work.all_prompts:
-            token_s = self._pace.token_s(work.all_prompts[0].scheduled) or math.inf
-            num_quanta = (allowed_s - spent_s) / token_s // QUANTUM
-            work.most_tokens = QUANTUM * max(1, int(num_quanta)) if allowed_s > spent_s else 0
+            left_s = allowed_s - spent_s
+            num_tokens = left_s / (self._pace.token_s(work.all_prompts[0].scheduled) or math.inf)
+            work.most_tokens = num_tokens // 1 if left_s >= self._piece_s(work) else 0
         return chosen
 
-    @staticmethod
-    def _round(works: list[_Work], chosen: dict[Client, dict[Sequence, None]]) -> None:
-        """Let some more rows wait, of the client with the most, so that a step has one of `REPLAYED_ROWS` rows."""
-        if all(len(work.decodes) == len(chosen[work.client]) for work in works):
-            return
-        num_rows = sum(map(len, chosen.values()))
-        most = max(chosen.values(), key=len)
-        size = max((size for size in REPLAYED_ROWS if size <= num_rows), default=num_rows)
-        for _ in range(min(num_rows - size, len(most) - 1)):
-            most.popitem()
+    def _piece_s(self, work: _Work) -> float:
+        """Return the cost of the least piece of a client's prompts that is computed: all of them, or `LEAST_TOKENS`."""
+        return min(work.prompt_s, LEAST_TOKENS * self._pace.token_s(work.all_prompts[0].scheduled))
+
+    def _missing_s(self, work: _Work) -> float:
+        """Return the time that a client lacks to compute anything in this step; 0 or less if it can."""
+        lacking_s = -work.granted_s - self._accounts[work.client.name].saved_s
+        return max(lacking_s, -work.rows_s) + 1e-6 if work.decodes else lacking_s + self._piece_s(work)
+
+    def _others_wait(
+        self, works: list[_Work], chosen: dict[Client, list[Sequence]], costs: DecodeCosts
+    ) -> dict[Sequence, int]:
+        """Note that the chosen sequences had their turns, and what they left; return 0 for the others."""
+        waiting: dict[Sequence, int] = {}
+        for work in works:
+            own = chosen[work.client]
+            if len(own) == len(work.decodes):
+                continue
+            account = self._accounts.get(work.client.name)
+            if account is not None:
+                spent_s = costs.of_rows(len(own), sum(one.scheduled for one in own))
+                account.credit_s = account.bounded(work.rows_s - spent_s, account.share_s)
+            for one in own:
+                self._num_turns += 1
+                one.last_turn = self._num_turns
+            waiting |= dict.fromkeys(set(work.decodes).difference(own), 0)
+        return waiting
+
+
+def _round(works: list[_Work], chosen: dict[Client, list[Sequence]]) -> None:
+    """Let some more rows wait, of the client with the most, so that a step has one of `REPLAYED_ROWS` rows."""
+    num_rows = sum(map(len, chosen.values()))
+    if num_rows == sum(len(work.decodes) for work in works):
+        return
+    most = max(chosen.values(), key=len)
+    size = max((size for size in REPLAYED_ROWS if size <= num_rows), default=num_rows)
+    del most[max(1, len(most) - (num_rows - size)) :]
+
+
+def _in_turns(decodes: list[Sequence]) -> list[Sequence]:
+    """Return sequences in the order of their turns: those first that had none, or have waited for longest since their last one."""
+    return sorted(decodes, key=lambda one: one.last_turn)
 
 
 def share_limit(limit: int, needs: Sequences[int], *, num_running: int) -> list[int]:

@@ -1,0 +1,232 @@
+"""A hostile client makes others wait at most twice as long as an ordinary busy one does, on devices of several speeds."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count, cycle
+from statistics import fmean, median, quantiles
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.how_many import num_examples
+from tests.worker.scheduling.scheduler_driver import BLOCK, layout, request
+from transom_core.config import SchedulerConfig
+from transom_core.errors import Overloaded
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import StepPlan, StepResult, StepTimings
+
+MAX_MODEL_LEN, NUM_SLOTS, STEP_TOKENS = 2048, 64, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The seconds of a step: a fixed part, and those of each decoding row, of each key that it reads, and of a prompt token."""
+
+    fixed_s: float
+    row_s: float
+    key_s: float
+    token_s: float
+    steps_in_flight: int = 1
+    target_step_s: float | None = None
+
+    def seconds(self, plan: StepPlan) -> float:
+        rows = zip(plan.start, plan.count, strict=True)
+        costs = (self.row_s + start * self.key_s if num == 1 else num * self.token_s for start, num in rows)
+        return self.fixed_s + sum(costs)
+
+
+CPU = Device(15e-3, 1.4e-3, 1e-6, 1e-3, target_step_s=0.2)
+GPU = Device(8e-3, 2e-6, 1e-9, 3e-5, steps_in_flight=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a client does all the time: it sends `num` requests of (prompt, output) tokens, so many at once, and leaves what has not
+    ended `leaves_s` after its first request; then it does the same again."""
+
+    sizes: list[tuple[int, int]]
+    num: int = 4
+    leaves_s: float = 1e9
+    weight: float = 1.0
+
+
+ORDINARY = Load([(32, 32), (128, 32), (80, 32)])
+
+
+@dataclass(slots=True)
+class Client:
+    """Keeps `num` requests running, or sends them all again after it has left."""
+
+    name: str
+    load: Load
+    numbers: count[int] = field(default_factory=count)
+    sizes: cycle[tuple[int, int]] = field(init=False)
+    since_s: float = 0.0
+    own: dict[str, float] = field(default_factory=dict)  # request -> when it was sent, or had its last token
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = cycle(self.load.sizes)
+
+    def act(self, scheduler: Scheduler, now_s: float) -> None:
+        if now_s - self.since_s > self.load.leaves_s:
+            for name in self.own:
+                scheduler.abort(name)
+            self.own.clear()
+        if not self.own:
+            self.since_s = now_s
+        while len(self.own) < self.load.num:
+            (num_prompt, num_output), number = next(self.sizes), next(self.numbers)
+            name, prompt = f"{self.name} {number}", [hash((self.name, number)) % 1000] * num_prompt
+            try:
+                scheduler.add(request(name, prompt, num_output, client=self.name, client_weight=self.load.weight))
+            except Overloaded:
+                return
+            self.own[name] = now_s
+
+    def take(self, name: str, now_s: float, *, is_first: bool, is_last: bool) -> None:
+        (self.first_s if is_first else self.gaps_s).append(now_s - self.own[name])
+        self.own[name] = now_s
+        if is_last:
+            del self.own[name]
+
+
+class Server:
+    """A scheduler whose steps take the time of a device, and its clients."""
+
+    def __init__(self, device: Device, loads: list[Load]) -> None:
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=NUM_SLOTS,
+                max_num_batched_tokens=STEP_TOKENS,
+                steps_in_flight=device.steps_in_flight,
+                target_step_s=device.target_step_s,
+                max_waiting=512,
+            ),
+            layout(["full"], num_pages=40_000),
+            block_size=BLOCK,
+            max_model_len=MAX_MODEL_LEN,
+            enable_prefix_caching=True,
+            clock=lambda: self.now_s,
+        )
+        self.device, self.now_s, self.in_flight = device, 0.0, deque[StepPlan]()
+        self.clients = [Client(str(number), load) for number, load in enumerate(loads)]
+
+    def step(self) -> StepPlan:
+        """Run a step, and return its plan."""
+        for client in self.clients:
+            client.act(self.scheduler, self.now_s)
+        while (plan := self.scheduler.schedule()) is not None:
+            self.in_flight.append(plan)
+        plan = self.in_flight.popleft()
+        seconds = self.device.seconds(plan)
+        self.now_s += seconds
+        timings = StepTimings(forward_s=seconds)
+        result = StepResult(step_id=plan.step_id, sampled_ids=[7] * sum(plan.sample), timings=timings)
+        for output in self.scheduler.receive(result):
+            client = self.clients[int(output.request_id.split()[0])]
+            client.take(output.request_id, self.now_s, is_first=output.is_first, is_last=output.at_limit)
+            if output.at_limit:
+                self.scheduler.abort(output.request_id)
+        return plan
+
+
+VICTIM = Load(ORDINARY.sizes, num=1)
+DEVICES = {"cpu": CPU, "gpu": GPU}
+
+
+def waits(device: Device, loads: list[Load], *, num_requests: int) -> list[float]:
+    """Return of the first client's first tokens and gaps: the means, the 95th percentiles, and the medians, the gaps' last."""
+    server = Server(device, loads)
+    victim = server.clients[0]
+    while len(victim.first_s) < num_requests:
+        server.step()
+    return [
+        fmean(victim.first_s),
+        fmean(victim.gaps_s),
+        quantiles(victim.gaps_s, n=20)[-1],
+        median(victim.first_s),
+        median(victim.gaps_s),
+    ]
+
+
+def check_bound(device: Device, others: list[Load], hostile: Load, *, num_requests: int = 16) -> None:
+    usual = waits(device, [VICTIM, *others, ORDINARY], num_requests=num_requests)
+    found = waits(device, [VICTIM, *others, hostile], num_requests=num_requests)
+    # Where several ordinary clients send prompts in a third of the steps, one more client's are in most: the median gap then is
+    # that of a step with a prompt, while the mean stays.
+    num_kinds = 4 if others else 5
+    assert all(one <= 2 * other for one, other in list(zip(found, usual, strict=True))[:num_kinds]), (found, usual)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        Load([(5, 1000)], num=256),
+        Load([(5, 1000)], num=256, leaves_s=0.5),
+        Load([(300, 1000)], num=64, leaves_s=0.1),  # that never decodes
+        Load([(1900, 2)], num=8),
+        Load([(1500, 500)], num=64),
+        Load([(1900, 1)], num=1),
+    ],
+)
+def test_attacks_cost_others_at_most_twice_what_an_ordinary_client_does(device: str, hostile: Load) -> None:
+    check_bound(DEVICES[device], [], hostile)
+
+
+hostile_loads = st.builds(
+    Load,
+    st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=4),
+    num=st.sampled_from([1, 4, 16, 64, 200]),
+    leaves_s=st.sampled_from([0.02, 0.1, 0.5, 3.0, 1e9]),
+)
+
+
+@settings(max_examples=num_examples(daily=4, exhaustive=400), deadline=None)
+@given(device=st.sampled_from([*DEVICES]), hostile=hostile_loads, num_others=st.integers(0, 3))
+def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(
+    device: str, hostile: Load, num_others: int
+) -> None:
+    check_bound(DEVICES[device], [ORDINARY] * num_others, hostile)
+
+
+def rows_of_steps(device: Device, loads: list[Load], *, num_steps: int = 300) -> list[int]:
+    """Return how many rows the last half of these steps have."""
+    server = Server(device, loads)
+    return [len(server.step().count) for _ in range(num_steps)][num_steps // 2 :]
+
+
+def test_no_row_waits_where_rows_cost_nothing() -> None:
+    rows = rows_of_steps(GPU, [Load([(5, 1000)], num=2), Load([(5, 1000)], num=62)])
+    assert median(rows) == NUM_SLOTS
+    assert sorted(rows)[len(rows) // 20] == NUM_SLOTS  # but in a step that tells what ordinary clients' steps take
+
+
+def test_no_row_waits_where_all_clients_have_as_many() -> None:
+    rows = rows_of_steps(CPU, [Load([(5, 1000)], num=16)] * 4)
+    assert median(rows) == NUM_SLOTS
+
+
+def test_a_client_alone_uses_everything_and_its_steps_are_not_divided() -> None:
+    assert set(rows_of_steps(CPU, [Load([(5, 1000)], num=64)])) == {NUM_SLOTS}
+
+
+def test_rows_that_wait_take_turns_by_the_weights_of_clients() -> None:
+    server = Server(CPU, [Load([(5, 1900)], num=1), Load([(5, 1900)], num=20), Load([(5, 1900)], num=20, weight=3.0)])
+    counted: list[dict[str, int]] = []
+    for _ in range(2):
+        for _ in range(400):
+            server.step()
+        counted.append({name: len(one.token_ids) for name, one in server.scheduler.by_request.items()})
+    num_tokens: dict[str, list[int]] = {}
+    for name, before in counted[0].items():
+        num_tokens.setdefault(name.split()[0], []).append(counted[1][name] - before)
+    assert num_tokens["0"] == [400]
+    for own in num_tokens.values():
+        assert max(own) - min(own) <= 1
+    assert sum(num_tokens["2"]) == pytest.approx(3 * sum(num_tokens["1"]), rel=0.2)
