@@ -26,7 +26,7 @@ class Sharer(NamedTuple):
     weight: float = 1.0
 
 
-NOBODY = Sharer()
+NO_CLIENT = Sharer()
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from transom_core.client_queue import NOBODY, Sharer
+from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.layout import ArenaLayout, check_block_sizes
 from transom_core.kv_cache.load_rates import LoadRates
@@ -199,7 +199,7 @@ class KvCache:
         hit: PrefixHit | None = None,
         retentions: RetentionSet | None = None,
         keeps_aside: bool = False,
-        sharer: Sharer = NOBODY,
+        sharer: Sharer = NO_CLIENT,
     ) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit, and reference them; `hit` is None for a sequence without cached blocks.
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transom_core.client_queue import NOBODY, Sharer
+from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
@@ -106,7 +106,7 @@ class SequenceBlocks:
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the KV policy can be measured
     # Nothing is published, because a KV policy decides by the sequence's own attention which blocks it keeps.
     is_private: bool = False
-    sharer: Sharer = NOBODY  # the client whose loads these are
+    sharer: Sharer = NO_CLIENT  # the client whose loads these are
 
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
@@ -135,7 +135,7 @@ class SequenceBlocks:
         *,
         block_size: int,
         keeps_aside: bool = False,
-        sharer: Sharer = NOBODY,
+        sharer: Sharer = NO_CLIENT,
     ) -> SequenceBlocks:
         """Return empty tables for a sequence that starts at a hit (None: at token 0); `block_size` is that of a hash block.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transom_core.client_queue import NOBODY, Sharer
+from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DISK, HOST
@@ -137,7 +137,7 @@ class Imports:
         self.opened.append(opened)
         return opened
 
-    def fetch(self, opened: BlockImport, sharer: Sharer = NOBODY) -> int:
+    def fetch(self, opened: BlockImport, sharer: Sharer = NO_CLIENT) -> int:
         """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
         opened.ticket = self._copies.add_load(copies, sharer)

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from transom_core.client_queue import NOBODY, ClientQueue, Sharer
+from transom_core.client_queue import NO_CLIENT, ClientQueue, Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
@@ -67,7 +67,7 @@ class ByteBudget:
         self.used_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def taken(self, num_bytes: int, sharer: Sharer = NOBODY) -> AsyncIterator[None]:
+    async def taken(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> AsyncIterator[None]:
         """Hold `num_bytes` of the budget while the context is open."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wanted = _Wanted(sharer, min(num_bytes, self._limit_bytes), turn)
