@@ -125,10 +125,10 @@ class Loads:
         self._copies.loads.clear()
 
     def num_blocks(self, ticket: int) -> list[int]:
-        """Return how many blocks of each group a load brings; zeros for an unknown ticket, and for a void load, which may be cut."""
+        """Return how many blocks of each group a load brings; zeros for an unknown ticket or a void load, which may be cut."""
         load = self.by_ticket.get(ticket)
-        is_whole = load is not None and not load.is_void
-        counts = Counter(copy.group for copy in load.copies) if is_whole else Counter[int]()
+        copies = [] if load is None or load.is_void else load.copies
+        counts = Counter(copy.group for copy in copies)
         return [counts[group] for group in range(len(self.num_loaded))]
 
     def release(self, blocks: SequenceBlocks) -> None:
