@@ -9,6 +9,7 @@ The tests follow one another on the one server. `make test-all` adds ten minutes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tests.end_to_end.server import (
     assert_ended_cleanly,
     look_until,
     metric,
+    replica_pids,
     start_server,
     stop_server,
     wait_for_replicas,
@@ -57,6 +60,9 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 MODEL = "tiny"
 MAX_TOKENS = 60
 REQUESTS = bodies(items(8), max_tokens=MAX_TOKENS)
+# By how much a replica of a kind may grow: a client's quarter of each cache (of compiled grammars, 64 MiB at a worker), timelines,
+# and again as much for what the allocator keeps.
+MEMORY_BYTES = {":Router": 96 << 20, ":Worker": 128 << 20}
 PAUSE_S = 1.0  # of a client between two answers, while new processes start on the cores that answer
 SETTINGS = {
     "served_model_name": MODEL,
@@ -160,6 +166,45 @@ def test_metrics_count_tokens(server: Server) -> None:
     )  # a step is counted after its answers were sent
     found = look_until(lambda: [metric(server.url, name) for name in names], lambda counts: counts[0] == before + 5)
     assert found[1] == found[2] > 0
+
+
+def test_resident_memory_stays_within_a_sum_whatever_clients_send(server: Server) -> None:
+    """After a first round, which starts child processes and fills pools of the allocator.
+
+    A round's grammars take 27 MiB each, and its texts 8 MiB each as they are tokenised; bodies are left half-way.
+    """
+    wait_for_workers(server, 2)
+
+    def send(path: str, body: dict[str, Any], *, timeout_s: float = PATIENCE_S) -> None:
+        with contextlib.suppress(httpx.TimeoutException):
+            HTTP.post(f"{server.url}{path}", json=body, timeout=timeout_s)
+
+    def resident() -> dict[int, int]:
+        pids = [pid for kind in MEMORY_BYTES for pid in replica_pids(server, kind)]
+        pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in pids)
+        return {pid: int(count) * resource.getpagesize() for pid, count in zip(pids, pages, strict=True)}
+
+    def send_round(number: int) -> None:
+        one: dict[str, Any] = {"prompt": f"{number}", "max_tokens": 1}
+        grammars = [one | {"structured_outputs": {"regex": f"a{{1000000}}{number}b{i}"}} for i in range(8)]
+        refused = [one | {"structured_outputs": {"regex": f"({number}{i}" * 20_000}} for i in range(12)]
+        keyed = [one | {"prompt_cache_key": f"{number} {i}" * 8} for i in range(60)]
+        with ThreadPoolExecutor(6) as threads:
+            calls = [threads.submit(send, "/v1/completions", body) for body in (*grammars, *refused, *keyed)]
+            calls += [threads.submit(send, "/tokenize", {"prompt": "\u1700" * 5_000}) for _ in range(6)]
+            calls += [threads.submit(send, "/v1/completions", body, timeout_s=0.1) for body in grammars]
+            for call in calls:
+                call.result()
+
+    send_round(0)
+    before = resident()
+    for number in (1, 2):
+        send_round(number)
+    look_until(lambda: metric(server.url, "transom_requests_running"), lambda running: running == 0)
+    after = resident()
+    for kind, most in MEMORY_BYTES.items():
+        for pid in replica_pids(server, kind):
+            assert after[pid] - before[pid] <= most, kind
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,9 @@ from transom_core.virtual_time import VirtualTime
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, OrderKey, Sequence, Wait
 
+# With which a worker's unfinished requests may arrive, some 1.5 GB of integers; beyond it a client may have its share only.
+MAX_TOKENS = 2**25
+
 
 class Client:
     """One client's unfinished sequences by place, and its service. Only the other classes of this module change it."""

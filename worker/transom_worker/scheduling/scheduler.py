@@ -35,6 +35,7 @@ from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import PolicyRetentions
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
+from transom_worker.scheduling.clients import MAX_TOKENS
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.policy_counts import PolicyStats
@@ -47,10 +48,6 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_budget import chunk_limit
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
 from transom_worker.scheduling.work_counts import WorkCounts
-
-MAX_TOKENS = (
-    2**25
-)  # with which unfinished requests arrived, beside which a client may have its share only: 1.5 GB of integers
 
 
 class Scheduler:

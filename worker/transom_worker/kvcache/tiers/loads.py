@@ -125,9 +125,10 @@ class Loads:
         self._copies.loads.clear()
 
     def num_blocks(self, ticket: int) -> list[int]:
-        """Return how many blocks of each group a load brings; zeros for an unknown ticket."""
+        """Return how many blocks of each group a load brings; zeros for an unknown ticket or a void load, which may be cut."""
         load = self.by_ticket.get(ticket)
-        counts = Counter(copy.group for copy in load.copies) if load is not None else Counter[int]()
+        copies = [] if load is None or load.is_void else load.copies
+        counts = Counter(copy.group for copy in copies)
         return [counts[group] for group in range(len(self.num_loaded))]
 
     def release(self, blocks: SequenceBlocks) -> None:
