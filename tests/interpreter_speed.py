@@ -19,7 +19,7 @@ from typing import Any
 
 def speed_up_interpreter() -> None:
     """From now on, in this process, if it has Triton's interpreter and that works as described."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     patched = getattr(interpreter, "_patch_builtin", None)
     if interpreter is None or patched is None or not hasattr(interpreter, "_patch_attr") or hasattr(patched, "found"):
         return

@@ -79,7 +79,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("mask", "extra"), matrix(MASKS, list(EXTRAS), strength=1))
 def test_agrees_with_attention_written_out(mask, extra):
-    check(make_case(MIXED, Shape()), **EXTRAS[extra], **mask)
+    shape = Shape(heads=4, size=16) if extra == "soft_cap" else Shape()  # tests of models compile this kernel as well
+    check(make_case(MIXED, shape), **EXTRAS[extra], **mask)
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 3, "num_sink_tokens": 2}], ids=str)

@@ -18,7 +18,8 @@ from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention import reference as paged_reference
 from transom_kernels.policy_attention import PolicyBatch, add_block_mass, policy_attention
 
-SHAPE = Shape(block_size=16)
+ODD = Shape(block_size=16)  # six heads of 24, in groups of three
+SHAPE = Shape(heads=4, size=16, block_size=16)  # as in tests of models, which compile the same kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES = [
     PolicySequence(start=700, window=300, sinks=20, dropped=tuple(range(2, 25))),  # a window whose run has slid
@@ -38,7 +39,7 @@ def check(case: PolicyCase, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tables_with_gaps_windows_and_sinks(dtype):
-    case = make_policy_case(SEQUENCES, replace(SHAPE, dtype=dtype))
+    case = make_policy_case(SEQUENCES, replace(ODD if dtype is torch.float16 else SHAPE, dtype=dtype))
     check(case)
     check(case, with_sink_query=True)
 
@@ -50,12 +51,15 @@ def test_tables_with_gaps_windows_and_sinks(dtype):
 def test_groups_widths_and_block_sizes(heads, kv_heads, size, v_size, block_size):
     shape = Shape(heads=heads, kv_heads=kv_heads, size=size, v_size=v_size, block_size=block_size)
     sequences = [PolicySequence(start=300, window=77, sinks=9, dropped=(3, 4)), PolicySequence(start=99, count=11)]
-    check(make_policy_case(sequences, shape), with_sink_query=True)
+    how = {"soft_cap": 3.0, "sink_logits": torch.linspace(-2, 2, heads)}
+    check(make_policy_case(sequences, shape), with_sink_query=True, **how)
 
 
-def test_soft_cap_and_sink_logits():
-    sink_logits = torch.tensor([-2.0, 0.0, 40.0, 1.0, float("-inf"), 3.0])
-    check(make_policy_case(SEQUENCES, SHAPE), soft_cap=3.0, sink_logits=sink_logits)
+@pytest.mark.parametrize(
+    "how", [{"soft_cap": 3.0}, {"sink_logits": torch.tensor([0.0, 40.0, float("-inf"), 3.0])}], ids=["cap", "sinks"]
+)
+def test_soft_cap_and_sink_logits(how):
+    check(make_policy_case(SEQUENCES, SHAPE), **how)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_soft_cap_and_sink_logits():
     some_daily([(name, dtype) for name in FORMATS_BY_NAME for dtype in DTYPES[:2]], daily=[("int4", torch.bfloat16)]),
 )
 def test_quantised_caches(name, dtype):
-    case = make_policy_case(SEQUENCES, replace(SHAPE, dtype=dtype))
+    case = make_policy_case(SEQUENCES, replace(ODD, dtype=dtype))
     check(case, with_sink_query=True, kv_format=name)
 
 
@@ -153,7 +157,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_threads():
 def test_queries_for_sink_tokens_may_have_strides_of_their_own():
     case = make_policy_case(SEQUENCES[:2], SHAPE)
     expected, _ = check(case, with_sink_query=True)
-    case.sink_q = torch.cat([case.sink_q, case.sink_q], dim=1)[:, :6]
+    case.sink_q = torch.cat([case.sink_q, case.sink_q], dim=1)[:, : SHAPE.heads]
     assert torch.equal(check(case, with_sink_query=True)[0], expected)
 
 
@@ -167,19 +171,19 @@ def test_torch_computes_long_prompts_in_tiles_of_query_tokens(monkeypatch):
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"q": torch.zeros(1, 5, 24)}, "be a multiple"), ({"q": torch.zeros(1, 6, 23)}, "widths must agree")],
+    [({"q": torch.zeros(1, 5, 16)}, "be a multiple"), ({"q": torch.zeros(1, 4, 15)}, "widths must agree")],
 )
 def test_what_does_not_fit_is_refused(changed, words):
     case = make_policy_case([PolicySequence(start=9)], SHAPE)
     with pytest.raises(ValueError, match=words):
         policy_attention(replace(case, q=changed["q"]).inputs())
     with pytest.raises(ValueError, match="statistics has shape"):
-        policy_attention(case.inputs(statistics=torch.zeros(1, 6)))
+        policy_attention(case.inputs(statistics=torch.zeros(1, 4)))
     with pytest.raises(ValueError, match="mass is"):
-        add_block_mass(torch.zeros(2, 2), case.inputs(statistics=torch.zeros(1, 6, 2)))
+        add_block_mass(torch.zeros(2, 2), case.inputs(statistics=torch.zeros(1, 4, 2)))
     with pytest.raises(ValueError, match="no statistics"):
         add_block_mass(torch.zeros(case.batch.block_table.shape), case.inputs())
 
 
 def small_case() -> None:
-    check(make_policy_case(SEQUENCES[:4], replace(SHAPE, size=23, dtype=torch.bfloat16)), with_sink_query=True)
+    check(make_policy_case(SEQUENCES[:4], replace(ODD, size=23, dtype=torch.bfloat16)), with_sink_query=True)
