@@ -54,7 +54,7 @@ def test_all_numbers_come_by_pinned_memory(held: list[int], monkeypatch: pytest.
             assert 1 < len(uploads.copied) - before <= UPLOADS_PER_STEP
             for sampler in (on_device, on_host):
                 for row, token in zip(rows, wanted, strict=True):
-                    sampler.append(row, token)
+                    sampler.append([row], [token])
 
 
 class LargestResult(TorchDispatchMode):

@@ -54,7 +54,7 @@ def texts(seed: int) -> list[list[int]]:
         found.append(sampler.sample(logits, seq_ids, mask).token_ids)
         assert torch.equal(logits, kept)
         for seq_id, token in zip(seq_ids, found[-1], strict=True):
-            sampler.append(seq_id, token)
+            sampler.append([seq_id], [token])
         sampler.remove(step)
         add(sampler, step, [1, 2], 1, random_params(generator))
     return found

@@ -50,7 +50,7 @@ def run(kinds: list[str], steps: int, resume: dict[str, list[int]] | None = None
         for row, kind in enumerate(kinds):
             results[kind].append((sampled.token_ids[row], sampled.logprobs[row] if sampled.logprobs else None))
             tokens[kind].append(sampled.token_ids[row])
-            sampler.append(list(KINDS).index(kind), sampled.token_ids[row])
+            sampler.append([list(KINDS).index(kind)], [sampled.token_ids[row]])
     return results
 
 
@@ -77,7 +77,7 @@ def test_seeds_choices_and_positions_give_other_texts() -> None:
     for _ in range(12):
         texts.append(sampler.sample(torch.zeros(3, VOCABULARY), [0, 1, 2]).token_ids)
         for seq_id, token in enumerate(texts[-1]):
-            sampler.append(seq_id, token)
+            sampler.append([seq_id], [token])
     columns = list(zip(*texts, strict=True))
     assert len(set(columns)) == 3
     assert all(len(set(column)) > 6 for column in columns)
@@ -92,7 +92,7 @@ def test_min_tokens_bans_end_tokens_until_reached() -> None:
     chosen = []
     for _ in range(3):
         chosen += sampler.sample(logits, [0]).token_ids
-        sampler.append(0, chosen[-1])
+        sampler.append([0], [chosen[-1]])
     assert chosen == [9, 9, EOS]
 
 

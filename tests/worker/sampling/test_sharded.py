@@ -54,7 +54,7 @@ def run(
     for logits, mask in zip(steps, masks, strict=True):
         results.append(sampler.sample(logits, range(len(kinds)), mask))
         for seq_id, token_id in enumerate(results[-1].token_ids):
-            sampler.append(seq_id, token_id)
+            sampler.append([seq_id], [token_id])
     return results
 
 

@@ -66,7 +66,7 @@ def test_a_step_uploads_what_is_new(
             token_ids = sampler.sample(logits[: len(rows)], rows).token_ids
             uploaded.append(uploads.num_bytes - before)
             for seq_id, token_id in zip(rows, token_ids, strict=True):
-                sampler.append(seq_id, token_id)
+                sampler.append([seq_id], [token_id])
     assert uploaded[0] > 1_024 * 12, "all pairs at first"
     assert max(uploaded[1:]) <= 2 * 150, "then a few numbers for each row"
 
@@ -103,7 +103,7 @@ def generate(*, steps: int, is_disturbed: bool) -> dict[str, list[int]]:
         sampled = sampler.sample(torch.stack([logits_after(tokens[k]) for k in kinds]), [ids[k] for k in kinds])
         for kind, token_id in zip(kinds, sampled.token_ids, strict=True):
             tokens[kind].append(token_id)
-            sampler.append(ids[kind], token_id)
+            sampler.append([ids[kind]], [token_id])
     return tokens
 
 

@@ -45,6 +45,11 @@ class AnswerGrammars:
         """Whether a request waits for its grammar."""
         return self.compiler.is_busy
 
+    @property
+    def num_running(self) -> int:
+        """The number of answers that follow a grammar now."""
+        return len(self.masks)
+
     def check_room(self, request: Request) -> None:
         """Raise `Overloaded` if a request has a grammar, and too many grammars wait to be compiled."""
         if request.grammar is not None:
@@ -108,7 +113,7 @@ class AnswerGrammars:
         return GrammarStats(
             num_requests=self._num_requests,
             num_failed=self.num_failed,
-            num_running=len(masks),
+            num_running=self.num_running,
             num_compiled=compiler.num_compiled,
             num_cached=compiler.num_cached,
             compile_s=compiler.seconds,

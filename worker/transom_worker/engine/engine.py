@@ -326,11 +326,7 @@ class Engine:
         self.forward_s += result.timings.forward_s
         now_s = self.clock()
         self._rates.stepped(plan.num_tokens, len(plan.seq_ids), received_s - begin_s, now_s=now_s)
-        decoding: list[RequestTimes] = []  # of requests that have another token and go on
-        for output in outputs:
-            if (running := self.requests.get(output.request_id)) is not None:
-                events.append(self._advance(running, output, now_s, decoding))
-        self.events.tokens(decoding, now_s)
+        self._advance(outputs, events, now_s)
         self._compute_masks(outputs, events)
         end_s = time.perf_counter()
         times = EngineStepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
@@ -350,30 +346,32 @@ class Engine:
             self.executor.submit(plan)
             self._report_plan(plan)
 
-    def _advance(
-        self, running: RunningRequest, output: SequenceOutput, now_s: float, decoding: list[RequestTimes]
-    ) -> OutputEvent:
-        """Add one sampled token to its request, and return the event; the request may end with it.
-
-        `decoding` collects the requests whose token is still to be reported.
-        """
-        try:
-            event = running.token_event(output)
-        except (RequestError, StepFailed) as error:  # an error of the request's grammar
-            self.grammars.num_failed += 1
-            self.scheduler.abort(output.request_id)
-            return self._end_with_error(output.request_id, error)
-        if output.is_first:
-            self._rates.first_token(running.times.arrival_s, now_s)
-            self.events.first_token(running.times, now_s)
-        else:
-            decoding.append(running.times)
-        if event.finish_reason is not None or event.is_handover:
-            self.events.tokens(decoding, now_s)  # the end of a request is reported after its last token
-            decoding.clear()
-            self.scheduler.abort(output.request_id)
-            self._report_end(self._remove(output.request_id), event.finish_reason or "handover")
-        return event
+    def _advance(self, outputs: list[SequenceOutput], events: list[OutputEvent], now_s: float) -> None:
+        """Add the sampled tokens to their requests, some of which end with them, and the events of both to `events`."""
+        decoding: list[RequestTimes] = []  # of the requests whose token is not reported yet
+        for output in outputs:
+            running = self.requests.get(output.request_id)
+            if running is None:
+                continue
+            try:
+                event = running.token_event(output)
+            except (RequestError, StepFailed) as error:  # an error of the request's grammar
+                self.grammars.num_failed += 1
+                self.scheduler.abort(output.request_id)
+                events.append(self._end_with_error(output.request_id, error))
+                continue
+            events.append(event)
+            if output.is_first:
+                self._rates.first_token(running.times.arrival_s, now_s)
+                self.events.first_token(running.times, now_s)
+            else:
+                decoding.append(running.times)
+            if event.finish_reason is not None or event.is_handover:
+                self.events.tokens(decoding, now_s)  # the end of a request is reported after its last token
+                decoding = []
+                self.scheduler.abort(output.request_id)
+                self._report_end(self._remove(output.request_id), event.finish_reason or "handover")
+        self.events.tokens(decoding, now_s)
 
     # Grammars
 
@@ -392,6 +390,8 @@ class Engine:
 
     def _compute_masks(self, outputs: list[SequenceOutput], events: list[OutputEvent]) -> None:
         """Compute which tokens may follow the new ones in answers with a grammar, and end the answers that nothing may follow."""
+        if not self.grammars.num_running:
+            return
         found = (self.requests.get(output.request_id) for output in outputs)
         held = [running for running in found if running is not None and running.grammar is not None]
         if held:

@@ -18,7 +18,9 @@ from __future__ import annotations
 from itertools import cycle
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class Fetch(Protocol):
@@ -113,9 +115,9 @@ def device_queue(device: torch.device, *, max_rows: int) -> DeviceQueue:
     return CudaQueue(max_rows=max_rows) if device.type == "cuda" else HostQueue()
 
 
-def in_row(row: int) -> int:
-    """Return the input token that stands for the id in this row of the last step's ids."""
-    return ~row  # -1 for row 0: never a token id
+def in_row(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the input tokens that stand for the ids in these rows of the last step's ids."""
+    return ~rows  # -1 for row 0: never a token id
 
 
 def with_sampled(token_ids_T: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:

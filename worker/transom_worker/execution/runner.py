@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import compress, cycle
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from transom_core.errors import OutOfMemory, StepFailed, TransomError
@@ -83,9 +84,8 @@ class ModelRunner:
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
         self._queue = queue
-        self._last_sampled = SampledIds({}, None, [])  # the ids of the last step with rows
-        # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
-        self._awaited: list[tuple[int, int, int]] = []
+        self._last_sampled = SampledIds(np.empty(0, dtype=np.int64), None, [])  # the ids of the last step with rows
+        self._reading_seqs: set[int] = set()  # sequences that need their tokens on the host, see `_needs_tokens`
         self._waiting_seqs: set[int] = set()  # sequences whose steps make the host wait, see `_waits`
         self._clocks = cycle((step_clock(self._device), step_clock(self._device)))
         self.was_committed = False
@@ -157,7 +157,7 @@ class ModelRunner:
                 f"The plan has version {plan.version}; this rank reads version {STEP_VERSION}. Update the older side."
             )
         if self._needs_tokens(plan):
-            self._take_tokens(self._last_sampled)
+            self._last_sampled.wait()
         clock = next(self._clocks)
         step = LaunchedStep(plan, StepResult(step_id=plan.step_id), clock)
         clock.begin()
@@ -173,7 +173,7 @@ class ModelRunner:
     def _compute(self, step: LaunchedStep) -> None:
         """Launch the forward pass and the sampling of a plan that has rows."""
         plan, result, clock = step.plan, step.result, step.clock
-        ids_S = self._last_sampled.ids_S if self._awaited else None
+        ids_S = None if self._last_sampled.known is not None else self._last_sampled.ids_S
         forward = self._forward.prepare(plan, self._store, ids_S)
         clock.mark(Mark.PREPARED)
         with self._committed():
@@ -200,7 +200,7 @@ class ModelRunner:
             result.timings = StepTimings(copy_s=clock.copy_s)
         else:
             with self._committed():
-                result.sampled_ids = self._take_tokens(step.sampled)
+                result.sampled_ids = step.sampled.wait()
                 self._parallel.comm.check()
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
@@ -217,22 +217,10 @@ class ModelRunner:
         """Return whether a step needs the last step's tokens on the host before it is launched. It does if the penalties of a row
         count these tokens, or if a row's sequence has a KV policy.
         """
-        if self._last_sampled.known is not None:
+        if self._last_sampled.known is not None or self._reading_seqs.isdisjoint(plan.seq_ids):
             return False
-        return any(
-            row != NO_ID and (self._store[seq_id].compact is not None or self._sampler.needs_tokens(seq_id))
-            for row, seq_id in zip(plan.input_row, plan.seq_ids, strict=True)
-        )
-
-    def _take_tokens(self, sampled: SampledIds) -> list[int]:
-        """Wait for a step's tokens, and store them in the sequences to which the next step has appended stand-ins for them."""
-        tokens = sampled.wait()
-        for seq_id, position, s in self._awaited:
-            sequence = self._store.find(seq_id)
-            if sequence is not None:  # it may have finished since
-                sequence.set_token(position, tokens[s])
-        self._awaited = []
-        return tokens
+        rows = zip(plan.input_row, plan.seq_ids, strict=True)
+        return any(row != NO_ID and seq_id in self._reading_seqs for row, seq_id in rows)
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
@@ -271,35 +259,36 @@ class ModelRunner:
                 seed=new.seed,
                 choice_index=new.choice_index,
             )
+            if new.kv_policy is not None or self._sampler.needs_tokens(new.seq_id):
+                self._reading_seqs.add(new.seq_id)
         self._store.update_tables(plan)
-        for b, seq_id in enumerate(plan.seq_ids):
-            self._append_input(plan, b, seq_id)
+        self._append_inputs(plan)
 
-    def _append_input(self, plan: StepPlan, b: int, seq_id: int) -> None:
-        """Append the input token of batch row `b` to its sequence, unless the sequence has all its tokens already.
+    def _append_inputs(self, plan: StepPlan) -> None:
+        """Append the input tokens of the plan's rows to their sequences, except to those that have all their tokens already.
 
-        With two steps in flight, the scheduler plans a decode step before the previous step has sampled its input token. The
-        plan then names the previous step's batch row (`input_row`) instead of the token (`input_id`), and the token may still be
+        With two steps in flight, the scheduler plans a decode step before the previous step has sampled its input tokens. The
+        plan then names the previous step's batch rows (`input_row`) instead of the tokens (`input_id`), and the tokens may still be
         on the device.
         """
-        row, sampled = plan.input_row[b], self._last_sampled
-        token_id: int | None = plan.input_id[b]
-        if row != NO_ID:
-            if row not in sampled.rows:
-                raise ValueError(
-                    f"Batch row {b} takes its input from row {row} of the previous step, which sampled no token."
-                )
-            token_id = None if sampled.known is None else sampled.known[sampled.rows[row]]
-        elif token_id == NO_ID:
-            return
-        position, sequence = plan.start[b] + plan.count[b] - 1, self._store[seq_id]
-        if sequence.append_token(position, in_row(sampled.rows[row]) if token_id is None else token_id):
-            self._sampler.append(seq_id, token_id)
-            if token_id is None:
-                self._awaited.append((seq_id, position, sampled.rows[row]))
+        ids_B, row_B = np.array([plan.input_id, plan.input_row], dtype=np.int64)
+        from_step_B, sampled = row_B != NO_ID, self._last_sampled
+        index_B = np.append(sampled.row_B, NO_ID)[np.minimum(row_B, len(sampled.row_B))]
+        if (wrong := np.flatnonzero(from_step_B & (index_B == NO_ID))).size:
+            raise ValueError(
+                f"Batch row {wrong[0]} takes its input from row {row_B[wrong[0]]} of the previous step, which sampled no token."
+            )
+        index_S = index_B[from_step_B]
+        ids_B[from_step_B] = in_row(index_S) if sampled.known is None else np.array(sampled.known)[index_S]
+        is_new_B = from_step_B | (ids_B != NO_ID)
+        seq_ids = plan.seq_ids if is_new_B.all() else list(compress(plan.seq_ids, is_new_B.tolist()))
+        positions_B = np.array(plan.start, dtype=np.int64) + np.array(plan.count, dtype=np.int64) - 1
+        self._store.append(seq_ids, positions_B[is_new_B], ids_B[is_new_B])
+        self._sampler.append(seq_ids, ids_B[is_new_B].tolist())
 
     def _remove_sequence(self, seq_id: int) -> None:
         self._waiting_seqs.discard(seq_id)
+        self._reading_seqs.discard(seq_id)
         self._store.remove(seq_id)
         self._sampler.remove(seq_id)
 

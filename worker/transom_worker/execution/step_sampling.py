@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from transom_core.contract import LogprobTable
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.device_queue import DeviceQueue, Fetch
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.scheduling.step import NO_ID, StepPlan, StepResult
 
 
 def logit_row_ends(plan: StepPlan) -> list[int]:
@@ -59,13 +62,13 @@ class StepLogits:
 
 @dataclass(slots=True)
 class SampledIds:
-    """The tokens that a step samples. `rows` maps each batch row that samples to its index s among the sampled rows.
+    """The tokens that a step samples. `row_B` has, for each batch row that samples, its index s among the sampled rows, else NO_ID.
 
     `ids_S` are the tokens on the device, int64 [S]; None if the host got them at once. `known` are the tokens on the host; None
     until `wait` has been called.
     """
 
-    rows: dict[int, int]
+    row_B: NDArray[np.int64]
     ids_S: torch.Tensor | None
     known: list[int] | None
     fetch: Fetch | None = None
@@ -96,13 +99,15 @@ def sample_step(
 
     The tokens stay on the device until they are waited for, unless log-probabilities need them on the host.
     """
-    rows = [b for b, sample in enumerate(plan.sample) if sample]
-    all_rows = len(rows) == len(plan.seq_ids)
-    seq_ids = plan.seq_ids if all_rows else [plan.seq_ids[b] for b in rows]
-    sampled_rows = {b: s for s, b in enumerate(rows)}
-    ids_S = sampler.launch(logits.sampled_SV, seq_ids, plan.grammar_mask) if rows and not logits.has_others else None
+    row_B = np.arange(len(plan.seq_ids))
+    seq_ids = plan.seq_ids
+    if plan.sample.count(1) < len(seq_ids):
+        samples_B = np.array(plan.sample, dtype=np.int64)
+        row_B = np.where(samples_B, np.cumsum(samples_B) - 1, NO_ID)
+        seq_ids = list(compress(seq_ids, plan.sample))
+    ids_S = sampler.launch(logits.sampled_SV, seq_ids, plan.grammar_mask) if seq_ids and not logits.has_others else None
     if ids_S is not None:
-        return SampledIds(sampled_rows, ids_S, None, queue.fetch(ids_S))
+        return SampledIds(row_B, ids_S, None, queue.fetch(ids_S))
     sampled = sampler.sample(logits.sampled_SV, seq_ids, plan.grammar_mask)
     result.logprobs = sampled.logprobs
     if logits.has_others:
@@ -111,7 +116,7 @@ def sample_step(
             logprobs = _prompt_logprobs(plan, b, logits, ends[b], sampler, store)
             if logprobs is not None:
                 result.prompt_logprobs[b] = logprobs
-    return SampledIds(sampled_rows, None, sampled.token_ids)
+    return SampledIds(row_B, None, sampled.token_ids)
 
 
 def _prompt_logprobs(
@@ -130,6 +135,6 @@ def _prompt_logprobs(
     for begin, logits_LV in logits.slices(row, row + last - first):
         position = first + begin - row
         # The logits at a position predict the token at the next one.
-        chosen = sequence.tokens(position + 1, position + 1 + len(logits_LV)).tolist()
+        chosen = sequence.ids[position + 1 : position + 1 + len(logits_LV)].tolist()
         table.extend(sampler.logprob_table(logits_LV, chosen, sequence.prompt_logprobs))
     return table

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,10 @@ import torch
 from transom_core.contract import SamplingParams, TokenLogprobs
 from transom_kernels.launch import uses_cpu_kernels
 from transom_worker.sampling.adjustments import Adjustments, HeldRows, changeable
-from transom_worker.sampling.fused_sampling import sample_fused
+from transom_worker.sampling.fused_sampling import fixed_arrays, sample_fused
 from transom_worker.sampling.logprobs import token_logprobs
-from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.uploads import Uploads, uploads_to
+from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.uploads import Arrays, Uploads, uploads_to
 
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler
@@ -38,13 +39,24 @@ class SamplerOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """The sequences of a step, kept because most decode steps have the same ones as the step before."""
+    """The sequences of a step, kept because most decode steps have the same ones as the step before.
 
-    seq_ids: Sequence[int]
-    states: list[SequenceState]
-    logprob_rows: list[int]  # rows that request log-probabilities
+    `logprob_rows` are the rows that request log-probabilities, and `changing` those whose logits some step may change.
+    """
+
+    def __init__(self, seq_ids: Sequence[int], states: list[SequenceState]) -> None:
+        self.seq_ids, self.states = list(seq_ids), states
+        self.logprob_rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        self.changing = [row for row, state in enumerate(states) if state.may_change_logits]
+
+    def arrays(self) -> Arrays:
+        """Return the arrays of `sample_fused`."""
+        return {"keys": noise_keys(self.states), **self._fixed}
+
+    @cached_property
+    def _fixed(self) -> Arrays:
+        return fixed_arrays(self.states)
 
 
 class Sampler:
@@ -53,7 +65,7 @@ class Sampler:
     def __init__(self, *, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, SequenceState] = {}
-        self._rows = _Rows([], [], [])
+        self._rows = _Rows([], [])
         self._adjustments = Adjustments()
         self._uploads: Uploads | None = None  # to the device of the logits
         self._record_sampler: RecordSampler | None = None
@@ -79,9 +91,14 @@ class Sampler:
             eos_token_ids=self._eos_token_ids,
         )
 
-    def append(self, seq_id: int, token_id: int | None) -> None:
-        """Add one output token to a sequence. None stands for a token that only the device knows; not if `needs_tokens`."""
-        self._states[seq_id].append(token_id)
+    def append(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Add one output token to each sequence. If `needs_tokens` is false, it may be negative: only the device knows it."""
+        for seq_id, token_id in zip(seq_ids, token_ids, strict=True):
+            state = self._states[seq_id]
+            state.output_position += 1
+            if state.counts is not None:
+                assert token_id >= 0
+                state.counts.append(token_id)
 
     def needs_tokens(self, seq_id: int) -> bool:
         """Return whether sampling a sequence's next token needs its earlier tokens, which is so if the sequence has penalties."""
@@ -92,7 +109,7 @@ class Sampler:
         state = self._states.pop(seq_id, None)
         if state is not None:
             self._adjustments.remove(state)
-        self._rows = _Rows([], [], [])
+        self._rows = _Rows([], [])
         if self._record_sampler is not None:
             self._record_sampler.remove(seq_id)
 
@@ -118,9 +135,7 @@ class Sampler:
 
     def _rows_of(self, seq_ids: Sequence[int]) -> _Rows:
         if self._rows.seq_ids != seq_ids:
-            states = [self._states[seq_id] for seq_id in seq_ids]
-            logprob_rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-            self._rows = _Rows(list(seq_ids), states, logprob_rows)
+            self._rows = _Rows(seq_ids, [self._states[seq_id] for seq_id in seq_ids])
         return self._rows
 
     def _token_ids(self, logits_SV: torch.Tensor, rows: _Rows, grammar_mask: bytes | None) -> torch.Tensor:
@@ -128,12 +143,12 @@ class Sampler:
         if uses_cpu_kernels(logits_SV):
             return self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask)
         uploads, held = self._uploads_to(logits_SV.device), HeldRows(grammar_mask, len(states))
-        changed = sorted({row for row, state in enumerate(states) if state.changes_logits}.union(held.rows))
+        changed = sorted({row for row in rows.changing if states[row].changes_logits}.union(held.rows))
         if not changed:
-            return sample_fused(logits_SV, states, None, uploads)
+            return sample_fused(logits_SV, rows.arrays(), None, uploads)
         with changeable(logits_SV, changed, uploads) as adjusted_SV:
             self._adjustments.apply_bias_and_bans(adjusted_SV, states, held, uploads)
-            return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, uploads), uploads)
+            return sample_fused(adjusted_SV, rows.arrays(), self._adjustments.penalties(states, uploads), uploads)
 
     def _uploads_to(self, device: torch.device) -> Uploads:
         if self._uploads is None:

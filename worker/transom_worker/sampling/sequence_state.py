@@ -52,6 +52,11 @@ class SequenceState:
         return bool(self.counts is not None or self.params.logit_bias or self.banned)
 
     @property
+    def may_change_logits(self) -> bool:
+        """Return whether `changes_logits` may be true of any token."""
+        return bool(self.counts is not None or self.params.logit_bias or self.end_token_ids)
+
+    @property
     def banned(self) -> list[int]:
         """Return the token ids that would end the sequence while its output is shorter than `min_tokens`, and [] afterwards."""
         return self.end_token_ids if self.output_position < self.params.min_tokens else []
@@ -78,13 +83,6 @@ class SequenceState:
     def all_pairs(self) -> list[TokenPairs]:
         """Return all pairs of this sequence that a device may hold."""
         return [pairs for pairs in (self.counts, self._bias, self._bans) if pairs is not None]
-
-    def append(self, token_id: int | None) -> None:
-        """Add one output token; None stands for one that the host does not know yet, allowed only without penalties."""
-        self.output_position += 1
-        if self.counts is not None:
-            assert token_id is not None
-            self.counts.append(token_id)
 
 
 def _fixed(token_ids: list[int], values: list[float]) -> FixedPairs:

@@ -24,10 +24,11 @@ from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
-from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSequence, StepPlan
 from transom_worker.scheduling.work_counts import WorkCounts
 
+RUNNING = SequenceStatus.RUNNING  # a local name, since `add_decode` runs for every token
 MEASURED_PERIOD = 13
 """Of a sequence with `kv_quality`, one token in this many is compared with full attention. No block size is a multiple of it, so
 that tokens at all positions inside blocks are compared."""
@@ -65,6 +66,42 @@ class PlanBuilder:
             )
         )
 
+    def add_decode(self, sequence: Sequence) -> bool:
+        """Add a row that computes the next token of a sequence, if that does no more than `add_row` does for most rows of most
+        steps; return whether it did.
+
+        This saves time: the sequence only decodes, it needs neither blocks nor deltas, and it has no grammar and no KV policy. Then
+        the step's budget of extra blocks does not matter either, because at most two of its tokens are in flight.
+        """
+        start, pending, blocks, request = sequence.scheduled, sequence.num_pending, sequence.blocks, sequence.request
+        end, known = start + 1, len(sequence.token_ids) + pending
+        if (
+            known != end
+            or blocks is None
+            or start < sequence.decode_from
+            or end > blocks.capacity_tokens
+            or blocks.tables_changed
+            or end - blocks.processed > 2
+            or known >= sequence.max_tokens_total
+            or not sequence.num_tokens_on_ranks
+            or request.grammar is not None
+            or request.kv_policy is not None
+            or sequence.status is not RUNNING
+        ):
+            return False
+        input_id = input_row = NO_ID
+        if end > sequence.num_tokens_on_ranks:
+            input_id, input_row = self._new_input(sequence)
+            sequence.num_tokens_on_ranks = end
+        sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
+        sequence.num_pending = pending + 1
+        self._num_sampling += 1
+        self._columns.append((sequence.seq_id, start, 1, input_id, input_row, start, 1))
+        sequence.scheduled = end
+        sequence.num_in_flight += 1
+        self.rows.append(sequence)
+        return True
+
     def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
         """Add a row that computes the next `count` tokens of a sequence, whose KV blocks are allocated."""
         start = sequence.scheduled
@@ -75,11 +112,7 @@ class PlanBuilder:
         # The row's last input token, if the ranks do not know it: its id, or the row of the previous step that samples it.
         input_id = input_row = NO_ID
         if end > sequence.num_tokens_on_ranks:
-            if pending:
-                assert sequence.sampled_step == self.plan.step_id - 1
-                input_row = sequence.sampled_row
-            else:
-                input_id = sequence.token_ids[-1]
+            input_id, input_row = self._new_input(sequence)
             sequence.num_tokens_on_ranks = end
         # Block tables and counters.
         if blocks.tables_changed:
@@ -104,6 +137,13 @@ class PlanBuilder:
         sequence.scheduled = end
         sequence.num_in_flight += 1
         self.rows.append(sequence)
+
+    def _new_input(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the newest token of a sequence as a row's (`input_id`, `input_row`)."""
+        if not sequence.num_pending:
+            return sequence.token_ids[-1], NO_ID
+        assert sequence.sampled_step == self.plan.step_id - 1
+        return NO_ID, sequence.sampled_row
 
     def finish(self, finished: list[int], copies: list[BlockCopy]) -> StepPlan:
         """Return the complete plan; `finished` are ids of released sequences, `copies` the block copies."""

@@ -260,22 +260,21 @@ class Scheduler:
             self._measure(self._rates, plan, result)
         for ticket in result.loaded:
             self.admission.loaded(ticket)
-        outputs = []
-        sample = 0
+        outputs, sample, finished = [], 0, SequenceStatus.FINISHED
         rows = zip(step.rows, plan.start, plan.count, plan.sample, strict=True)
         for row, (sequence, start, count, samples) in enumerate(rows):
             processed = start + count
             sequence.num_in_flight -= 1
-            if sequence.status is SequenceStatus.FINISHED:  # its last token may have been discarded
-                processed = min(processed, len(sequence.token_ids))
-            blocks = sequence.blocks
+            blocks, status = sequence.blocks, sequence.status
             assert blocks is not None
+            if status is finished:  # its last token may have been discarded
+                processed = min(processed, len(sequence.token_ids))
             if processed >= blocks.next_event_at:
                 self.cache.advance(blocks, sequence.token_ids, processed)
                 self.admission.in_flight_prefixes.published(sequence)
             else:
                 blocks.processed = processed
-            if sequence.status is not SequenceStatus.FINISHED:
+            if status is not finished:
                 if sequence.history is not None:
                     (table,) = blocks.tables
                     columns = (*range(len(table.sink_blocks)), *table.run_logicals)
@@ -288,7 +287,7 @@ class Scheduler:
                     if quality is not None:
                         self.admission.policy_counts.compared(sequence.request, quality)
                     outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs, quality))
-            if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
+            if status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
                 self.admission.release_after_step(sequence)
             sample += samples
         return outputs

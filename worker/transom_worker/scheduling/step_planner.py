@@ -131,6 +131,9 @@ class StepPlanner:
             num_after -= 1
             if budget.num_tokens <= 0:
                 break
+            if builder.add_decode(sequence):
+                budget.num_tokens -= 1
+                continue
             # How many tokens the budget allows.
             ready = (
                 sequence.num_ready if sequence.history is None else self._before_decision(sequence, sequence.history)

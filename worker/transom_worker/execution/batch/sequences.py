@@ -1,8 +1,14 @@
-"""What a rank remembers of its sequences from plan to plan: token ids and block tables."""
+"""What a rank remembers of its sequences from plan to plan: token ids and block tables.
+
+A sequence is introduced with all its known tokens. Each later token comes with the plan that computes it and is read by no other
+plan, so only the newest one is kept.
+
+Legend: B sequences of a step, T tokens of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,60 +18,30 @@ from transom_worker.execution.batch.block_tables import BlockTables
 from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
+Ints = NDArray[np.int64]
+
 
 class SequenceTokens:
-    """One sequence's token ids, in a growing buffer, and the number of its row in the block tables."""
+    """The tokens with which one sequence was introduced, and the number of its row in the store."""
 
     def __init__(self, new: NewSequence, row: int) -> None:
         self.row = row
         self.num_prompt_tokens = new.num_prompt_tokens
         self.prompt_logprobs = new.params.prompt_logprobs
         self.compact: tuple[CompactTable, ...] | None = None  # by group, if the sequence has a KV policy
-        self.num_tokens = len(new.token_ids)
-        self._ids = np.empty(max(64, 2 * self.num_tokens), dtype=np.int64)
-        self._ids[: self.num_tokens] = new.token_ids
-
-    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return the token ids at positions [start, end).
-
-        Raises:
-            ValueError: the rank does not have all of these tokens yet.
-        """
-        if end > self.num_tokens:
-            raise ValueError(f"A plan computes up to position {end}; only {self.num_tokens} tokens are known.")
-        return self._ids[start:end]
-
-    def append_token(self, position: int, token_id: int) -> bool:
-        """Store the token at `position`, at most one past the end; return whether the rank did not have it yet.
-
-        Raises:
-            ValueError: there is a gap before `position`, or the rank has another token there.
-        """
-        if position < self.num_tokens:
-            if int(self._ids[position]) != token_id:
-                raise ValueError(f"A plan gives token {token_id} at {position}, which is {int(self._ids[position])}.")
-            return False
-        if position > self.num_tokens:
-            raise ValueError(f"A plan gives a token at {position}; only {self.num_tokens} are known.")
-        if position == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[position] = token_id
-        self.num_tokens += 1
-        return True
-
-    def set_token(self, position: int, token_id: int) -> None:
-        """Replace the stand-in at `position` (`device_queue.in_row`) by the token, which has arrived from the device."""
-        self._ids[position] = token_id
+        self.ids = np.array(new.token_ids, dtype=np.int64)
 
 
 class SequenceStore:
-    """All sequences of a rank, by id, and their block tables, by group."""
+    """All sequences of a rank, by id, with a row each in the block tables, by group, and in arrays of numbers."""
 
     def __init__(self, groups: Sequence[GroupSpec], *, max_num_seqs: int) -> None:
         self.tables = tuple(BlockTables(spec, num_rows=max_num_seqs) for spec in groups)
         self._sequences: dict[int, SequenceTokens] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # the last one is taken first, so row 0 comes first
         self._num_rows = max_num_seqs
+        # By row: the tokens of the introduction, all tokens, and the last one of these if it came later.
+        self._num_given, self._num_tokens, self._newest = np.zeros((3, max_num_seqs), dtype=np.int64)
 
     def __getitem__(self, seq_id: int) -> SequenceTokens:
         try:
@@ -73,9 +49,46 @@ class SequenceStore:
         except KeyError:
             raise ValueError(f"A plan names sequence {seq_id}, which was never given or has finished.") from None
 
-    def find(self, seq_id: int) -> SequenceTokens | None:
-        """Return a sequence, or None if it has finished."""
-        return self._sequences.get(seq_id)
+    def all_of(self, seq_ids: Iterable[int]) -> list[SequenceTokens]:
+        """Return these sequences. Raises ValueError, as `[]` does."""
+        try:
+            return list(map(self._sequences.__getitem__, seq_ids))
+        except KeyError as error:
+            return [self[error.args[0]]]  # raises
+
+    def append(self, seq_ids: Iterable[int], positions_B: Ints, token_ids_B: Ints) -> None:
+        """Store each sequence's new token, or its stand-in (`device_queue.in_row`), at its position.
+
+        Raises:
+            ValueError: a position is not the next one.
+        """
+        rows = rows_of(self.all_of(seq_ids))
+        if (wrong := np.flatnonzero(positions_B != self._num_tokens[rows])).size:
+            known = self._num_tokens[rows[wrong[0]]]
+            raise ValueError(f"A plan gives a token at {positions_B[wrong[0]]}; {known} are known.")
+        self._newest[rows] = token_ids_B
+        self._num_tokens[rows] += 1
+
+    def token_ids(self, sequences: Sequence[SequenceTokens], start_B: Ints, end_B: Ints) -> Ints:
+        """Return the tokens at positions [start, end) of each sequence, [T].
+
+        Raises:
+            ValueError: the rank does not have all of these tokens, or not any more.
+        """
+        rows, offset_B = rows_of(sequences), np.cumsum(end_B - start_B)
+        num_given, num_tokens = self._num_given[rows], self._num_tokens[rows]
+        is_new = end_B > num_given  # the row ends with the newest token
+        wrong = np.flatnonzero(is_new & ((end_B != num_tokens) | (end_B - 1 > np.maximum(start_B, num_given))))
+        if wrong.size:
+            b = wrong[0]
+            raise ValueError(f"A plan computes up to position {end_B[b]}; only {num_tokens[b]} tokens are known.")
+        ids_T = np.empty(int(offset_B[-1]) if len(offset_B) else 0, dtype=np.int64)
+        ids_T[offset_B[is_new] - 1] = self._newest[rows[is_new]]
+        for b in np.flatnonzero(start_B < num_given).tolist():
+            given = sequences[b].ids[start_B[b] : end_B[b]]
+            begin = offset_B[b] - (end_B[b] - start_B[b])
+            ids_T[begin : begin + len(given)] = given
+        return ids_T
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence with empty tables; it replaces a sequence of the same id."""
@@ -90,7 +103,8 @@ class SequenceStore:
                 )
                 for tables in self.tables
             )
-        self._free_rows.pop()  # only now, since the lines above may run out of memory
+        row = self._free_rows.pop()  # only now, since the lines above may run out of memory
+        self._num_given[row] = self._num_tokens[row] = len(new.token_ids)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""
@@ -132,5 +146,12 @@ class SequenceStore:
         """Double the number of rows."""
         for tables in self.tables:
             tables.add_rows(self._num_rows)
+        numbers = np.stack([self._num_given, self._num_tokens, self._newest])
+        self._num_given, self._num_tokens, self._newest = np.concatenate([numbers, np.zeros_like(numbers)], axis=1)
         self._free_rows = list(range(2 * self._num_rows - 1, self._num_rows - 1, -1))
         self._num_rows *= 2
+
+
+def rows_of(sequences: Sequence[SequenceTokens]) -> Ints:
+    """Return each sequence's row, [B]."""
+    return np.array([sequence.row for sequence in sequences], dtype=np.int64)

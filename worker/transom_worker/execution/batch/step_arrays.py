@@ -19,7 +19,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
 from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.execution.batch.policy_arrays import PolicyArrays, policy_arrays, slots_of
-from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
+from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens, rows_of
 from transom_worker.scheduling.step import StepPlan
 
 Ints = NDArray[np.int64]
@@ -102,13 +102,12 @@ def step_arrays(
     Raises:
         ValueError: a token that is to be written has no block.
     """
-    sequences = [store[seq_id] for seq_id in plan.seq_ids]
-    table_rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+    sequences = store.all_of(plan.seq_ids)
+    table_rows = rows_of(sequences)
     rows = row_ranges(plan.start, plan.count)
-    ends = [start + count for start, count in zip(plan.start, plan.count, strict=True)]
-    tokens = [s.tokens(start, end) for s, start, end in zip(sequences, plan.start, ends, strict=True)]
-    arrays = StepArrays(token_ids=np.concatenate(tokens), rows=rows, logit_rows=_logit_rows(plan, rows), groups=())
-    arrays.has_policies = any(sequence.compact is not None for sequence in sequences)
+    token_ids = store.token_ids(sequences, rows.start, rows.start + rows.count)
+    arrays = StepArrays(token_ids=token_ids, rows=rows, logit_rows=_logit_rows(plan, rows), groups=())
+    arrays.has_policies = any([sequence.compact is not None for sequence in sequences])
     if arrays.has_policies:
         joined = joins_decodes and arrays.only_decodes
         groups = (
