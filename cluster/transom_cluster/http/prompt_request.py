@@ -170,7 +170,9 @@ class PromptRequest:
         check = functools.partial(
             checker.check, grammar, param=options.message_param or "tools", client=self.threads.client
         )
-        return check() if checker.is_known(grammar) else await self.threads.check(check)
+        if checker.is_known(grammar):
+            return check()
+        return await self.threads.check(check, is_patient=checker.is_patient(self.threads.client))
 
     async def engine_requests(
         self,
