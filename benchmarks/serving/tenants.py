@@ -15,7 +15,7 @@ all the time, within its limits:
     pages        16 connections that ask for /metrics and /debug/requests
 
 It ends with status 1 if an attack makes the victim's first tokens (median) or gaps (mean) more than `BOUND` times as long as the
-busy client does. The mean counts for gaps, since prompts come between the tokens in bursts: a median may change with no token later.
+busy client does. The mean counts for gaps, since prompts come in bursts: the median may change while no token comes later.
 
 Client and server share the machine's cores. docs/security.md has the last figures.
 """
