@@ -47,6 +47,13 @@ def test_a_child_yields_to_its_parent(children: LimitedChildren) -> None:
     assert (answer["sum"], answer["nice"]) == (3, min(19, os.nice(0) + 5))
 
 
+def test_a_patient_task_has_a_child_of_its_own_that_yields_to_all(children: LimitedChildren) -> None:
+    niceness = [children.ask({"numbers": [1]}, is_patient=is_patient)["nice"] for is_patient in (False, True, True)]
+    assert niceness[0] < 19
+    assert niceness[1:] == [19, 19]
+    assert len(children.pids) == 2
+
+
 def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:
     children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0)
     answer = children.ask({"numbers": [1], "stops": True})

@@ -5,10 +5,11 @@ compiles it work for hours. So this work runs in a child process. A signal ends 
 then starts another one. The first task starts a child, and later tasks reuse it. A child does one task at a time: while
 `MAX_PROCESSES` children are busy, further tasks wait. A child that does not answer for `wall_s` (because it is stopped, or gets no
 CPU time) is killed, and another one gets the task. Children run at a lower priority (`nice`) than the processes that serve
-requests. They end with their parent.
+requests. *Patient* tasks have a child of their own at the lowest priority, which hardly runs where a CPU has anything else to do.
+Children end with their parent.
 
-A child runs this module as its main program, `python -m transom_core.limited_children MODULE CPU_S MEMORY_BYTES`, and ends when
-its standard input is closed. Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII.
+A child runs this module as its main program, `python -m transom_core.limited_children MODULE CPU_S MEMORY_BYTES PATIENT`, and ends
+when its standard input is closed. Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII.
 
     first message    the child calls `prepare(first)` of MODULE, which returns the function `respond`; there are no limits yet
     each task        the child calls `respond(task)` under the limits, and sends the answer, which is any object
@@ -37,8 +38,12 @@ Respond = Callable[[Message], Message]
 
 logger = logging.getLogger("transom")
 
-MAX_PROCESSES = 2
+MAX_PROCESSES = 2  # besides one for patient tasks
 WALL_S = 60.0  # for one task with the start of its child; the limit of CPU time ends most tasks long before
+_PATIENT_NICENESS = (
+    19  # 1.5 % of the CPU share; SCHED_IDLE has 0.3 %, by which a large task would not end on a busy machine
+)
+PATIENT_WALLS = 5  # a patient task may take so many times as long
 _NICENESS = 5  # a third of the CPU share of a process that serves requests, if both want one core
 _LENGTH_BYTES = 4
 _MAX_REASON = 300  # characters
@@ -63,10 +68,11 @@ class LimitedChildren:
         """`module` has the function `prepare`, and `first` makes the message that a new child gives it before its first task."""
         self._module, self._first = module, first
         self._cpu_s, self._memory_bytes, self._wall_s = cpu_s, memory_bytes, wall_s
-        self._free = threading.BoundedSemaphore(MAX_PROCESSES)
+        # By whether they are for patient tasks: how many children may begin a task, and the idle ones.
+        self._free = {False: threading.BoundedSemaphore(MAX_PROCESSES), True: threading.BoundedSemaphore(1)}
         self._lock = threading.Lock()  # guards the fields below
         self._unprepared: Message | None = None  # the answer of a child that could not prepare itself
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle: dict[bool, list[subprocess.Popen[bytes]]] = {False: [], True: []}
         self._all: set[subprocess.Popen[bytes]] = set()
         self._prepared: set[subprocess.Popen[bytes]] = set()  # the children that have got the first message
 
@@ -76,8 +82,8 @@ class LimitedChildren:
         with self._lock:
             return tuple(process.pid for process in self._all)
 
-    def ask(self, task: Message) -> Message:
-        """Have a child do a task, and return its answer.
+    def ask(self, task: Message, *, is_patient: bool = False) -> Message:
+        """Have a child do a task, which may be patient, and return its answer.
 
         The answer is `{"too_large": reason}` if the task has exceeded a limit, `{"killed": reason}` if the child was ended from
         outside or did not answer, twice, and `{"unprepared": reason}` if no child can do any task.
@@ -86,8 +92,8 @@ class LimitedChildren:
         for _ in range(2):  # once more if the child was killed from outside, perhaps while it was idle
             if self._unprepared is not None:
                 return self._unprepared
-            with self._process() as process:
-                answer = self._exchange(process, task)
+            with self._process(is_patient) as process:
+                answer = self._exchange(process, task, self._wall_s * (PATIENT_WALLS if is_patient else 1))
             if "killed" not in answer:
                 break
         if "unprepared" in answer:
@@ -97,7 +103,8 @@ class LimitedChildren:
     def close(self) -> None:
         """End the child processes; idempotent. A later task would start another."""
         with self._lock:
-            self._idle.clear()
+            for idle in self._idle.values():
+                idle.clear()
             processes = list(self._all)
         for process in processes:
             self._end(process)
@@ -110,12 +117,13 @@ class LimitedChildren:
             logger.error("%s cannot work: %s", self._module, answer["unprepared"])
 
     @contextlib.contextmanager
-    def _process(self) -> Iterator[subprocess.Popen[bytes]]:
+    def _process(self, is_patient: bool) -> Iterator[subprocess.Popen[bytes]]:
         """Lend a child, and take it back unless it was ended meanwhile."""
-        with self._free:
+        idle = self._idle[is_patient]
+        with self._free[is_patient]:
             with self._lock:
-                process = self._idle.pop() if self._idle else None
-            process = process or self._start()
+                process = idle.pop() if idle else None
+            process = process or self._start(is_patient)
             try:
                 yield process
             except BaseException:
@@ -123,9 +131,9 @@ class LimitedChildren:
                 raise
             with self._lock:
                 if process in self._all:
-                    self._idle.append(process)
+                    idle.append(process)
 
-    def _exchange(self, process: subprocess.Popen[bytes], task: Message) -> Message:
+    def _exchange(self, process: subprocess.Popen[bytes], task: Message, wall_s: float) -> Message:
         """Send a task (to a new child the first message before it), and return its answer, or why there is none."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -135,7 +143,7 @@ class LimitedChildren:
             is_late.set()
             process.kill()  # this also ends the reading and writing of the pipes below
 
-        timer = threading.Timer(self._wall_s, give_up)
+        timer = threading.Timer(wall_s, give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -150,14 +158,14 @@ class LimitedChildren:
         if answer is not None and not answer.keys() & {"too_large", "unprepared"}:
             return answer
         if answer is None:
-            answer = self._reason(process.wait(), is_late=is_late.is_set())
+            answer = self._reason(process.wait(), late_s=wall_s if is_late.is_set() else None)
         self._end(process)  # after a failed allocation a fresh child is safer
         return answer
 
-    def _reason(self, status: int, *, is_late: bool) -> Message:
+    def _reason(self, status: int, *, late_s: float | None) -> Message:
         """Return the answer to a task whose child has ended with this exit status instead of answering."""
-        if is_late and status == -signal.SIGKILL:
-            return {"killed": f"its process did not answer for {self._wall_s:g} s"}
+        if late_s is not None and status == -signal.SIGKILL:
+            return {"killed": f"its process did not answer for {late_s:g} s"}
         memory = f"its memory is limited to {self._memory_bytes >> 20} MiB"
         if status == -signal.SIGPROF:
             return {"too_large": f"it took more than {self._cpu_s:g} s"}
@@ -165,11 +173,18 @@ class LimitedChildren:
             return {"too_large": f"it nests too deeply or needs too much memory; {memory}"}
         return {"killed": f"its process ended ({status}; {memory})"}
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, is_patient: bool) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path for path in sys.path if path)
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-S", "-m", __name__, self._module, str(self._cpu_s), str(self._memory_bytes)],
+            [
+                sys.executable,
+                "-S",
+                "-m",
+                __name__,
+                self._module,
+                *map(str, (self._cpu_s, self._memory_bytes, int(is_patient))),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**kept, "PYTHONPATH": paths, "PYTHONUTF8": "1"},
@@ -190,11 +205,11 @@ class LimitedChildren:
                 pipe.close()
 
 
-def _serve(module: str, cpu_s: float, memory_bytes: int) -> None:
+def _serve(module: str, cpu_s: float, memory_bytes: int, *, is_patient: bool) -> None:
     """Do the parent's tasks one by one. What the process uses before the first one is not counted as a task's memory."""
     for terminal in (signal.SIGINT, signal.SIGHUP):
         signal.signal(terminal, signal.SIG_IGN)  # they reach every process of the terminal; the parent decides
-    os.nice(_NICENESS)
+    os.nice(_PATIENT_NICENESS if is_patient else _NICENESS)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     first = _receive(tasks)
@@ -251,4 +266,4 @@ def _receive(pipe: IO[bytes]) -> Message | None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), is_patient=sys.argv[4] == "1")

@@ -101,7 +101,7 @@ class RequestThreads:
 
     def __init__(self) -> None:
         self.short, self.long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
-        self.checks = FairThreads(NUM_CHECK_THREADS)
+        self.checks, self.patient_checks = FairThreads(NUM_CHECK_THREADS), FairThreads(1)
 
 
 class ClientThreads:
@@ -119,6 +119,7 @@ class ClientThreads:
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
         return await until_disconnect(threads.run(self.sharer, function), self._receive)
 
-    async def check(self, function: Callable[[], Result]) -> Result:
-        """Call `function`, which waits for a grammar check, on a thread that only checks use."""
-        return await until_disconnect(self._threads.checks.run(self.sharer, function), self._receive)
+    async def check(self, function: Callable[[], Result], *, is_patient: bool) -> Result:
+        """Call `function`, which waits for a grammar check, on a thread that only checks use; patient ones have another."""
+        threads = self._threads.patient_checks if is_patient else self._threads.checks
+        return await until_disconnect(threads.run(self.sharer, function), self._receive)

@@ -171,7 +171,9 @@ class PromptRequest:
         check = functools.partial(
             checker.check, grammar, param=options.message_param or "tools", client=self.state.sharer
         )
-        return check() if checker.is_known(grammar) else await self.threads.check(check)
+        if checker.is_known(grammar):
+            return check()
+        return await self.threads.check(check, is_patient=checker.is_patient(self.threads.client))
 
     async def engine_requests(
         self,

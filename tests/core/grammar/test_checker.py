@@ -17,6 +17,7 @@ from tests.core.grammar.vocabularies import tiny
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.grammar import GrammarChecker
+from transom_core.grammar.checker import HALF_LIFE_S
 from transom_core.text.tokenizer import Tokenizer
 
 KEYWORDS: dict[str, Any] = {
@@ -142,7 +143,7 @@ def test_a_vocabulary_that_cannot_be_read_is_told_as_such(monkeypatch: pytest.Mo
 def test_equal_texts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, may_answer, asked = GrammarChecker(tiny()), threading.Event(), []
 
-    def ask(task: dict[str, Any]) -> dict[str, Any]:
+    def ask(task: dict[str, Any], *, is_patient: bool) -> dict[str, Any]:
         asked.append(task)
         may_answer.wait()
         return {"num_bytes": 1}
@@ -155,6 +156,24 @@ def test_equal_texts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert len(asked) == 1
+
+
+def test_a_client_whose_checks_took_long_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, now_s = [], [0.0]
+    checker = GrammarChecker(tiny(), clock=lambda: now_s[0])
+
+    def ask(task: dict[str, Any], *, is_patient: bool) -> dict[str, Any]:
+        asked.append(is_patient)
+        now_s[0] += 0.6
+        return {"num_bytes": 1}
+
+    monkeypatch.setattr(checker._children, "ask", ask)
+    for number, client in enumerate(["a", "a", "a", "b"]):
+        checker.check(f'start: "{number}"', client=client)
+    assert asked == [False, False, True, False]
+    assert checker.is_patient("a")
+    now_s[0] += HALF_LIFE_S
+    assert not checker.is_patient("a")
 
 
 @pytest.mark.parametrize("seed", range(num_examples(10, 400)))

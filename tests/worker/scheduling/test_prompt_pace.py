@@ -73,6 +73,7 @@ def test_steps_of_fixed_and_proportional_time_come_to_the_target():
     pace, elapsed_s = PromptPace(0.2), 0.0
     for _ in range(40):
         num_tokens = pace.limit(0, decodes=False)
+        assert num_tokens is not None
         elapsed_s = 0.02 + 0.0004 * num_tokens
         pace.stepped(step((0, num_tokens)), takes(elapsed_s))
     assert 0.2 - 64 * 0.0006 < elapsed_s <= 0.2

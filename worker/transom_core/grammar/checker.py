@@ -5,6 +5,10 @@ For some schemas of a hundred bytes the grammar library takes minutes or gigabyt
 which the limits of time and memory end. The child also measures the memory of the compiled grammar: one that takes more than
 `MAX_COMPILED_BYTES` is refused, and for any other grammar the request tells the worker this number.
 
+A client whose checks have taken more than `PATIENT_S` lately (of its seconds a half counts after `HALF_LIFE_S`) waits for a child
+that hardly runs where a CPU has anything else to do, and for one check after the other: so its checks take no time from steps. A
+check that has begun runs to its end if its request has left: the next child would cost more than most checks.
+
 The verdict on a grammar is cached by the text's digest, because agents send the same tools with every request. A refusal because of
 the limits is cached for a minute only, since a busy machine may be the cause.
 
@@ -30,6 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from heapq import nlargest
 from typing import NamedTuple
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -47,6 +52,9 @@ MEMORY_BYTES = 1 << 30  # for one grammar
 KEPT_BYTES = 8 << 20  # of all verdicts; a client may fill a quarter of it, which holds some 6,000
 KEPT_ENTRY_BYTES = 300  # of one verdict: the digest, and an entry of the cache
 KEPT_LIMIT_S = 60.0  # how long a refusal because of the limits of time and memory is cached
+PATIENT_S = 1.0
+HALF_LIFE_S = 30.0
+_MAX_CLIENTS = 1024  # whose time is known; with more, the least of it is forgotten
 _TOO_LARGE = (
     "The grammar of the answer cannot be used: {}; send a smaller schema, with fewer alternatives, shorter repetitions and smaller "
     "numbers."
@@ -90,6 +98,8 @@ class GrammarChecker:
         )
         self._lock = threading.Lock()
         self._asking: dict[bytes, threading.Event] = {}  # digest -> set when a child has answered
+        self._clock = clock
+        self._taken: dict[str, tuple[float, float]] = {}  # client -> (seconds of its checks, at which time)
         self.kept: FairCache[bytes, Verdict] = FairCache(KEPT_BYTES, clock=clock)  # by digest
 
     @property
@@ -106,6 +116,11 @@ class GrammarChecker:
         """Return whether the verdict is cached, so that `check` returns at once."""
         with self._lock:
             return self.kept.get(_digest(grammar)) is not None
+
+    def is_patient(self, client: str) -> bool:
+        """Return whether a client's next check is a patient task (`limited_children`)."""
+        with self._lock:
+            return self._taken_s(client) > PATIENT_S
 
     def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> CheckedGrammar:
         """Return the grammar with its size in memory. A new verdict counts for `client` in the cache.
@@ -136,6 +151,10 @@ class GrammarChecker:
         """End the child processes; idempotent."""
         self._children.close()
 
+    def _taken_s(self, client: str) -> float:
+        seconds, at_s = self._taken.get(client, (0.0, 0.0))
+        return float(seconds * 0.5 ** ((self._clock() - at_s) / HALF_LIFE_S))
+
     def _ask(self, grammar: str, digest: bytes, client: str) -> Verdict:
         """Have a child check a grammar, and cache its verdict."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -144,7 +163,15 @@ class GrammarChecker:
                 "allowed; send a smaller schema.",
                 0,
             )
-        answer = self._children.ask({"grammar": grammar})
+        begin_s = self._clock()
+        answer = self._children.ask({"grammar": grammar}, is_patient=self.is_patient(client))
+        with self._lock:
+            now_s = self._clock()
+            self._taken[client] = (self._taken_s(client) + now_s - begin_s, now_s)
+            if len(self._taken) > _MAX_CLIENTS:
+                self._taken = dict(
+                    nlargest(_MAX_CLIENTS // 2, self._taken.items(), key=lambda one: self._taken_s(one[0]))
+                )
         if "unprepared" in answer:
             return Verdict(f"Grammars cannot be used with this model's vocabulary: {answer['unprepared']}.", 0)
         if "killed" in answer:  # the child was killed from outside, twice, which says nothing about the grammar

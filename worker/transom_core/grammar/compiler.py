@@ -12,6 +12,8 @@ request enters the scheduler's queue when its grammar is ready; other requests r
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +31,9 @@ from transom_core.grammar.vocabulary import GrammarVocabulary
 CACHE_BYTES = 256 << 20  # of all cached grammars
 MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # what the cache keeps of a client; `GrammarChecker` refuses more
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so only an unchecked grammar takes so long
+NICENESS = (
+    5  # of the compiler's thread: a third of the CPU share of a thread that computes steps; it holds the GIL at times
+)
 TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause
 # The bytes that a compiled grammar counts in the cache: at least `_LEAST_BYTES`, which bounds the number of small grammars. If no
 # router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380.
@@ -183,6 +188,8 @@ class GrammarCompiler(Generic[Owner]):
         The thread ends when `_give_up` has replaced it: `self._thread` is then another thread.
         """
         me = threading.current_thread()
+        if sys.platform == "linux":  # elsewhere a priority is a process's
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))  # 0: this thread
         compiled_for: CompileJob[Owner] | None = None  # the last request whose text was not in the cache
         while self._wait_for_job(me):
             with self._changed:

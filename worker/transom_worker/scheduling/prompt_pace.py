@@ -76,6 +76,11 @@ class PromptPace:
         self._costs: DecodeCosts | None = None  # fitted to `_decodes`; None: it is to be fitted
 
     @property
+    def has_measured(self) -> bool:
+        """Whether any step's time is known."""
+        return bool(self._token_s or self._decodes)
+
+    @property
     def decode_costs(self) -> DecodeCosts:
         """The costs of steps that only decode; all 0 until one was measured."""
         if self._costs is None:

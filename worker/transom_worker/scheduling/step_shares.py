@@ -41,7 +41,7 @@ from itertools import islice
 
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.clients import Client
-from transom_worker.scheduling.prompt_pace import LEAST_TOKENS, DecodeCosts, PromptPace
+from transom_worker.scheduling.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, DecodeCosts, PromptPace
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 
@@ -213,6 +213,8 @@ class StepShares:
         costs, token_s = self._pace.decode_costs, self._pace.token_s
         if len(works) > 1:
             self._guest_until = self._num_steps + GUEST_STEPS
+        if not works or not self._pace.has_measured:
+            return {}
         if self._num_steps >= self._probe_at and any(work.decodes for work in works):
             self._probe_at = self._num_steps + PROBE_STEPS
             for work in works:
@@ -220,7 +222,7 @@ class StepShares:
             return self._others_wait(
                 works, {one.client: _in_turns(one.decodes)[:ORDINARY_ROWS] for one in works}, costs
             )
-        if not works or not any(costs):  # nothing was measured
+        if not any(costs):  # no decoding was measured
             return {}
         self._works = works
         for work in works:
@@ -295,9 +297,10 @@ class StepShares:
                 chosen.append(one)
                 spent_s += costs.of_rows(1, one.scheduled)
         if work.all_prompts:
-            left_s = allowed_s - spent_s
-            num_tokens = left_s / (self._pace.token_s(work.all_prompts[0].scheduled) or math.inf)
-            work.most_tokens = num_tokens // 1 if left_s >= self._piece_s(work) else 0
+            token_s, left_s = self._pace.token_s(work.all_prompts[0].scheduled), allowed_s - spent_s
+            work.most_tokens = left_s // token_s if token_s else FIRST_TOKENS
+            if left_s < self._piece_s(work):
+                work.most_tokens = 0
         return chosen
 
     def _piece_s(self, work: _Work) -> float:
