@@ -49,7 +49,7 @@ async def test_clients_take_turns_by_the_time_of_their_work_and_a_client_keeps_i
 
         await threads.run(Sharer(name[0], weight), function)
 
-    tasks = [asyncio.create_task(threads.run(Sharer("z"), first))]
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(threads.run(Sharer("z"), first))]
     await settle()
     tasks += [asyncio.create_task(work(f"a{i}", 10.0)) for i in range(3)]  # texts of 2 MB
     tasks += [asyncio.create_task(work(f"b{i}", 1.0)) for i in range(15)]  # small chats

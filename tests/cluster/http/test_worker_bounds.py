@@ -28,9 +28,9 @@ from transom_core.virtual_time import MAX_ACCOUNTS
 from transom_worker.engine.arrivals import MAX_PENDING, MAX_PIECE
 from transom_worker.kvcache.policy_retentions import MAX_REMEMBERED
 from transom_worker.replica import WorkerReplica
-from transom_worker.scheduling import scheduler as scheduler_module
 
 NUM_PLACES = 4 + 8  # max_num_seqs and max_waiting
+MAX_TOKENS = 1000  # with which requests may be there
 LONGEST = 300  # tokens: the last request before the limit may exceed it by its own
 MANY = 60
 
@@ -43,7 +43,7 @@ def worker_bounds(replica: WorkerReplica) -> dict[str, tuple[int, Callable[[], i
     accounts = [clients._time, compiler._jobs._time, copies.loads._waiting._time, copies.reads._waiting._time]
     return {
         "sequences": (NUM_PLACES, lambda: len(scheduler.by_request)),
-        "tokens of sequences": (scheduler_module.MAX_TOKENS + LONGEST, lambda: clients.num_tokens),
+        "tokens of sequences": (MAX_TOKENS + LONGEST, lambda: clients.num_tokens),
         "requests to be added": (MAX_PENDING + MAX_PIECE, lambda: len(arrivals._group_of)),
         "deadlines": (2 * NUM_PLACES + 64, lambda: len(engine._deadlines._heap)),
         "characters of grammars to be compiled": (compiler._jobs._max_chars, lambda: compiler._jobs._num_chars),
@@ -59,7 +59,7 @@ def worker_bounds(replica: WorkerReplica) -> dict[str, tuple[int, Callable[[], i
 async def test_whatever_clients_fill_in_a_worker_stays_within_its_bound(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_TOKENS", 1000)
+    monkeypatch.setattr("transom_worker.scheduling.scheduler.MAX_TOKENS", MAX_TOKENS)
     keys = {"api_keys": ("hostile", "usual"), "limits": LimitsConfig(request_timeout_s=600.0)}
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_waiting": 8, "kv_cache_memory_bytes": "4MiB"}
     peaks: Counter[str] = Counter()
@@ -100,7 +100,7 @@ async def test_whatever_clients_fill_in_a_worker_stays_within_its_bound(
             assert len(compiler._entries) < MANY * CLIENT_SHARE
             assert await send("usual", structured_outputs={"regex": "mine"}) == 200
             assert compiler.num_compiled == num_compiled + MANY  # it was still cached
-            long = {"prompt": list(range(5, 205)), "max_tokens": 100, "ignore_eos": True}
+            long: dict[str, Any] = {"prompt": list(range(5, 205)), "max_tokens": 100, "ignore_eos": True}
             hostile = [
                 asyncio.create_task(send("hostile", 0.05 * (i % 3), structured_outputs={"regex": f"[a-z{i}]+"}, **long))
                 for i in range(MANY)

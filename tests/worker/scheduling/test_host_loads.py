@@ -60,7 +60,9 @@ def test_what_a_request_that_has_ended_would_load_is_not_loaded(monkeypatch: pyt
     driver.add(request("later", [ord("b")] * 24, 2))
     driver.step()
     assert driver.scheduler.by_request["later"].status is SequenceStatus.LOADING
-    assert cache.copies.loads.progress(driver.scheduler.by_request["later"].blocks.load.ticket) is None
+    blocks = driver.scheduler.by_request["later"].blocks
+    assert blocks is not None
+    assert cache.copies.loads.progress(blocks.load.ticket) is None
     for name, num_loads in (("later", 1), ("again", 1)):
         driver.abort(name)
         assert len(cache.tiers.loads.by_ticket) == num_loads
