@@ -70,7 +70,7 @@ def make_engine(device: SimulatedDevice, num_ranks: int) -> Engine:
     ).engine_config()  # fmt: skip
     executor: Executor
     if num_ranks > 1:
-        process_launcher.PROGRAM = (sys.executable, "-m", "benchmarks.gpu.simulated_rank")
+        process_launcher.PROGRAM = (sys.executable, "-u", "-m", "benchmarks.gpu.simulated_rank")
         executor = RanksExecutor(config, process_launcher.RankProcesses)
     else:
         executor = SimulatedExecutor(config, simulated_model(device, num_ranks=1, max_rows=max(BATCHES)))

@@ -27,7 +27,7 @@ from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 AT_ONCE = 64
 NUM_REQUESTS = num_examples(daily=640, exhaustive=50_000)
 # These have bounds of their own: five minutes of history by the second, four entries for each page of the pool, the vocabulary.
-BOUNDED = (".block_map_log.history._entries", "cache.arena._longest", ".tokenizer._bytes")
+BOUNDED = (".block_map_log.history._entries", "cache.arena._longest", ".tokenizer._bytes", ".tokenizer.whole_texts[]")
 
 
 def serve(engine: Engine, begin: int, end: int) -> None:
