@@ -81,7 +81,8 @@ def test_what_is_cut_is_not_sent_and_ends_with_what_was(copies: CopyQueue) -> No
     first, second = load(copies, "a", 100, tier=DISK), load(copies, "a", 1, tier=DISK)
     sent = pieces(copies)
     assert (copies.reads.progress(first), copies.reads.progress(second)) == (0, None)
-    assert copies.reads.is_waiting(second)
+    assert copies.reads.num_waiting(first) == (100 - len(sent)) * PIECE_BLOCKS
+    assert copies.reads.num_waiting(second) == PIECE_BLOCKS
     assert not copies.reads.cut(second)
     assert copies.reads.cut(first)
     assert copies.ended(sent, [0.1] * len(sent), [])[0] == [first]

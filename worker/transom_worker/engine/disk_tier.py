@@ -183,7 +183,7 @@ class EngineDiskTier:
             if one.is_given_up or not any(held.request is request for held in one.held):
                 continue
             one.held = [held for held in one.held if held.request is not request]
-            if not one.held and self._cache.copies.reads.is_waiting(one.blocks.ticket):
+            if not one.held and self._cache.copies.reads.num_waiting(one.blocks.ticket):
                 self._give_up(one)
 
     def _give_up(self, unwanted: _Import) -> None:

@@ -107,9 +107,9 @@ class LoadTurns:
         load = self._loads[ticket]
         return load.num_ended if load.num_in_flight else None
 
-    def is_waiting(self, ticket: int) -> bool:
-        """Return whether a piece of this load still waits for its turn."""
-        return bool(self._loads[ticket].waiting)
+    def num_waiting(self, ticket: int) -> int:
+        """Return how many copies of this load, its last ones, still wait for their turn."""
+        return sum(len(piece.copies) for piece in self._loads[ticket].waiting)
 
     def cut(self, ticket: int) -> bool:
         """Do not send the pieces of a load that still wait. Return whether others are in flight; if not, the load is forgotten."""
