@@ -70,9 +70,9 @@ def test_a_child_that_is_stopped_while_idle_costs_its_task_nothing(module: str) 
     children._wall_s, wall_s = 0.5, children._wall_s
     started = children._start
 
-    def start() -> subprocess.Popen[bytes]:
+    def start(is_patient: bool) -> subprocess.Popen[bytes]:
         children._wall_s = wall_s  # the new one may take its time
-        return started()
+        return started(is_patient)
 
     children._start = start  # type: ignore[method-assign]
     assert children.ask({"numbers": [2]})["sum"] == 2
@@ -88,7 +88,7 @@ def test_an_idle_child_is_taken_under_the_lock(children: LimitedChildren, monkey
             assert children._lock.locked()
             return super().__len__() > 0
 
-    children._idle = Watched()
+    children._idle[False] = Watched()
     assert [children.ask({"numbers": [i]})["sum"] for i in range(3)] == [0, 1, 2]
 
 

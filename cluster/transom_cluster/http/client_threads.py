@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -32,6 +33,14 @@ NUM_CHECK_THREADS = 2
 THREAD_NAME = "transom-bodies"
 
 Result = TypeVar("Result")
+Found = TypeVar("Found", covariant=True)
+
+
+class GrammarCheck(Protocol[Found]):
+    """A grammar check in a child process; patient ones have a child of their own (`GrammarChecker`)."""
+
+    def __call__(self, *, is_patient: bool) -> Found:
+        """Check the grammar."""
 
 
 class FairThreads:
@@ -119,7 +128,18 @@ class ClientThreads:
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
         return await until_disconnect(threads.run(self.sharer, function), self._receive)
 
-    async def check(self, function: Callable[[], Result], *, is_patient: bool) -> Result:
-        """Call `function`, which waits for a grammar check, on a thread that only checks use; patient ones have another."""
-        threads = self._threads.patient_checks if is_patient else self._threads.checks
-        return await until_disconnect(threads.run(self.sharer, function), self._receive)
+    async def check(self, function: GrammarCheck[Result], *, is_patient: Callable[[], bool]) -> Result:
+        """Call `function`, which waits for a grammar check, on a thread that only checks use; patient ones have another.
+
+        `is_patient` says whether the client's next check is patient. It is asked when the client's turn comes, because the checks
+        before it may have made the client patient; the check then waits for a turn on the other thread.
+        """
+        if not is_patient():
+            found = await until_disconnect(
+                self._threads.checks.run(self.sharer, lambda: None if is_patient() else (function(is_patient=False),)),
+                self._receive,
+            )
+            if found is not None:
+                return found[0]
+        patient_check = functools.partial(function, is_patient=True)
+        return await until_disconnect(self._threads.patient_checks.run(self.sharer, patient_check), self._receive)

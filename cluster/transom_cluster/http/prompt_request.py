@@ -173,7 +173,7 @@ class PromptRequest:
         )
         if checker.is_known(grammar):
             return check()
-        return await self.threads.check(check, is_patient=checker.is_patient(self.threads.sharer.client))
+        return await self.threads.check(check, is_patient=functools.partial(checker.is_patient, self.state.sharer))
 
     async def engine_requests(
         self,

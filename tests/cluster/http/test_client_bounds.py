@@ -73,7 +73,7 @@ class RefusingChildren:
 
     num_asked = 0
 
-    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, task: dict[str, Any], *, is_patient: bool) -> dict[str, Any]:
         self.num_asked += 1
         return {"refused": "x" * 340}
 

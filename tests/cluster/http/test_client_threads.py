@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.cluster.asgi_call import AsgiCall
 from transom_cluster.http.api import build_api
-from transom_cluster.http.client_threads import MAX_SHORT_CHARS, THREAD_NAME, ClientThreads, FairThreads, RequestThreads
+from transom_cluster.http.client_threads import (
+    MAX_SHORT_CHARS,
+    NUM_CHECK_THREADS,
+    THREAD_NAME,
+    ClientThreads,
+    FairThreads,
+    RequestThreads,
+)
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
@@ -105,6 +113,39 @@ async def test_short_work_does_not_wait_for_long_work():
     for work in long:
         work.may_end.set()
     await asyncio.gather(*tasks)
+
+
+async def test_checks_of_a_client_that_has_become_patient_leave_the_threads_of_others():
+    """They had come before the client was known to take long; pool and child always match."""
+    pools, patient = RequestThreads(), set()
+    hostile, usual = (ClientThreads(pools, Sharer(name), never) for name in ("hostile", "usual"))
+    checked: list[tuple[int, bool]] = []
+    may_end, may_end_patient = threading.Event(), threading.Event()
+
+    def check(name: str, *, is_patient: bool) -> str:
+        checked.append((threading.get_ident(), is_patient))
+        (may_end_patient if is_patient else may_end).wait(20.0)
+        patient.add(name)  # its seconds are known now
+        return name
+
+    def start(threads: ClientThreads) -> asyncio.Task[str]:
+        name = threads.sharer.client
+        return asyncio.create_task(threads.check(partial(check, name), is_patient=lambda: name in patient))
+
+    tasks = [start(hostile) for _ in range(6)]
+    await settle()
+    may_end.set()
+    await asyncio.wait_for(asyncio.gather(*tasks[:2]), 20)
+    try:
+        assert await asyncio.wait_for(start(usual), 20) == "usual"
+        assert [is_patient for _, is_patient in checked].count(False) == NUM_CHECK_THREADS + 1
+    finally:
+        may_end_patient.set()
+    assert await asyncio.gather(*tasks) == ["hostile"] * 6
+    threads_of = {kind: {thread for thread, is_patient in checked if is_patient == kind} for kind in (False, True)}
+    assert len(checked) == 7
+    assert len(threads_of[True]) == 1
+    assert not threads_of[True] & threads_of[False]
 
 
 @pytest.fixture

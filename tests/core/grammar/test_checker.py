@@ -158,6 +158,29 @@ def test_equal_texts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 1
 
 
+def test_a_check_does_not_wait_for_a_patient_one_of_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, may_answer = GrammarChecker(tiny()), threading.Event()
+
+    def ask(task: dict[str, Any], *, is_patient: bool) -> dict[str, Any]:
+        if is_patient:
+            may_answer.wait()
+        return {"num_bytes": 1}
+
+    monkeypatch.setattr(made._children, "ask", ask)
+    patient = threading.Thread(target=lambda: made.check("start: /x/", client="hostile", is_patient=True))
+    patient.start()
+    while not made._asking:
+        time.sleep(0.001)
+    usual = threading.Thread(target=lambda: made.check("start: /x/", client="usual"), daemon=True)
+    usual.start()
+    usual.join(20.0)
+    has_waited = usual.is_alive()
+    may_answer.set()
+    patient.join()
+    assert not has_waited
+    assert not made._asking
+
+
 def test_a_client_whose_checks_took_long_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, now_s = [], [0.0]
     checker = GrammarChecker(tiny(), clock=lambda: now_s[0])
@@ -169,7 +192,7 @@ def test_a_client_whose_checks_took_long_is_patient(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(checker._children, "ask", ask)
     for number, client in enumerate(["a", "a", "a", "b"]):
-        checker.check(f'start: "{number}"', client=client)
+        checker.check(f'start: "{number}"', client=client, is_patient=checker.is_patient(client))
     assert asked == [False, False, True, False]
     assert checker.is_patient("a")
     now_s[0] += HALF_LIFE_S

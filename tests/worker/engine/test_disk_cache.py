@@ -341,6 +341,7 @@ def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have loads in pieces of one block, one after the other."""
     monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
     monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
+    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.STEPS_IN_WINDOW", 0.0)
 
 
 def test_a_load_whose_requests_have_ended_is_not_read_further(

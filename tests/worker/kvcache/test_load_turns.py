@@ -68,6 +68,17 @@ def test_a_client_alone_fills_the_window_and_beside_another_gets_half_of_the_byt
     assert owner["c"] / owner["a"] == pytest.approx(3.0, rel=0.1)
 
 
+def test_what_is_in_flight_lasts_for_two_long_steps(copies: CopyQueue) -> None:
+    """Pieces are sent with plans only, so the ranks would idle for most of a long step."""
+    load(copies, "a", 500)
+    num_in_flight = len(pieces(copies))
+    copies.ended([], [], [], step_s=3.0)
+    assert num_in_flight + len(pieces(copies)) == pytest.approx(6.0 / PIECE_S, abs=1)
+    for _ in range(50):
+        copies.ended([], [], [], step_s=0.01)
+    assert copies.loads.window_s == copies.reads.window_s == WINDOW_S
+
+
 def test_a_piece_that_fails_ends_its_load_without_the_other_pieces(copies: CopyQueue) -> None:
     ticket = load(copies, "a", 100, tier=DISK)
     after = load(copies, "a", 1, tier=DISK)
@@ -81,7 +92,8 @@ def test_what_is_cut_is_not_sent_and_ends_with_what_was(copies: CopyQueue) -> No
     first, second = load(copies, "a", 100, tier=DISK), load(copies, "a", 1, tier=DISK)
     sent = pieces(copies)
     assert (copies.reads.progress(first), copies.reads.progress(second)) == (0, None)
-    assert copies.reads.is_waiting(second)
+    assert copies.reads.num_waiting(first) == (100 - len(sent)) * PIECE_BLOCKS
+    assert copies.reads.num_waiting(second) == PIECE_BLOCKS
     assert not copies.reads.cut(second)
     assert copies.reads.cut(first)
     assert copies.ended(sent, [0.1] * len(sent), [])[0] == [first]

@@ -84,9 +84,8 @@ class ReplayExecutor:
         """`load_after` says for each load how many results later it is done; its blocks are copied at the last moment."""
         self.layout = layout
         self.host: list[dict[int, Contents]] = [{} for _ in layout.groups]  # by group and block
-        self.loads: deque[tuple[int, list[tuple[int, int, int]]]] = (
-            deque()
-        )  # (ticket, (group, source, target)), in order
+        # (ticket, (group, source, target)), in order
+        self.loads: deque[tuple[int, list[tuple[int, int, int]]]] = deque()
         self.num_loaded = 0  # blocks that came back from the host tier
         self._load_after = load_after
         self._wait = 0  # results before the oldest load is done

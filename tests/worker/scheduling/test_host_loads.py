@@ -10,14 +10,14 @@ from transom_worker.scheduling.sequence import SequenceStatus
 LATER = 1_000
 
 
-def spilled_driver(*, steps_in_flight: int = 1) -> Driver:
+def spilled_driver(**config: object) -> Driver:
     """A pool of 20 blocks, from which request "a" was evicted by others to the host tier; loads take long while others run."""
     driver = Driver(
         layout(["full"], num_pages=5),
         host_pages=60,
         max_num_batched_tokens=64,
-        steps_in_flight=steps_in_flight,
         load_after=lambda: LATER,
+        **config,
     )
     for name in ("a", "b", "c"):
         driver.add(request(name, [ord(name)] * 40, 2))
@@ -47,10 +47,16 @@ def test_others_run_on_while_a_request_loads() -> None:
     driver.check_idle()
 
 
-def test_what_a_request_that_has_ended_would_load_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One piece of one block is in flight: of the first load, whose blocks are free when it is reported."""
+@pytest.fixture
+def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads are made in pieces of one block, of which one is in flight."""
     monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
     monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
+
+
+@pytest.mark.usefixtures("one_block_in_flight")
+def test_what_a_request_that_has_ended_would_load_is_not_loaded() -> None:
+    """What is in flight is of the first load, whose blocks are free when it is reported."""
     driver = spilled_driver()
     for name in ("d", "e", "f"):
         driver.add(request(name, [ord(name)] * 40, 2))
@@ -71,6 +77,32 @@ def test_what_a_request_that_has_ended_would_load_is_not_loaded(monkeypatch: pyt
     driver.add(request("anew", [ord("a")] * 40, 2))
     driver.run()
     assert driver.outputs["anew"][0].num_host_tokens == 36
+    assert (
+        sum(cache.tiers.loads.num_loaded) == driver.executor.num_loaded
+    )  # blocks that were never sent are not counted
+    driver.check_idle()
+
+
+@pytest.mark.usefixtures("one_block_in_flight")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_what_a_preempted_request_that_ends_would_load_is_not_published(mode: str) -> None:
+    """It has output, so the blocks up to its end would be cached; a later request reads what the model says, or computes it."""
+    driver = spilled_driver(preemption_mode=mode, policy="priority", max_num_seqs=1)
+    driver.add(request("first", [9] * 40, 20))
+    while len(driver.tokens["first"]) < 6:
+        driver.step()
+    driver.scheduler.admission.preempt(driver.scheduler.by_request["first"])
+    for name in ("d", "e"):
+        driver.add(request(name, [ord(name)] * 70, 2, priority=-1))
+    while driver.scheduler.by_request["first"].status is not SequenceStatus.LOADING:
+        driver.step()
+    driver.abort("first")
+    (load,) = driver.scheduler.cache.tiers.loads.by_ticket.values()
+    assert len(load.copies) > 5  # of which one is in flight
+    driver.run()
+    driver.add(request("again", [*[9] * 40, *driver.tokens["first"]], 2))
+    driver.run()
+    assert driver.outputs["again"][0].num_cached_tokens >= 36
     driver.check_idle()
 
 

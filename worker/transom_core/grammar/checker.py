@@ -97,7 +97,8 @@ class GrammarChecker:
             first=lambda: {"tokenizer": tokenizer.to_json(), "eos_token_ids": list(tokenizer.eos_token_ids)},
         )
         self._lock = threading.Lock()
-        self._asking: dict[bytes, threading.Event] = {}  # digest -> set when a child has answered
+        # (digest, whether the check is patient) -> set when a child has answered
+        self._asking: dict[tuple[bytes, bool], threading.Event] = {}
         self._clock = clock
         self._taken: dict[str, tuple[float, float]] = {}  # client -> (seconds of its checks, at which time)
         self.kept: FairCache[bytes, Verdict] = FairCache(KEPT_BYTES, clock=clock)  # by digest
@@ -118,12 +119,18 @@ class GrammarChecker:
             return self.kept.get(_digest(grammar)) is not None
 
     def is_patient(self, client: str) -> bool:
-        """Return whether a client's next check is a patient task (`limited_children`)."""
+        """Return whether a client's next check should be a patient task (`limited_children`)."""
         with self._lock:
             return self._taken_s(client) > PATIENT_S
 
-    def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> CheckedGrammar:
+    def check(
+        self, grammar: str, *, param: str | None = "grammar", client: str = "", is_patient: bool = False
+    ) -> CheckedGrammar:
         """Return the grammar with its size in memory. A new verdict counts for `client` in the cache.
+
+        `is_patient`: a new grammar is a patient task. The caller decides that with `is_patient(client)`, together with the thread
+        that waits, so that patient tasks never take the threads of others. Of two equal texts only one is checked; but a check
+        that is not patient never waits for a patient one.
 
         Raises:
             RequestError: the grammar cannot be used; the message says why. `param` is the request field that the error names.
@@ -131,18 +138,18 @@ class GrammarChecker:
         digest = _digest(grammar)
         with self._lock:
             verdict = self.kept.get(digest)
-            asking = self._asking.get(digest)
+            asking = self._asking.get((digest, False)) or self._asking.get((digest, is_patient))
             if verdict is None and asking is None:
-                self._asking[digest] = threading.Event()
+                self._asking[digest, is_patient] = threading.Event()
         if verdict is None and asking is not None:  # another thread asks about the same text: use what it finds
             asking.wait()
-            return self.check(grammar, param=param, client=client)
+            return self.check(grammar, param=param, client=client, is_patient=is_patient)
         if verdict is None:
             try:
-                verdict = self._ask(grammar, digest, client)
+                verdict = self._ask(grammar, digest, client, is_patient=is_patient)
             finally:
                 with self._lock:
-                    self._asking.pop(digest).set()
+                    self._asking.pop((digest, is_patient)).set()
         if verdict.problem:
             raise RequestError(verdict.problem, param=param)
         return CheckedGrammar(grammar, verdict.num_bytes)
@@ -155,7 +162,7 @@ class GrammarChecker:
         seconds, at_s = self._taken.get(client, (0.0, 0.0))
         return float(seconds * 0.5 ** ((self._clock() - at_s) / HALF_LIFE_S))
 
-    def _ask(self, grammar: str, digest: bytes, client: str) -> Verdict:
+    def _ask(self, grammar: str, digest: bytes, client: str, *, is_patient: bool) -> Verdict:
         """Have a child check a grammar, and cache its verdict."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
             return Verdict(
@@ -164,7 +171,7 @@ class GrammarChecker:
                 0,
             )
         begin_s = self._clock()
-        answer = self._children.ask({"grammar": grammar}, is_patient=self.is_patient(client))
+        answer = self._children.ask({"grammar": grammar}, is_patient=is_patient)
         with self._lock:
             now_s = self._clock()
             self._taken[client] = (self._taken_s(client) + now_s - begin_s, now_s)

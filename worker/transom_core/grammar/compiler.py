@@ -31,9 +31,8 @@ from transom_core.grammar.vocabulary import GrammarVocabulary
 CACHE_BYTES = 256 << 20  # of all cached grammars
 MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # what the cache keeps of a client; `GrammarChecker` refuses more
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so only an unchecked grammar takes so long
-NICENESS = (
-    5  # of the compiler's thread: a third of the CPU share of a thread that computes steps; it holds the GIL at times
-)
+# Of the compiler's thread: a third of the CPU share of a thread that computes steps; it holds the GIL at times.
+NICENESS = 5
 TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause
 # The bytes that a compiled grammar counts in the cache: at least `_LEAST_BYTES`, which bounds the number of small grammars. If no
 # router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380.

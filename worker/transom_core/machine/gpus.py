@@ -32,9 +32,8 @@ class Gpu:
     capability: tuple[int, int]
     error: str = ""
     parts: tuple[Gpu, ...] = ()
-    old_uuid: str = (
-        ""  # of a part, as drivers before 470 name it: MIG-GPU-<uuid of the GPU>/<GPU instance>/<compute instance>
-    )
+    # Of a part, as drivers before 470 name it: MIG-GPU-<uuid of the GPU>/<GPU instance>/<compute instance>.
+    old_uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ from transom_core.client_queue import Sharer
 from transom_core.contract import Request
 from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.execution.executor import Executor
-from transom_worker.kvcache.blocks.load_turns import WINDOW_S
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
@@ -183,7 +182,7 @@ class EngineDiskTier:
             if one.is_given_up or not any(held.request is request for held in one.held):
                 continue
             one.held = [held for held in one.held if held.request is not request]
-            if not one.held and self._cache.copies.reads.is_waiting(one.blocks.ticket):
+            if not one.held and self._cache.copies.reads.num_waiting(one.blocks.ticket):
                 self._give_up(one)
 
     def _give_up(self, unwanted: _Import) -> None:
@@ -225,8 +224,9 @@ class EngineDiskTier:
             totals_s[one.sharer] = totals_s.get(one.sharer, 0.0) + one.estimate_s
         reader = sharer if under_way is None else under_way.sharer
         turns_s = totals_s.get(reader, 0.0) + (own_s if under_way is None else 0.0)
+        window_s = self._cache.copies.reads.window_s
         others_s = sum(
-            total_s if other == reader else min(total_s, WINDOW_S + turns_s * other.weight / reader.weight)
+            total_s if other == reader else min(total_s, window_s + turns_s * other.weight / reader.weight)
             for other, total_s in totals_s.items()
             if other.client != sharer.client
         )

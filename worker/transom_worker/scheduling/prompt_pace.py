@@ -104,7 +104,7 @@ class PromptPace:
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step. Rows of more than one token are prompts."""
-        elapsed_s = timings.prepare_s + timings.copy_s + timings.forward_s + timings.sample_s
+        elapsed_s = timings.copy_s + timings.compute_s
         num_rows, num_tokens = len(plan.count), plan.num_tokens
         if elapsed_s <= 0.0 or not num_rows:
             return

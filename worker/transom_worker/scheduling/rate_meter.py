@@ -43,10 +43,9 @@ class RateMeter:
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step if at least half of its tokens are prompt tokens; it is also an occasion to load."""
-        elapsed_s = timings.prepare_s + timings.forward_s + timings.sample_s
         num_prompt_tokens = sum(count for count in plan.count if count > 1)
-        if elapsed_s > 0 and num_prompt_tokens >= max(LEAST_TOKENS, plan.num_tokens // 2):
-            self._token_s.add(elapsed_s / plan.num_tokens)
+        if timings.compute_s > 0 and num_prompt_tokens >= max(LEAST_TOKENS, plan.num_tokens // 2):
+            self._token_s.add(timings.compute_s / plan.num_tokens)
             self._loads.not_made()
 
     def loaded(self, num_blocks: Sequence[int], elapsed_s: float) -> None:

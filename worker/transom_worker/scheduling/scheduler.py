@@ -252,7 +252,7 @@ class Scheduler:
         if result.step_id != plan.step_id:
             raise ValueError(f"result of step {result.step_id} where step {plan.step_id} was due")
         result.loaded, result.load_s, result.failed = self.cache.copies.ended(
-            result.loaded, result.load_s, result.failed
+            result.loaded, result.load_s, result.failed, step_s=result.timings.compute_s
         )
         self._token_limit.stepped()
         self._pace.stepped(plan, result.timings)

@@ -186,6 +186,11 @@ class StepTimings:
     forward_s: float = 0.0
     sample_s: float = 0.0
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step without its block copies."""
+        return self.prepare_s + self.forward_s + self.sample_s
+
 
 class PolicyQuality(NamedTuple):
     """What a KV policy changes in one row: its next-token distribution P is compared with Q, that of attention to all keys.

@@ -50,9 +50,14 @@ class CopyQueue:
         return ticket
 
     def ended(
-        self, loaded: Sequence[int], load_s: Sequence[float], failed: Sequence[int]
+        self, loaded: Sequence[int], load_s: Sequence[float], failed: Sequence[int], *, step_s: float = 0.0
     ) -> tuple[list[int], list[float], list[int]]:
-        """Note the pieces of loads that a step's result reports; return the same three lists of the loads that have ended so."""
+        """Note the pieces of loads that a step's result reports; return the same three lists of the loads that have ended so.
+
+        `step_s` is how long the step took, without its copies.
+        """
+        for turns in (self.loads, self.reads):
+            turns.stepped(step_s)
         reports = [*zip(loaded, load_s, strict=True), *((ticket, 0.0) for ticket in failed)]
         ended = [
             load

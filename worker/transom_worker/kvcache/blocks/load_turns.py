@@ -1,7 +1,7 @@
 """`LoadTurns`: sends the loads of one kind to the ranks (host to device, or disk to host), in turns of the clients that want them.
 
 The ranks make loads one after the other, in the order in which plans bring them. So a load is cut into *pieces* of about
-`PIECE_S`, and only pieces for about `WINDOW_S` are *in flight* at the ranks; the others wait here. When there is room, the client
+`PIECE_S`, and only pieces for about `window_s` are *in flight* at the ranks; the others wait here. When there is room, the client
 that has had the fewest bytes for its weight sends its next piece (`client_queue`). A client alone uses the whole bandwidth; a
 client beside others waits for what is in flight, and then for as many bytes of each other client as of its own.
 
@@ -9,7 +9,8 @@ client beside others waits for what is in flight, and then for as many bytes of 
     turns.take_due()                             the pieces that the next plan carries
     turns.ended(result)                          replaces the tickets of pieces in a step's result by those of whole loads
 
-The window is long enough to keep the ranks busy from one result to the next: steps take less than `WINDOW_S`.
+Pieces are sent only with plans, after results. So the window is long enough to keep the ranks busy for `STEPS_IN_WINDOW` of the
+longest recent steps: until a result arrives, and until the ranks have got the plan after it, which may wait for a step in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from transom_core.client_queue import ClientQueue, Sharer
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 
 PIECE_S = 0.02
-WINDOW_S = 0.25
+WINDOW_S = 0.25  # at least
+STEPS_IN_WINDOW = 2.0
+STEP_DECAY = 0.9  # a step counts as this much shorter with each later one, as long as no later one took longer
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,16 @@ class LoadTurns:
         self._waiting: ClientQueue[_Piece] = ClientQueue()
         self._in_flight: dict[int, _Piece] = {}  # by the piece's ticket
         self._in_flight_ns = 0
+        self._step_s = 0.0  # the longest recent step
+
+    @property
+    def window_s(self) -> float:
+        """For how long the ranks have work with the pieces that are in flight."""
+        return max(WINDOW_S, STEPS_IN_WINDOW * self._step_s)
+
+    def stepped(self, step_s: float) -> None:
+        """Note how long a step took."""
+        self._step_s = max(step_s, STEP_DECAY * self._step_s)
 
     def add(self, copies: Sequence[BlockCopy], sharer: Sharer) -> int:
         """Begin a load, and return its ticket."""
@@ -72,7 +85,7 @@ class LoadTurns:
     def take_due(self) -> list[BlockCopy]:
         """Return the copies of the pieces that are due; the next plan must carry them."""
         due: list[BlockCopy] = []
-        while self._in_flight_ns < WINDOW_S * 1e9 and (piece := self._waiting.take()) is not None:
+        while self._in_flight_ns < self.window_s * 1e9 and (piece := self._waiting.take()) is not None:
             load = piece.load
             self._waiting.charge(load.sharer.client, piece.num_bytes / load.sharer.weight)
             del load.waiting[piece]
@@ -107,9 +120,9 @@ class LoadTurns:
         load = self._loads[ticket]
         return load.num_ended if load.num_in_flight else None
 
-    def is_waiting(self, ticket: int) -> bool:
-        """Return whether a piece of this load still waits for its turn."""
-        return bool(self._loads[ticket].waiting)
+    def num_waiting(self, ticket: int) -> int:
+        """Return how many copies of this load, its last ones, still wait for their turn."""
+        return sum(len(piece.copies) for piece in self._loads[ticket].waiting)
 
     def cut(self, ticket: int) -> bool:
         """Do not send the pieces of a load that still wait. Return whether others are in flight; if not, the load is forgotten."""

@@ -111,7 +111,7 @@ class SequenceBlocks:
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
     was_swapped: bool = False  # at least once
-    lost_contents: bool = False  # the cache was emptied during the sequence's load, so what the load brings is unknown
+    lost_contents: bool = False  # what its load brings is unknown (`Load.is_void`)
 
     processed: int = 0  # tokens whose step's result has arrived
     num_published: int = 0  # leading hash blocks that were published

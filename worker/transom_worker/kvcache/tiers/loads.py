@@ -28,7 +28,10 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One sequence's load. `is_void` is set when the cache is emptied meanwhile: then the blocks must not be published.
+    """One sequence's load. `is_void` is set when the cache is emptied meanwhile, or the load cut: then the blocks must not be
+    published, neither by the load nor by its sequence (`lost_contents`).
+
+    The last `num_cut` copies are never sent, because the sequence has ended.
 
     `digests[group]` has the digests of the blocks that the load brings. Blocks of a swapped sequence are not published in the host
     tier, so their load has empty sets.
@@ -38,6 +41,12 @@ class Load:
     copies: list[BlockCopy]
     digests: list[set[bytes]]
     is_void: bool = False
+    num_cut: int = 0
+
+    @property
+    def sent_copies(self) -> list[BlockCopy]:
+        """The copies that the ranks make."""
+        return self.copies[: len(self.copies) - self.num_cut]
 
 
 class Loads:
@@ -84,7 +93,7 @@ class Loads:
         load = self.by_ticket.pop(ticket, None)
         if load is None:
             return None
-        for copy in load.copies:
+        for copy in load.sent_copies:
             self.num_loaded[copy.group] += 1
             name = self._host.pools[copy.group].published.get(copy.source)
             if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
@@ -98,9 +107,11 @@ class Loads:
         Return whether the load may be finished at once, because the ranks have nothing of it.
         """
         turns = self._copies.loads
-        if not turns.is_waiting(ticket):
+        load = self.by_ticket[ticket]
+        load.num_cut = turns.num_waiting(ticket)
+        if not load.num_cut:
             return False
-        self.by_ticket[ticket].is_void = True
+        load.is_void = load.blocks.lost_contents = True
         return not turns.cut(ticket)
 
     def send_again(self, tickets: Iterable[int]) -> None:
@@ -108,7 +119,7 @@ class Loads:
         the given tickets."""
         for ticket in self._copies.loads.withdraw(tickets):
             load = self.by_ticket.pop(ticket)
-            ticket = self._copies.add_load(load.copies, load.blocks.sharer)
+            ticket = self._copies.add_load(load.sent_copies, load.blocks.sharer)
             load.blocks.load = replace(load.blocks.load, ticket=ticket)
             self.by_ticket[ticket] = load
 
