@@ -10,5 +10,5 @@ model), *steady* (the same traffic without kills: memory must be flat) and *end*
 disk are those of their models). A hostile client is there in the two phases of traffic. A journal has every event with its time.
 The exit status is 1 if a promise broke; the report names it.
 
-The last long soak: benchmarks/results/2026-11-22-soak-45-minutes.md. `make test-all` runs ten minutes of it.
+docs/reliability.md has the figures of the last long one. `make test-all` runs ten minutes of it.
 """
