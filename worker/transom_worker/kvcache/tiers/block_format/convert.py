@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
     scales: Bytes | None
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Where the keys or the values of one layer lie in a block, as byte offsets."""
 
     tensors: LayerTensors
@@ -53,15 +53,15 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
         ValueError: source and target keep different layers, tokens or formats, or the data has the wrong length.
     """
     blocks = _as_blocks(source, group, data)
-    if _is_equal(source, target, group):
+    if stored_alike(source, target, group):
         return [block.reshape(-1) for block in blocks]
-    _check_specs(source.groups[0][group], target.groups[0][group])
+    check_specs(source.groups[0][group], target.groups[0][group])
     out = [np.zeros((len(blocks[0]), groups[group].block_bytes), dtype=np.uint8) for groups in target.groups]
     for index, (tensors, wanted) in enumerate(
         zip(source.groups[0][group].layers, target.groups[0][group].layers, strict=True)
     ):
-        _check_rows(tensors, wanted)
-        for number in range(len(_parts(tensors))):
+        check_rows(tensors, wanted)
+        for number in range(len(parts_of(tensors))):
             rows = _join(source, group, index, number, blocks)
             _cut(target, group, index, number, rows, out)
     return [block.reshape(-1) for block in out]
@@ -85,7 +85,7 @@ def _as_blocks(shares: KvShares, group: int, data: Sequence[Data]) -> list[Bytes
     return blocks
 
 
-def _is_equal(source: KvShares, target: KvShares, group: int) -> bool:
+def stored_alike(source: KvShares, target: KvShares, group: int) -> bool:
     """Return whether both workers store a group's blocks alike on each rank, so that the bytes can be taken as they are."""
 
     def contents(shares: KvShares) -> list[object]:
@@ -96,7 +96,8 @@ def _is_equal(source: KvShares, target: KvShares, group: int) -> bool:
     return contents(source) == contents(target)
 
 
-def _check_specs(source: GroupLayout, target: GroupLayout) -> None:
+def check_specs(source: GroupLayout, target: GroupLayout) -> None:
+    """Raise ValueError unless both sides keep the same tokens of the same layers in a group."""
     if source.spec != target.spec or len(source.layers) != len(target.layers):
         raise ValueError(
             f"KV group {source.spec} of the source is not {target.spec} of the target; both must run the same model with equal "
@@ -104,7 +105,7 @@ def _check_specs(source: GroupLayout, target: GroupLayout) -> None:
         )
 
 
-def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
+def check_rows(source: LayerTensors, target: LayerTensors) -> None:
     """Check that two layers keep the same numbers in the same format, from which rows can be cut; raise ValueError if not."""
 
     def kept(tensors: LayerTensors) -> tuple[object, ...]:
@@ -119,21 +120,21 @@ def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
         )
 
 
-def _parts(tensors: LayerTensors) -> list[_Part]:
+def parts_of(tensors: LayerTensors) -> list[Part]:
     """Return the keys and the values of a layer as two parts, or as one if the same rows are both."""
-    parts = [_Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size)]
+    parts = [Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size)]
     if tensors.v_offset != tensors.k_offset:
-        parts.append(_Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size))
+        parts.append(Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size))
     return parts
 
 
-def _rows_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
+def _rows_of(block: Bytes, group: GroupLayout, part: Part) -> Bytes:
     """Return a part of each block as a view [blocks, heads, rows, bytes of a row]; `block` is [blocks, bytes of a block]."""
     heads, rows, size = part.tensors.num_kv_heads, group.rows_per_block, part.size * DTYPE_BYTES[part.tensors.dtype]
     return block[:, part.offset : part.offset + heads * rows * size].reshape(len(block), heads, rows, size)
 
 
-def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
+def _scales_of(block: Bytes, group: GroupLayout, part: Part) -> Bytes:
     """Return the scales of a part of each block as a view [blocks, heads, rows, 4]: float32, so 4 bytes per row."""
     assert part.scale_offset is not None
     heads, rows = part.tensors.num_kv_heads, group.rows_per_block
@@ -141,7 +142,7 @@ def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
     return block[:, part.scale_offset : end].reshape(len(block), heads, rows, 4)
 
 
-def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
+def heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
     """Return the KV heads of a layer that a rank keeps. Raises ValueError if its layout has another number of heads."""
     first, end = shares.heads[rank][tensors.layer]
     if end - first != tensors.num_kv_heads:
@@ -154,7 +155,7 @@ def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
 def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[Bytes]) -> _Rows:
     """Return one part (keys or values) of all KV heads, each head from the first rank that keeps it."""
     layers = [groups[group].layers[index] for groups in shares.groups]
-    held = [_heads_of(shares, rank, tensors) for rank, tensors in enumerate(layers)]
+    held = [heads_of(shares, rank, tensors) for rank, tensors in enumerate(layers)]
     num_heads = max(heads.stop for heads in held)
     data: list[Bytes] = []
     scales: list[Bytes] = []
@@ -162,7 +163,7 @@ def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[By
         rank = next((rank for rank, heads in enumerate(held) if head in heads), None)
         if rank is None:
             raise ValueError(f"no rank keeps KV head {head} of layer {layers[0].layer}.")
-        layout, part = shares.groups[rank][group], _parts(layers[rank])[number]
+        layout, part = shares.groups[rank][group], parts_of(layers[rank])[number]
         data.append(_rows_of(blocks[rank], layout, part)[:, head - held[rank].start])
         if part.scale_offset is not None:
             scales.append(_scales_of(blocks[rank], layout, part)[:, head - held[rank].start])
@@ -173,8 +174,8 @@ def _cut(shares: KvShares, group: int, index: int, number: int, rows: _Rows, out
     """Write each target rank's heads of one part into its blocks `out[rank]`."""
     for rank, block in enumerate(out):
         layout = shares.groups[rank][group]
-        part = _parts(layout.layers[index])[number]
-        heads = _heads_of(shares, rank, part.tensors)
+        part = parts_of(layout.layers[index])[number]
+        heads = heads_of(shares, rank, part.tensors)
         own = slice(heads.start, heads.stop)
         _rows_of(block, layout, part)[...] = rows.data[:, own]
         if rows.scales is not None:
