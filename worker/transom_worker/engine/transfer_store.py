@@ -16,15 +16,7 @@ from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import (
-    DONE,
-    PIECE_BYTES,
-    RUNNING,
-    Executor,
-    ReadPoll,
-    RemoteBlock,
-    RemoteRead,
-)
+from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, ReadPoll, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
 from transom_worker.kvcache.tiers.block_format.segments import same_contents

@@ -6,7 +6,6 @@ The first tests have an agent without a wire. The last one reads another process
 from __future__ import annotations
 
 import ctypes
-import os
 import pickle
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -92,8 +92,8 @@ def view(address: int, size: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def region(rows: np.ndarray, tier_strides: tuple[int, ...]) -> MemoryRegion:
-    return MemoryRegion(address=rows.ctypes.data, kind="DRAM", device=0, strides=tier_strides)
+def region(rows: np.ndarray) -> MemoryRegion:
+    return MemoryRegion(address=rows.ctypes.data, kind="DRAM", device=0, strides=(rows.shape[1],) * 3)
 
 
 class Case:
@@ -106,12 +106,11 @@ class Case:
         (wanted,) = write(whole, own, FULL)
         self.wanted = np.frombuffer(wanted, np.uint8).reshape(3, -1)
         self.rows = np.zeros((5, self.wanted.shape[1] + 16), np.uint8)
-        memory = RankMemory(agent=b"own", regions={HOST: region(self.rows, (self.rows.shape[1],) * 3)})
-        self.agent = FakeAgent(memory)
+        memory = RankMemory(agent=b"own", regions={HOST: region(self.rows)})
+        self.agent: Any = FakeAgent(memory)
         self.reads = RemoteReads(self.agent, own, 0, HOST)
         self.memories = tuple(
-            RankMemory(agent=f"{rank}".encode(), regions={DEVICE: region(rows, (rows.shape[1],) * 3)})
-            for rank, rows in enumerate(self.there)
+            RankMemory(agent=f"{rank}".encode(), regions={DEVICE: region(rows)}) for rank, rows in enumerate(self.there)
         )
         self.shares = theirs
 
@@ -188,16 +187,9 @@ NUM_BLOCKS, BLOCK_BYTES = 10, HANDLE_BYTES // 2
 
 def slab_memory(slab: torch.Tensor) -> TierMemory:
     """`NUM_BLOCKS` blocks of the group FULL, whose strides are far larger than they are."""
-    groups = tuple(
-        group.__class__(spec=group.spec, block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES, layers=group.layers)
-        for group in shares(1).groups[0]
-    )
+    layouts = shares(1).groups[0]
+    groups = tuple(replace(one, block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES) for one in layouts)
     return TierMemory(ArenaLayout(page_bytes=BLOCK_BYTES, num_pages=NUM_BLOCKS - 1, groups=groups), slab)
-
-
-def whole_shares(memory: TierMemory) -> Any:
-    one = shares(1)
-    return one.__class__(groups=(memory.layout.groups,), heads=one.heads)
 
 
 def source_process() -> None:
@@ -221,9 +213,6 @@ class Source:
         line = next(line for line in self.process.stdout if line.startswith("memory "))
         self.memory: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
 
-    def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
@@ -235,7 +224,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     monkeypatch.setenv("UCX_TLS", "tcp")
     slab = torch.zeros(NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
     memory, started = slab_memory(slab), threading.Event()
-    source, agent, kept = Source(), NixlAgent({HOST: memory}, HOST), whole_shares(memory)
+    source, agent, kept = Source(), NixlAgent({HOST: memory}, HOST), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, HOST), agent.start
 
     def noted(*args: Any) -> Any:
@@ -250,7 +239,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
 
     def hang(read_id: str) -> None:
         """Stop the source, and end a read of it."""
-        source.send(signal.SIGSTOP)
+        source.process.send_signal(signal.SIGSTOP)
         slab.zero_()
         read(read_id)
         assert started.wait(WAIT_S)
@@ -264,10 +253,10 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         assert state_of(reads, "first") == DONE
         assert bool((slab == 7).all())
         hang("goes on")
-        source.send(signal.SIGCONT)
+        source.process.send_signal(signal.SIGCONT)
         assert state_of(reads, "goes on") == ENDED
         hang("dies")
-        source.send(signal.SIGKILL)
+        source.process.send_signal(signal.SIGKILL)
         assert state_of(reads, "dies") not in (DONE, RUNNING, GONE)
         before = slab.clone()
         read("dead")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -37,32 +37,11 @@ Spans = NDArray[np.uint64]
 """Bytes to read, [n, 3]: the address in the source's memory, the address here, and the number of bytes."""
 
 
-class MemoryAgent(Protocol):
-    """What `RemoteReads` needs of an agent. Only the thread of `RemoteReads` calls it, except for `memory`. Any method may raise
-    any exception."""
-
-    @property
-    def memory(self) -> RankMemory:
-        """Return what other ranks need to read this rank's memory."""
-
-    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans) -> Any:
-        """Begin to read from a region of this kind and device, and return the read's handle."""
-
-    def state(self, handle: Any) -> str:
-        """Return "PROC", "DONE" or "ERR"; an exception counts as "ERR"."""
-
-    def release(self, handle: Any) -> None:
-        """Forget a read that is not "PROC"."""
-
-    def disconnect(self, source: RankMemory) -> None:
-        """Close the connection to a rank, from which nothing is read at the moment; the next `start` connects again."""
-
-    def close(self) -> None:
-        """Take the memory back: no other rank can read it any more, and no byte comes any more. Idempotent."""
-
-
 class NixlAgent:
-    """The NIXL agent of one rank. `target_tier` is the tier into which it reads."""
+    """The NIXL agent of one rank, which reads into `target_tier`. `memory` is what other ranks need to read this one's.
+
+    One thread calls it. Any method may raise any exception.
+    """
 
     def __init__(self, memories: Mapping[int, TierMemory], target_tier: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -82,7 +61,7 @@ class NixlAgent:
         self._names: dict[bytes, str] = {}  # metadata of another agent -> its name, while it is connected
 
     def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans) -> Any:
-        """Begin to read; see `MemoryAgent`."""
+        """Begin to read from a region of this kind and device, and return the read's handle."""
         name = self._names.get(source.agent)
         if name is None:
             name = self._names[source.agent] = self._agent.add_remote_agent(source.agent).decode()
@@ -98,7 +77,7 @@ class NixlAgent:
         return handle
 
     def state(self, handle: Any) -> str:
-        """Return a read's state; see `MemoryAgent`."""
+        """Return "PROC", "DONE" or "ERR"; an exception counts as "ERR"."""
         return str(self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
@@ -106,12 +85,12 @@ class NixlAgent:
         self._agent.release_xfer_handle(handle)
 
     def disconnect(self, source: RankMemory) -> None:
-        """Forget another agent; see `MemoryAgent`."""
+        """Close the connection to a rank, from which nothing is read at the moment; the next `start` connects again."""
         if (name := self._names.pop(source.agent, None)) is not None:
             self._agent.remove_remote_agent(name)
 
     def close(self) -> None:
-        """Deregister the memory, and end the agent."""
+        """Take the memory back: no other rank can read it any more, and no byte comes any more. Idempotent."""
         for registered in self._registered:
             self._agent.deregister_memory(registered)
         self._registered, self._slabs, self._agent = [], [], None

@@ -1,7 +1,7 @@
 """`RemoteReads`: reads blocks out of the memory of another worker's ranks into this rank's host tier, beside the steps.
 
     begin    the rank's thread works out what to read from which rank, and queues the read
-    ...      a thread of its own starts the reads by the rank's `MemoryAgent`, and looks after them
+    ...      a thread of its own starts the reads by the rank's agent, and looks after them
     poll     returns RUNNING while bytes may still arrive, then DONE or the reason of a failure, once; after that GONE
 
 A read that fails, or that the engine ends, is over only when no byte can arrive any more: until then its state is RUNNING, and its
@@ -10,6 +10,7 @@ host blocks must not be used for anything else. `nixl_agent` says when that is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,7 +23,7 @@ import numpy as np
 from transom_core.contract.kv_transfer import RankMemory
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.execution.executor import DONE, ENDED, GONE, RUNNING, ReadPoll, RemoteRead
-from transom_worker.execution.tiers.nixl_agent import MemoryAgent, Spans
+from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.kvcache.tiers.block_format.segments import Segment, block_segments
 
 logger = logging.getLogger("transom.worker")
@@ -46,16 +47,15 @@ class _Read:
 class RemoteReads:
     """The reads of one rank into its `target_tier`. `shares` says what the blocks of this worker's ranks contain."""
 
-    def __init__(self, agent: MemoryAgent, shares: KvShares, rank: int, target_tier: int) -> None:
+    def __init__(self, agent: NixlAgent, shares: KvShares, rank: int, target_tier: int) -> None:
         self._agent, self._shares, self._rank = agent, shares, rank
         self._target = agent.memory.regions.get(target_tier)
         self._states: dict[str, str] = {}  # by read; the thread writes the last state
         self._ending: set[str] = set()  # reads that the engine has ended
         self._new: SimpleQueue[tuple[str, _Read] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._broken: dict[
-            bytes, RankMemory
-        ] = {}  # by agent: sources of failed reads, until their connections are closed
+        # By agent: sources of failed reads, until their connections are closed.
+        self._broken: dict[bytes, RankMemory] = {}
 
     @property
     def memory(self) -> RankMemory:
@@ -92,10 +92,8 @@ class RemoteReads:
             self._ending.update(self._states)
             self._new.put(None)
             self._thread.join(2 * CLOSE_S)
-            if (
-                self._thread.is_alive()
-            ):  # in a call of the library; the agent, and the memory with it, stays until it returns
-                logger.warning("A read of another worker's memory hangs.")
+            if self._thread.is_alive():
+                logger.warning("NIXL hangs in a call; the memory stays registered until it returns.")
                 return
         self._agent.close()
 
@@ -138,14 +136,15 @@ class RemoteReads:
     def _start(self, read_id: str, read: _Read) -> None:
         try:
             for (rank, kind, device), spans in read.spans.items():
+                source = read.memories[rank]
                 if read_id not in self._ending:
-                    source = read.memories[rank]
                     if source.agent in self._broken:
                         raise ConnectionError("the connection is broken")
                     for part in np.split(spans, _cuts(spans)):
                         read.handles.append((rank, self._agent.start(source, (kind, device), part)))
         except Exception as error:  # of the library, for a source that is gone, among others
             read.error = f"{type(error).__name__}: {error}"
+            self._broken[source.agent] = source
 
     def _look_after(self, reads: dict[str, _Read]) -> None:
         """Release what has ended, note the last state of reads that are over, and close broken connections without reads."""
@@ -156,7 +155,8 @@ class RemoteReads:
                 del reads[read_id]
         in_use = {read.memories[rank].agent for read in reads.values() for rank, _ in read.handles}
         for agent in [agent for agent in self._broken if agent not in in_use]:
-            self._disconnect(self._broken.pop(agent))
+            with contextlib.suppress(Exception):  # the source is gone
+                self._agent.disconnect(self._broken.pop(agent))
 
     def _is_over(self, read: _Read, rank: int, handle: Any) -> bool:
         """Return whether no bytes of a handle can arrive any more; then release it."""
@@ -174,12 +174,6 @@ class RemoteReads:
         except Exception:
             logger.exception("A read of another worker's memory could not be released.")
         return True
-
-    def _disconnect(self, source: RankMemory) -> None:
-        try:
-            self._agent.disconnect(source)
-        except Exception as error:
-            logger.warning("The connection to another worker's rank could not be closed: %r", error)
 
 
 def _cuts(spans: Spans) -> list[int]:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import pytest
 
-from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK_BYTES, contents
+from tests.worker.kvcache.tiers.transfer.fake_store import contents
 from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
 from transom_core.config import TransferConfig
 from transom_worker.kvcache.tiers.transfer.kv_store import ReadFailed
@@ -96,12 +95,3 @@ async def test_blocks_and_export_stay_while_an_abandoned_read_is_in_flight(by: s
     await pair.until_quiet()
     assert (pair.target.cached, pair.target.num_free) == ({}, 100)
     assert pair.source_notes.exports == ["read"]
-
-
-async def test_without_memories_calls_bring_the_blocks() -> None:
-    pair = Pair()
-    pair.start()
-    await pair.until_ended("r")
-    assert pair.ended["r"].wire == "ray"
-    assert np.array_equal(pair.target.cached[CHAIN[0]], contents(CHAIN[0]))
-    assert pair.source_notes.num_bytes == 10 * BLOCK_BYTES
