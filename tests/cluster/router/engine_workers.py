@@ -70,9 +70,10 @@ class LocalPeers:
 def start_replica(
     model: Path, name: str, peers: LocalPeers | None = None, *, num_ranks: int | None = None, **settings: Any
 ) -> WorkerReplica:
-    memory = {"kv_cache_memory_bytes": "8MiB", "swap_space": "8MiB", "max_num_seqs": 8, "kv_transfer_wire": "ray"}
+    memory = {"kv_cache_memory_bytes": "8MiB", "swap_space": "8MiB", "max_num_seqs": 8}
+    transfer = {"kv_transfer_wire": "ray", "kv_transfer_timeout_s": 60}  # NIXL connects in seconds on a busy machine
     config = Settings.parse(
-        model=str(model), **{**memory, "dtype": "float32", "device": "cpu", **settings}
+        model=str(model), **{**memory, **transfer, "dtype": "float32", "device": "cpu", **settings}
     ).engine_config()
     engine = None
     if num_ranks is not None:

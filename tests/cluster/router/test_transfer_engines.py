@@ -94,9 +94,9 @@ async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pa
     tokens, usage = await at_worker(pair.target, wanted)
     assert tokens == expected
     hit = (length - 1) // 16 * 16
-    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
     told = fetch_of(pair.target, wanted.request_id)
     assert (told["outcome"], told["tokens"]) == ("fetched", hit)
+    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
     [group] = pair.source.engine.scheduler.cache.layout.groups
     assert 0 < told["bytes"] <= MOST_BLOCKS * group.block_bytes
     await pair.until_quiet()

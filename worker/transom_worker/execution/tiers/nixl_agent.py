@@ -31,8 +31,6 @@ from transom_worker.execution.tiers.slabs import TierMemory
 
 logger = logging.getLogger("transom.worker")
 
-BACKEND = "UCX"
-
 Spans = NDArray[np.uint64]
 """Bytes to read, [n, 3]: the address in the source's memory, the address here, and the number of bytes."""
 
@@ -47,7 +45,7 @@ class NixlAgent:
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each agent to the standard output
-        self._agent: Any = nixl_agent(uuid4().hex, nixl_agent_config(backends=[BACKEND]))
+        self._agent: Any = nixl_agent(uuid4().hex, nixl_agent_config(backends=["UCX"]))
         regions = {tier: _region(memory) for tier, memory in memories.items()}
         self._slabs = [memory.slab for memory in memories.values()]  # they live as long as the agent
         self._registered = [

@@ -100,8 +100,6 @@ class RemoteReads:
     def _spans(self, read: RemoteRead) -> dict[tuple[int, str, int], Spans]:
         if self._target is None:
             raise ValueError("this rank has no host tier.")
-        if len(read.memories) != read.shares.num_ranks:
-            raise ValueError(f"{len(read.memories)} memories were given for {read.shares.num_ranks} ranks.")
         found: dict[tuple[int, str, int], list[Spans]] = {}
         for group in sorted({block.group for block in read.blocks}):
             segments = block_segments(read.shares, self._shares, group, self._rank)
