@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -107,7 +107,7 @@ class Case:
         self.wanted = np.frombuffer(wanted, np.uint8).reshape(3, -1)
         self.rows = np.zeros((5, self.wanted.shape[1] + 16), np.uint8)
         memory = RankMemory(agent=b"own", regions={HOST: region(self.rows)})
-        self.agent: Any = FakeAgent(memory)
+        self.agent = cast(Any, FakeAgent(memory))
         self.reads = RemoteReads(self.agent, own, 0, HOST)
         self.memories = tuple(
             RankMemory(agent=f"{rank}".encode(), regions={DEVICE: region(rows)}) for rank, rows in enumerate(self.there)
