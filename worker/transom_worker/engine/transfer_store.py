@@ -18,8 +18,7 @@ from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, ReadPoll, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
-from transom_worker.kvcache.tiers.block_format.segments import same_contents
+from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, ReadFailed
