@@ -22,7 +22,7 @@ from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, ReadPoll, RemoteRead
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RemoteRead
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_setup import ModelSetup
@@ -257,7 +257,7 @@ class ThreadRanks(Executor):
         for runner, part in zip(self.runners, data, strict=True):
             runner.tiers.write(tier, group, blocks, part)
 
-    def order_read(self, order: RemoteRead | ReadPoll) -> list[str]:
+    def order_read(self, order: RemoteRead | str) -> list[str]:
         self._execute_all()
         return [runner.tiers.order_read(order) for runner in self.runners]
 

@@ -11,7 +11,7 @@ import pytest
 
 from transom_core.errors import RankLost, StepFailed
 from transom_core.settings.settings import Settings
-from transom_worker.execution.executor import DONE, RUNNING, ExecutorInfo, ReadPoll, RemoteBlock, RemoteRead
+from transom_worker.execution.executor import DONE, RUNNING, ExecutorInfo, RemoteBlock, RemoteRead
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.execution.tiers.load_reports import LoadReports
@@ -91,7 +91,7 @@ def test_ranks_read_the_memory_of_other_processes_after_the_plans_in_flight(
     assert executor.order_read(read) == [RUNNING] * 2
     states = [RUNNING] * 2
     while RUNNING in states:
-        polled = executor.order_read(ReadPoll(read_id="r"))
+        polled = executor.order_read("r")
         states = [new if old == RUNNING else old for old, new in zip(states, polled, strict=True)]
     assert states == [DONE] * 2
     assert executor.read_blocks(TIER_HOST, 0, [8, 9]) == data[::-1]

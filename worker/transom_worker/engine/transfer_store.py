@@ -16,7 +16,7 @@ from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, ReadPoll, RemoteBlock, RemoteRead
+from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
 from transom_worker.kvcache.tiers.exports import BlockExport
@@ -46,9 +46,8 @@ class TransferStore:
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
-        self._reads: dict[
-            str, list[str]
-        ] = {}  # import id -> the state of its read on each rank, until its blocks are free
+        # Import id -> the state of its read on each rank, until its blocks are free.
+        self._reads: dict[str, list[str]] = {}
 
     # Source
 
@@ -195,7 +194,7 @@ class TransferStore:
         if (opened := self._imports.get(import_id)) is None:
             return True
         try:
-            is_over = import_id not in self._reads or self._poll(import_id, ends=True) != RUNNING
+            is_over = import_id not in self._reads or self._poll(import_id) != RUNNING
         except StepFailed:
             is_over = True  # the ranks, whose memory was read into, have ended
         if not is_over:
@@ -232,9 +231,9 @@ class TransferStore:
         found = self._executor.read_blocks(HOST, blocks.group, ids)
         return same_contents(offer.shares, self._shares, blocks.group, found, self.convert(offer, blocks, data))
 
-    def _poll(self, import_id: str, *, ends: bool = False) -> str:
+    def _poll(self, import_id: str) -> str:
         """Return RUNNING while a rank reads, then DONE or why a rank could not read."""
-        states = self._executor.order_read(ReadPoll(read_id=import_id, ends=ends))
+        states = self._executor.order_read(import_id)
         known = self._reads[import_id]
         known[:] = [new if old == RUNNING else old for old, new in zip(known, states, strict=True)]
         if RUNNING in known:

@@ -25,7 +25,7 @@ PIECE_BYTES = 16 << 20
 
 
 # The states of a `RemoteRead` on a rank; any other text says why it failed. The last state is returned once, then GONE.
-RUNNING, DONE, ENDED, GONE = "running", "done", "ended", "gone"
+RUNNING, DONE, GONE = "running", "done", "gone"
 
 
 class RemoteBlock(NamedTuple):
@@ -48,14 +48,6 @@ class RemoteRead:
     memories: tuple[RankMemory, ...]
     shares: KvShares
     blocks: tuple[RemoteBlock, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadPoll:
-    """Asks all ranks for the state of a read. With `ends` they end it; it goes on RUNNING until no byte can arrive any more."""
-
-    read_id: str
-    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +220,10 @@ class Executor(ABC):
         """Write contents, as `read_blocks` returns them, into blocks after all plans that were submitted so far. Raises the same
         errors."""
 
-    def order_read(self, order: RemoteRead | ReadPoll) -> list[str]:
-        """Begin or poll a read of another worker's memory, after all plans that were submitted so far; return each rank's state of
-        it. Only executors whose `ExecutorInfo` has `memories` can. Raises the errors of `read_blocks`."""
+    def order_read(self, order: RemoteRead | str) -> list[str]:
+        """Begin a read of another worker's memory after all plans that were submitted so far, or look after the one of this id;
+        return each rank's state of it. Only executors whose `ExecutorInfo` has `memories` can. Raises the errors of
+        `read_blocks`."""
         raise StepFailed("These ranks cannot read the memory of other workers.")
 
     def rank_reports(self) -> tuple[RankReport, ...]:

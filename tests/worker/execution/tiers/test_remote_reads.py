@@ -27,7 +27,7 @@ from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import DONE, ENDED, GONE, RUNNING, ReadPoll, RemoteBlock, RemoteRead
+from transom_worker.execution.executor import DONE, GONE, RUNNING, RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
 from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
@@ -36,20 +36,19 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not i
 WAIT_S = 120.0
 
 
-def state_of(reads: RemoteReads, read_id: str) -> str:
-    """The last state of a read."""
-    until_s = time.monotonic() + WAIT_S
-    while (state := reads.poll(ReadPoll(read_id=read_id))) == RUNNING and time.monotonic() < until_s:
-        time.sleep(0.001)
-    assert reads.poll(ReadPoll(read_id=read_id)) == (RUNNING if state == RUNNING else GONE)
-    return state
-
-
 def until(condition: Callable[[], Any]) -> None:
     until_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.001)
+
+
+def state_of(reads: RemoteReads, read_id: str) -> str:
+    """The last state of a read."""
+    states: list[str] = []
+    until(lambda: states.append(reads.poll(read_id)) or states[-1] != RUNNING)
+    assert reads.poll(read_id) == GONE
+    return states[-1]
 
 
 class FakeAgent:
@@ -131,23 +130,16 @@ def case() -> Iterator[Case]:
     assert made.agent.told[-1] == "close"
 
 
-def test_a_rank_reads_its_heads_from_the_ranks_that_have_them(case: Case) -> None:
-    case.read()
-    assert state_of(case.reads, "r") == DONE
-    assert case.has_come()
-    assert not case.agent.in_flight
-
-
-def test_a_read_that_is_ended_runs_until_no_byte_can_come(case: Case) -> None:
+def test_a_rank_reads_its_heads_from_the_ranks_that_have_them_until_no_byte_can_come(case: Case) -> None:
     case.agent.state_of_all = "PROC"
     case.read()
     until(lambda: case.agent.in_flight)
-    assert case.reads.poll(ReadPoll(read_id="r", ends=True)) == RUNNING
     time.sleep(0.05)
-    assert case.reads.poll(ReadPoll(read_id="r", ends=True)) == RUNNING
+    assert case.reads.poll("r") == RUNNING
     case.agent.state_of_all = "DONE"
-    assert state_of(case.reads, "r") == ENDED
-    assert case.reads.poll(ReadPoll(read_id="unknown", ends=True)) == GONE
+    assert state_of(case.reads, "r") == DONE
+    assert case.has_come()
+    assert not case.agent.in_flight
 
 
 def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: Case) -> None:
@@ -199,30 +191,18 @@ def source_process() -> None:
     sys.stdin.read()
 
 
-class Source:
-    """The other process."""
-
-    def __init__(self) -> None:
-        command = "from tests.worker.execution.tiers.test_remote_reads import source_process; source_process()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        line = next(line for line in self.process.stdout if line.startswith("memory "))
-        self.memory: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @needs_nixl
 def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TCP, where the source takes part in a read: its bytes come long after the read was given up."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     slab = torch.zeros(NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
     memory, started = slab_memory(slab), threading.Event()
-    source, agent, kept = Source(), NixlAgent({HOST: memory}, HOST), replace(shares(1), groups=(memory.layout.groups,))
+    command = f"from {__name__} import source_process; source_process()"
+    source = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert source.stdout is not None
+    line = next(line for line in source.stdout if line.startswith("memory "))
+    there: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
+    agent, kept = NixlAgent({HOST: memory}, HOST), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, HOST), agent.start
 
     def noted(*args: Any) -> Any:
@@ -233,16 +213,16 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     def read(read_id: str) -> None:
         blocks = tuple(RemoteBlock(FULL, DEVICE, block, NUM_BLOCKS - 1 - block) for block in range(NUM_BLOCKS))
         started.clear()
-        reads.begin(RemoteRead(read_id=read_id, memories=(source.memory,), shares=kept, blocks=blocks))
+        reads.begin(RemoteRead(read_id=read_id, memories=(there,), shares=kept, blocks=blocks))
 
     def hang(read_id: str) -> None:
-        """Stop the source, and end a read of it."""
-        source.process.send_signal(signal.SIGSTOP)
+        """Stop the source, and read it."""
+        source.send_signal(signal.SIGSTOP)
         slab.zero_()
         read(read_id)
         assert started.wait(WAIT_S)
         for _ in range(10):
-            assert reads.poll(ReadPoll(read_id=read_id, ends=True)) == RUNNING
+            assert reads.poll(read_id) == RUNNING
             time.sleep(0.05)
 
     monkeypatch.setattr(agent, "start", noted)
@@ -251,10 +231,11 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         assert state_of(reads, "first") == DONE
         assert bool((slab == 7).all())
         hang("goes on")
-        source.process.send_signal(signal.SIGCONT)
-        assert state_of(reads, "goes on") == ENDED
+        source.send_signal(signal.SIGCONT)
+        assert state_of(reads, "goes on") == DONE
+        assert bool((slab == 7).all())
         hang("dies")
-        source.process.send_signal(signal.SIGKILL)
+        source.send_signal(signal.SIGKILL)
         assert state_of(reads, "dies") not in (DONE, RUNNING, GONE)
         before = slab.clone()
         read("dead")
@@ -262,4 +243,5 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         assert torch.equal(slab, before)  # nothing comes after the last state
     finally:
         reads.close()
-        source.close()
+        source.kill()
+        source.communicate()

@@ -34,7 +34,7 @@ from typing import Any
 from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo
 from transom_core.model_files.content import ContentPart
-from transom_worker.execution.executor import ReadPoll, RemoteRead
+from transom_worker.execution.executor import RemoteRead
 from transom_worker.scheduling.step import StepPlan
 
 
@@ -174,7 +174,7 @@ class OrderRead:
     """Begins or polls a read of another worker's memory."""
 
     call: int
-    order: RemoteRead | ReadPoll
+    order: RemoteRead | str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from transom_worker.execution.executor import (
     RankInfo,
     RankReport,
     RankUsage,
-    ReadPoll,
     RemoteRead,
 )
 from transom_worker.execution.ranks.group import RankGroup
@@ -152,7 +151,7 @@ class RanksExecutor(Executor):
         ids = tuple(blocks)
         self._call([WriteBlocks(self._num_calls, tier, group, ids, part) for part in data])
 
-    def order_read(self, order: RemoteRead | ReadPoll) -> list[str]:
+    def order_read(self, order: RemoteRead | str) -> list[str]:
         """Begin or poll a read on every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
         self._num_calls += 1
         states = self._call([OrderRead(self._num_calls, order)] * self._config.ranks.size)

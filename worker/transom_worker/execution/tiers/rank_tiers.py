@@ -21,7 +21,7 @@ from transom_core.contract.kv_transfer import RankMemory
 from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.execution.executor import PIECE_BYTES, DiskUsage, ReadPoll, RemoteRead
+from transom_worker.execution.executor import PIECE_BYTES, DiskUsage, RemoteRead
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.execution.tiers.remote_reads import RemoteReads
@@ -146,7 +146,7 @@ class RankTiers:
         """Return what other workers' ranks need to read this rank's memory, alone in a tuple; empty if they cannot."""
         return () if self._remote is None else (self._remote.memory,)
 
-    def order_read(self, order: RemoteRead | ReadPoll) -> str:
+    def order_read(self, order: RemoteRead | str) -> str:
         """Begin or poll a read of another worker's memory into the host tier, and return its state.
 
         Raises:
@@ -154,7 +154,7 @@ class RankTiers:
         """
         if self._remote is None:
             raise ValueError("this rank has no NIXL agent.")
-        if isinstance(order, ReadPoll):
+        if isinstance(order, str):
             return self._remote.poll(order)
         self._finish_spills()  # copies that were decided before may still use the blocks that are read into
         return self._remote.begin(order)

@@ -4,7 +4,7 @@
     ...      a thread of its own starts the reads by the rank's agent, and looks after them
     poll     returns RUNNING while bytes may still arrive, then DONE or the reason of a failure, once; after that GONE
 
-A read that fails, or that the engine ends, is over only when no byte can arrive any more: until then its state is RUNNING, and its
+A read that fails, or that nobody waits for any more, is over only when no byte can arrive: until then its state is RUNNING, and its
 host blocks must not be used for anything else. `nixl_agent` says when that is.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from transom_core.contract.kv_transfer import RankMemory
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_worker.execution.executor import DONE, ENDED, GONE, RUNNING, ReadPoll, RemoteRead
+from transom_worker.execution.executor import DONE, GONE, RUNNING, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.kvcache.tiers.block_format.segments import Segment, block_segments
 
@@ -51,7 +51,6 @@ class RemoteReads:
         self._agent, self._shares, self._rank = agent, shares, rank
         self._target = agent.memory.regions.get(target_tier)
         self._states: dict[str, str] = {}  # by read; the thread writes the last state
-        self._ending: set[str] = set()  # reads that the engine has ended
         self._new: SimpleQueue[tuple[str, _Read] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         # By agent: sources of failed reads, until their connections are closed.
@@ -76,20 +75,15 @@ class RemoteReads:
             self._thread.start()
         return RUNNING
 
-    def poll(self, poll: ReadPoll) -> str:
-        """Return a read's state; with `poll.ends`, end it."""
-        state = self._states.get(poll.read_id, GONE)
-        if state == RUNNING and poll.ends:
-            self._ending.add(poll.read_id)
-        if state not in (RUNNING, GONE):
-            del self._states[poll.read_id]
-            self._ending.discard(poll.read_id)
-        return state
+    def poll(self, read_id: str) -> str:
+        """Return a read's state."""
+        if self._states.get(read_id) == RUNNING:
+            return RUNNING
+        return self._states.pop(read_id, GONE)
 
     def close(self) -> None:
         """Wait a moment for reads in flight, and take the memory back; idempotent."""
         if self._thread is not None:
-            self._ending.update(self._states)
             self._new.put(None)
             self._thread.join(2 * CLOSE_S)
             if self._thread.is_alive():
@@ -128,18 +122,17 @@ class RemoteReads:
                     until_s = time.monotonic() + CLOSE_S
                 else:
                     read_id, reads[new[0]] = new
-                    self._start(read_id, reads[read_id])
+                    self._start(reads[read_id])
             self._look_after(reads)
 
-    def _start(self, read_id: str, read: _Read) -> None:
+    def _start(self, read: _Read) -> None:
         try:
             for (rank, kind, device), spans in read.spans.items():
                 source = read.memories[rank]
-                if read_id not in self._ending:
-                    if source.agent in self._broken:
-                        raise ConnectionError("the connection is broken")
-                    for part in np.split(spans, _cuts(spans)):
-                        read.handles.append((rank, self._agent.start(source, (kind, device), part)))
+                if source.agent in self._broken:
+                    raise ConnectionError("the connection is broken")
+                for part in np.split(spans, _cuts(spans)):
+                    read.handles.append((rank, self._agent.start(source, (kind, device), part)))
         except Exception as error:  # of the library, for a source that is gone, among others
             read.error = f"{type(error).__name__}: {error}"
             self._broken[source.agent] = source
@@ -149,7 +142,7 @@ class RemoteReads:
         for read_id, read in list(reads.items()):
             read.handles = [one for one in read.handles if not self._is_over(read, *one)]
             if not read.handles:
-                self._states[read_id] = read.error or (ENDED if read_id in self._ending else DONE)
+                self._states[read_id] = read.error or DONE
                 del reads[read_id]
         in_use = {read.memories[rank].agent for read in reads.values() for rank, _ in read.handles}
         for agent in [agent for agent in self._broken if agent not in in_use]:
