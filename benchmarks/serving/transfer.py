@@ -11,7 +11,6 @@ Needs `transom[transfer]`. Ratios hold on a busy machine, seconds do not.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import time
@@ -34,14 +33,16 @@ class BenchmarkWorker:
         config = Settings.parse(model=model, kv_transfer_wire="nixl", device="cpu", **MEMORY).engine_config()
         self._source = source
         self._replica = WorkerReplica(config, model, name, peers=self)
-        self._reads: list[Any] = []
-        order_read = self._replica.engine.executor.order_read
+        self._memories = self._replica.engine.info.memories
+        self._reads: Any = self._replica.engine.executor._runner.tiers._remote  # type: ignore[attr-defined]
+        self._spans: Any = None  # of the last read
+        spans_of = self._reads._spans
 
-        def kept(order: Any) -> list[str]:
-            self._reads.append(order)
-            return order_read(order)
+        def kept(read: Any) -> Any:
+            self._spans = read, spans_of(read)
+            return self._spans[1]
 
-        self._replica.engine.executor.order_read = kept  # type: ignore[method-assign]
+        self._reads._spans = kept
 
     async def serve(self, call: str, *args: Any) -> Any:
         """Answer a call of the other worker."""
@@ -56,43 +57,35 @@ class BenchmarkWorker:
 
     async def answer(self, name: str, num_tokens: int, wire: str | None = None) -> dict[str, Any]:
         """Answer a prompt with one token, with a prefix that comes by this wire; return what is known of its fetch."""
-        fetch = None if wire is None else PrefixSource(worker="source", num_tokens=num_tokens // 16 * 16)
+        replica, store = self._replica, self._replica.engine.transfer_store
+        if wire is not None and store is not None:
+            replica._thread.call(replica.engine.scheduler.cache.evict_all).result()
+            store.memories = self._memories if wire == "nixl" else ()
         request = Request(
             request_id=name,
             prompt_token_ids=tuple(100 + 7 * i % 1000 for i in range(num_tokens + 1)),
             params=SamplingParams(max_tokens=1, temperature=0.0),
             seed=1,
-            prefix_source=fetch,
+            prefix_source=None if wire is None else PrefixSource(worker="source", num_tokens=num_tokens // 16 * 16),
         )
-        replica = self._replica
-        if wire is not None and replica.fetches is not None:
-            replica._thread.call(replica.engine.scheduler.cache.evict_all).result()
-            replica.fetches.memory_wire.avoided = {"source": float("inf")} if wire == "ray" else {}
         stream = replica.open_stream("benchmark")
         await anext(stream)
         await replica.submit("benchmark", [request])
-        async with contextlib.aclosing(stream):
-            async for message in stream:
-                if any(event.finish_reason is not None for event in message.events):
-                    break
+        async for message in stream:
+            if any(event.finish_reason is not None for event in message.events):
+                break
+        await stream.aclose()
         events = await replica.request_timeline(name)
         return next((event for event in events if event["what"] == "prefix_fetched"), {})
 
     async def raw_read(self) -> float:
         """Read once more what the last fetch read, and return the seconds. The bytes do not matter: the cache is emptied next."""
-        reads: Any = self._replica.engine.executor._runner.tiers._remote  # type: ignore[attr-defined]
-        read = next(order for order in reversed(self._reads) if hasattr(order, "memories"))
-        begin_s = time.perf_counter()
-        handles = [
-            reads._agent.start(read.memories[rank], (kind, device), spans)
-            for (rank, kind, device), spans in reads._spans(read).items()
-        ]
-        while any(reads._agent.state(handle) == "PROC" for handle in handles):
+        read, spans = self._spans
+        agent, begin_s = self._reads._agent, time.perf_counter()
+        handles = [agent.start(read.memories[rank], kind, part) for (rank, *kind), part in spans.items()]
+        while handles := [handle for handle in handles if agent.state(handle) == "PROC"]:
             pass
-        seconds = time.perf_counter() - begin_s
-        for handle in handles:
-            reads._agent.release(handle)
-        return seconds
+        return time.perf_counter() - begin_s
 
 
 def main() -> None:
@@ -111,20 +104,19 @@ def main() -> None:
     target = actor.remote(given.model, "target", source)
     ray.get(source.answer.remote("warm", given.tokens))
     seconds: dict[str, list[float]] = {"raw NIXL read": [], **{wire: [] for wire in WIRES}}
-    num_bytes = 0
+    fetch: dict[str, Any] = {}
     for number in range(given.rounds + 1):  # the first round connects
         for wire in WIRES:
             fetch = ray.get(target.answer.remote(f"{wire}-{number}", given.tokens, wire))
             if fetch.get("wire") != wire:
                 raise SystemExit(f"The prefix did not come by {wire}: {fetch}")
             seconds[wire].append(fetch["seconds"])
-            num_bytes = fetch["bytes"]
         seconds["raw NIXL read"].append(ray.get(target.raw_read.remote()))
-    raw = statistics.median(seconds["raw NIXL read"][1:])
-    print(f"{num_bytes / 1e6:.1f} MB, {given.tokens} tokens of {given.model}, medians of {given.rounds} rounds")
-    for name, taken in seconds.items():
-        median = statistics.median(taken[1:])
-        print(f"{name:>14}: {1e3 * median:7.1f} ms  {num_bytes / 1e9 / median:6.2f} GB/s  {median / raw:6.1f} x raw")
+    medians = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+    print(f"{fetch['bytes'] / 1e6:.1f} MB, {given.tokens} tokens of {given.model}, medians of {given.rounds} rounds")
+    for name, median in medians.items():
+        ratio = median / medians["raw NIXL read"]
+        print(f"{name:>14}: {1e3 * median:7.1f} ms  {fetch['bytes'] / 1e9 / median:6.2f} GB/s  {ratio:6.1f} x raw")
     ray.shutdown()
 
 

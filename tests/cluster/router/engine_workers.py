@@ -78,7 +78,11 @@ def start_replica(
     engine = None
     if num_ranks is not None:
         engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
-    return WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
+    replica = WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
+    replica.engine.scheduler._rates = (
+        None  # so that this machine's speed does not decide what is loaded and what computed
+    )
+    return replica
 
 
 def evict_all(*replicas: WorkerReplica) -> None:

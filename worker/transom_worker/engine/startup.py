@@ -49,7 +49,7 @@ def build_engine(
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
         engine.report = startup_report(
-            engine.info, model=model_name or files.name, cache=config.cache, transfer=config.transfer
+            engine.info, model=model_name or files.name, cache=config.cache, transfers=config.transfer.is_on
         )
         engine.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_core.config import CacheConfig, TransferConfig
+from transom_core.config import CacheConfig
 from transom_core.kv_cache.groups import GroupSpec
 from transom_core.model_config.rank_shares import rank_lines
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.planner import CachePlan, Concurrency, GroupPlan
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
-_NO_TRANSFER = TransferConfig()
 _COLUMNS = (
     "group",
     "layers",
@@ -29,11 +28,9 @@ _COLUMNS = (
 )
 
 
-def startup_report(
-    info: ExecutorInfo, *, model: str, cache: CacheConfig, transfer: TransferConfig = _NO_TRANSFER
-) -> str:
+def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transfers: bool = False) -> str:
     """Return the report: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, the host and
-    disk tiers, and how KV blocks come from other workers."""
+    disk tiers, and, if the worker `transfers`, how KV blocks come from other workers."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     each = " on each rank" if info.ranks else ""
@@ -46,7 +43,7 @@ def startup_report(
         f"{_points(plan.concurrency)}",
         *_tier_lines(plan, cache),
     ]
-    if transfer.is_on and plan.host_layout is not None:
+    if transfers and plan.host_layout is not None:
         how = "read by NIXL" if info.memories else "sent through Ray; NIXL (transom[transfer]) is not used"
         lines.append(f"KV blocks of other workers are {how}")
     device = info.ranks[0].memory.device if info.ranks else memory.device  # not "2 x cuda"

@@ -21,7 +21,7 @@ from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, ReadFailed
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, SourceLost
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -218,10 +218,10 @@ class TransferStore:
         self._executor.order_read(read)
 
     def is_reading(self, import_id: str) -> bool:
-        """Return whether a rank still reads. Raises ReadFailed: a rank could not read its blocks."""
+        """Return whether a rank still reads. Raises SourceLost: a rank could not read its blocks."""
         state = self._poll(import_id)
         if state not in (RUNNING, DONE):
-            raise ReadFailed(state)
+            raise SourceLost(f"its memory could not be read: {state}")
         return state == RUNNING
 
     def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:

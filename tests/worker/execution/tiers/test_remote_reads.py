@@ -72,11 +72,9 @@ class FakeAgent:
         if self.state_of_all == "DONE":
             for there, here, size in handle[1].tolist():
                 view(here, size)[:] = view(there, size)
+        if self.state_of_all != "PROC":
+            self.in_flight.remove(handle)
         return self.state_of_all
-
-    def release(self, handle: Any) -> None:
-        assert self.state_of_all != "PROC"
-        self.in_flight.remove(handle)
 
     def disconnect(self, source: RankMemory) -> None:
         assert not any(agent == source.agent for agent, _ in self.in_flight)

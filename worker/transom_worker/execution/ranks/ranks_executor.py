@@ -20,14 +20,7 @@ from typing import TypeVar
 
 from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, ModelError, OutOfMemory, RankLost, StepFailed
-from transom_worker.execution.executor import (
-    Executor,
-    ExecutorInfo,
-    RankInfo,
-    RankReport,
-    RankUsage,
-    RemoteRead,
-)
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage, RemoteRead
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import (

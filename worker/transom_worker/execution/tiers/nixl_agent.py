@@ -2,8 +2,7 @@
 
     agent = open_agent(transfer, memories)       registers the slabs once; None where NIXL is not installed or not wanted
     handle = agent.start(source, kind, spans)    begins to read; on one host the bytes may have come when it returns
-    agent.state(handle)                          "PROC" while bytes may still arrive, then "DONE" or "ERR"
-    agent.release(handle)                        only once it is not "PROC"
+    agent.state(handle)                          "PROC" while bytes may still arrive, then once "DONE" or why it failed
     agent.disconnect(source)                     only while nothing is read from the source
 
 A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its handle was released, and even after the source's
@@ -38,7 +37,7 @@ Spans = NDArray[np.uint64]
 class NixlAgent:
     """The NIXL agent of one rank, which reads into `target_tier`. `memory` is what other ranks need to read this one's.
 
-    One thread calls it. Any method may raise any exception.
+    One thread calls it. Any method but `state` may raise any exception.
     """
 
     def __init__(self, memories: Mapping[int, TierMemory], target_tier: int) -> None:
@@ -70,17 +69,19 @@ class NixlAgent:
         try:
             self._agent.transfer(handle)
         except Exception:
-            self._agent.release_xfer_handle(handle)
+            self._release(handle)
             raise
         return handle
 
     def state(self, handle: Any) -> str:
-        """Return "PROC", "DONE" or "ERR"; an exception counts as "ERR"."""
-        return str(self._agent.check_xfer_state(handle))
-
-    def release(self, handle: Any) -> None:
-        """Free a read's handle."""
-        self._agent.release_xfer_handle(handle)
+        """Return "PROC", or free the handle and return "DONE" or why the read failed."""
+        try:
+            state = str(self._agent.check_xfer_state(handle))
+        except Exception as error:
+            state = f"{type(error).__name__}: {error}"
+        if state != "PROC":
+            self._release(handle)
+        return state
 
     def disconnect(self, source: RankMemory) -> None:
         """Close the connection to a rank, from which nothing is read at the moment; the next `start` connects again."""
@@ -92,6 +93,12 @@ class NixlAgent:
         for registered in self._registered:
             self._agent.deregister_memory(registered)
         self._registered, self._slabs, self._agent = [], [], None
+
+    def _release(self, handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:
+            logger.exception("A read of another worker's memory could not be released.")
 
     def _descriptors(self, addresses: Spans, sizes: Spans, kind: str, device: int) -> Any:
         return self._agent.get_xfer_descs(np.stack([addresses, sizes, np.full_like(sizes, device)], axis=1), kind)

@@ -49,17 +49,13 @@ class RemoteReads:
 
     def __init__(self, agent: NixlAgent, shares: KvShares, rank: int, target_tier: int) -> None:
         self._agent, self._shares, self._rank = agent, shares, rank
+        self.memory = agent.memory  # what other ranks need to read this rank's memory
         self._target = agent.memory.regions.get(target_tier)
         self._states: dict[str, str] = {}  # by read; the thread writes the last state
         self._new: SimpleQueue[tuple[str, _Read] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         # By agent: sources of failed reads, until their connections are closed.
         self._broken: dict[bytes, RankMemory] = {}
-
-    @property
-    def memory(self) -> RankMemory:
-        """Return what other ranks need to read this rank's memory."""
-        return self._agent.memory
 
     def begin(self, read: RemoteRead) -> str:
         """Queue a read, and return RUNNING.
@@ -138,7 +134,7 @@ class RemoteReads:
             self._broken[source.agent] = source
 
     def _look_after(self, reads: dict[str, _Read]) -> None:
-        """Release what has ended, note the last state of reads that are over, and close broken connections without reads."""
+        """Forget handles that have ended, note the last state of reads that are over, and close broken connections that none uses."""
         for read_id, read in list(reads.items()):
             read.handles = [one for one in read.handles if not self._is_over(read, *one)]
             if not read.handles:
@@ -150,21 +146,12 @@ class RemoteReads:
                 self._agent.disconnect(self._broken.pop(agent))
 
     def _is_over(self, read: _Read, rank: int, handle: Any) -> bool:
-        """Return whether no bytes of a handle can arrive any more; then release it."""
-        try:
-            state = self._agent.state(handle)
-            if state == "PROC":
-                return False
-            if state != "DONE":
-                raise ConnectionError(f"the read ended as {state}")
-        except Exception as error:
-            read.error = read.error or f"{type(error).__name__}: {error}"
+        """Return whether no bytes of a handle can arrive any more."""
+        state = self._agent.state(handle)
+        if state not in ("PROC", "DONE"):
+            read.error = read.error or f"the read ended as {state}"
             self._broken[read.memories[rank].agent] = read.memories[rank]  # so that a later read connects again
-        try:
-            self._agent.release(handle)
-        except Exception:
-            logger.exception("A read of another worker's memory could not be released.")
-        return True
+        return state != "PROC"
 
 
 def _cuts(spans: Spans) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 from tests.worker.kvcache.tiers.transfer.fake_store import contents
 from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
 from transom_core.config import TransferConfig
-from transom_worker.kvcache.tiers.transfer.kv_store import ReadFailed
+from transom_worker.kvcache.tiers.transfer.kv_store import SourceLost
 
 
 def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair:
@@ -55,7 +55,7 @@ async def test_other_bytes_are_not_published_and_the_source_is_not_read_again_so
 
 def refuses(pair: Pair) -> None:
     def fail(import_id: str) -> bool:
-        raise ReadFailed("the agent cannot connect")
+        raise SourceLost("the agent cannot connect")
 
     pair.target.is_reading = fail  # type: ignore[method-assign]
 

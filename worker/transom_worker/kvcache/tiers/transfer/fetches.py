@@ -29,9 +29,9 @@ from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
-from transom_worker.kvcache.tiers.transfer.wires import CallWire, MemoryWire, SourceLost
+from transom_worker.kvcache.tiers.transfer.wires import CallWire, MemoryWire
 
 logger = logging.getLogger("transom.worker")
 

@@ -20,8 +20,8 @@ from transom_core.contract.prefix_peers import Bytes
 T = TypeVar("T")
 
 
-class ReadFailed(Exception):
-    """The source's memory could not be read."""
+class SourceLost(Exception):
+    """A call to the source failed, its memory could not be read, or it does not keep its offer."""
 
 
 class OnEngine(Protocol):
@@ -101,7 +101,7 @@ class KvStore(Protocol):
         has ended.  ValueError: the formats do not allow it."""
 
     def is_reading(self, import_id: str) -> bool:
-        """Return whether blocks of an import are still being read. Raises ReadFailed: not all of them could be."""
+        """Return whether blocks of an import are still being read. Raises SourceLost: not all of them could be."""
 
     def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
         """Return whether blocks that were read are those of the source, which `read_export` gave as `data`. Raises KeyError."""

@@ -21,7 +21,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, ReadFailed
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
 
 logger = logging.getLogger("transom.worker")
 
@@ -29,10 +29,6 @@ FIRST_LOOK_S = 1e-3  # 4 MiB take 1 ms on one host
 LAST_LOOK_S = 0.02
 
 T = TypeVar("T")
-
-
-class SourceLost(Exception):
-    """A call to the source failed, or its memory could not be read."""
 
 
 class CallWire:
@@ -93,13 +89,10 @@ class MemoryWire:
 
     async def _read(self, offer: PrefixOffer, import_id: str) -> None:
         pause_s = FIRST_LOOK_S
-        try:
-            await self._on_engine(lambda: self._store.begin_read(import_id, offer))
-            while await self._on_engine(lambda: self._store.is_reading(import_id)):
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LAST_LOOK_S)
-        except ReadFailed as error:
-            raise SourceLost(f"its memory could not be read: {error}") from error
+        await self._on_engine(lambda: self._store.begin_read(import_id, offer))
+        while await self._on_engine(lambda: self._store.is_reading(import_id)):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_LOOK_S)
 
     async def _compare(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange) -> None:
         data = await self._calls.ask(source, self._calls.peers.read_export(source, offer.export_id, blocks))
