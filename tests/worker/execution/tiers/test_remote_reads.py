@@ -45,10 +45,10 @@ def until(condition: Callable[[], Any]) -> None:
 
 def state_of(reads: RemoteReads, read_id: str) -> str:
     """The last state of a read."""
-    states: list[str] = []
-    until(lambda: states.append(reads.poll(read_id)) or states[-1] != RUNNING)
+    until(lambda: reads._states[read_id] != RUNNING)
+    state = reads.poll(read_id)
     assert reads.poll(read_id) == GONE
-    return states[-1]
+    return state
 
 
 class FakeAgent:

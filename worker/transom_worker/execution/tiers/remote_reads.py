@@ -134,7 +134,7 @@ class RemoteReads:
             self._broken[source.agent] = source
 
     def _look_after(self, reads: dict[str, _Read]) -> None:
-        """Forget handles that have ended, note the last state of reads that are over, and close broken connections that none uses."""
+        """Forget ended handles, note the last state of reads that are over, and close broken connections without reads."""
         for read_id, read in list(reads.items()):
             read.handles = [one for one in read.handles if not self._is_over(read, *one)]
             if not read.handles:

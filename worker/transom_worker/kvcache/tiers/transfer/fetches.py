@@ -152,12 +152,12 @@ class PrefixFetches:
     ) -> tuple[ImportPlan, str]:
         """Bring all pieces of an offer that are missing here, publish them, and close the export; returns what `_fetch` returns."""
         import_id, read_bytes, is_complete = uuid4().hex, 0, False
-        reads_memory = bool(offer.memories) and self.memory_wire.away.is_asked(source)
-        wire = self.memory_wire if reads_memory else self.calls
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
+            reads_memory = bool(offer.memories) and self.memory_wire.away.is_asked(source)
+            wire = self.memory_wire if reads_memory else self.calls
             await wire.bring(request.sharer, source, offer, import_id, plan)
             await self._on_engine(lambda: self._store.publish_import(import_id, request.request_id))
             is_complete = True
