@@ -164,7 +164,7 @@ def test_what_cannot_be_read_is_said(case: Case) -> None:
 
 
 def test_without_nixl_calls_move_the_blocks_unless_the_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transom_worker.execution.tiers.nixl_agent.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)  # an import of it then fails
     assert open_agent(TransferConfig(is_on=True), {}, HOST) is None
     with pytest.raises(ConfigError, match=r"transom\[transfer\]"):
         open_agent(TransferConfig(is_on=True, wire="nixl"), {}, HOST)

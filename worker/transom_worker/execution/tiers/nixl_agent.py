@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
@@ -112,16 +111,13 @@ def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory], tar
     """
     if not transfer.is_on or transfer.wire == "ray":
         return None
-    if find_spec("nixl") is None:
-        if transfer.wire == "nixl":
-            raise ConfigError("--kv-transfer-wire is nixl, and NIXL is not installed: pip install 'transom[transfer]'.")
-        return None
     try:
         return NixlAgent(memories, target_tier)
-    except Exception as error:  # of a library that this machine may not suit
+    except Exception as error:  # of a library that may be missing, or that this machine may not suit
         if transfer.wire == "nixl":
-            raise ConfigError(f"--kv-transfer-wire is nixl, and NIXL cannot be used here: {error}") from error
-        logger.warning("NIXL cannot be used, so KV blocks move through Ray: %s", error)
+            raise ConfigError(f"--kv-transfer-wire is nixl, which transom[transfer] installs: {error}") from error
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("NIXL cannot be used, so KV blocks move through Ray: %s", error)
         return None
 
 
