@@ -122,9 +122,8 @@ class Engine:
         )
         self.transfer_store: TransferStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
-            self.transfer_store = TransferStore(
-                self.scheduler, executor, info.shares, self._kept_imports, memories=info.memories
-            )
+            self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
+            self.transfer_store.memories = info.memories
         self._disk: EngineDiskTier | None = None
         if config.cache.disk_cache is not None:
             space_bytes = config.cache.disk_space_bytes
@@ -479,10 +478,9 @@ class Engine:
         """Start all ranks again. Raises EngineDead if the model's files have changed, so that cached prefixes would differ."""
         begin_s = time.perf_counter()
         info = self.executor.restart()
-        identity = info.identity
         if self.transfer_store is not None:
             self.transfer_store.memories = info.memories
-        if identity != self.info.identity:
+        if info.identity != self.info.identity:
             raise EngineDead(
                 "The model's files have changed since this worker began; it ends, and another takes its place."
             )

@@ -26,22 +26,12 @@ from transom_worker.scheduling.scheduler import Scheduler
 
 
 class TransferStore:
-    """Implements `KvStore`. `shares` says what the blocks of every rank of this worker contain; `kept` keeps complete imports.
+    """Implements `KvStore`. `shares` says what the blocks of every rank of this worker contain; `kept` keeps complete imports."""
 
-    `memories` are those of this worker's ranks, if ranks of other workers can read them and these ranks theirs; a start of the
-    ranks changes them.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        shares: KvShares,
-        kept: KeptImports,
-        *,
-        memories: tuple[RankMemory, ...] = (),
-    ) -> None:
-        self.memories = memories
+    def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares, kept: KeptImports) -> None:
+        # The memories of this worker's ranks, if other workers' ranks can read them and these ranks theirs. Each start of the ranks
+        # changes them.
+        self.memories: tuple[RankMemory, ...] = ()
         self._scheduler, self._cache, self._executor = scheduler, scheduler.cache, executor
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
