@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RemoteRead
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_setup import ModelSetup
@@ -196,7 +197,8 @@ class ThreadRanks(Executor):
             kept = KeptLogits(runner._forward)
             runner._forward = kept  # type: ignore[assignment]
             self._kept.append(kept)
-        return self.runners[0].info
+        memories = tuple(memory for runner in self.runners for memory in runner.info.memories)
+        return replace(self.runners[0].info, memories=memories)
 
     def logits(self) -> list[torch.Tensor]:
         """Logits of all steps so far, over the whole vocabulary; then they are forgotten."""
@@ -254,6 +256,10 @@ class ThreadRanks(Executor):
         self._execute_all()
         for runner, part in zip(self.runners, data, strict=True):
             runner.tiers.write(tier, group, blocks, part)
+
+    def order_read(self, order: RemoteRead | str) -> list[str]:
+        self._execute_all()
+        return [runner.tiers.order_read(order) for runner in self.runners]
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         return tuple(

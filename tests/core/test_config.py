@@ -22,7 +22,7 @@ def test_every_field_of_a_config_comes_from_a_setting() -> None:
     """But for these, which `Settings` gives under another name, or which are set where the machine is known."""
     given = {
         *("swap_space_bytes", "disk_space_bytes", "policy", "size", "is_on", "timeout_s", "api_keys", "wait_s"),
-        *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share"),
+        *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share", "wire", "verify"),
         *("endpoint", "sample_ratio"),
     }
     parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]

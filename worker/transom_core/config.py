@@ -93,13 +93,22 @@ class TracingConfig:
     sample_ratio: float = 1.0
 
 
+TransferWire = Literal["auto", "nixl", "ray"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """How a worker fetches cached prefixes from other workers, if `is_on`. It gives up a fetch that takes longer than `timeout_s`
-    and computes the prompt instead. All fetches together have at most `max_bytes_in_flight` bytes on their way at once."""
+    and computes the prompt instead. All fetches together have at most `max_bytes_in_flight` bytes on their way at once.
+
+    `wire` says how bytes move: read by NIXL out of the source's memory, or by calls through Ray; auto: by NIXL where it is
+    installed. Of the blocks that NIXL reads one of each group is compared with the source's, all of them if `verify` is "all".
+    """
 
     is_on: bool = False
     timeout_s: float = 10.0
+    wire: TransferWire = "auto"
+    verify: Literal["sample", "all"] = "sample"
     max_bytes_in_flight: int = 256 * 2**20
 
 

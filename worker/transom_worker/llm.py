@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from tqdm import tqdm
 
+from transom_core.config import TransferConfig
 from transom_core.contract import (
     FinishReason,
     KvPolicy,
@@ -88,7 +89,8 @@ class LLM:
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
         show_logs(parsed.log_format)
-        self.engine: Engine = call_on_thread(lambda: build_engine(parsed.engine_config()))
+        config = replace(parsed.engine_config(), transfer=TransferConfig())  # there are no other workers
+        self.engine: Engine = call_on_thread(lambda: build_engine(config))
         events: SimpleQueue[tuple[OutputEvent, ...]] = SimpleQueue()
         self._thread = EngineThread(self.engine, lambda message: events.put(message.events))
         self._events = events  # the thread holds the queue, not this object, so dropping this object ends the thread

@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.cluster.conftest import running
 from tests.cluster.stub_worker import StubDirectory
@@ -27,6 +30,10 @@ from transom_worker.replica import WorkerReplica
 
 PROMPT = tuple(range(5, 405))
 HIT = 384  # of PROMPT: whole blocks, and a token left to compute
+WIRES = [  # how blocks move between workers
+    "ray",
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
+]
 HYBRID: dict[str, Any] = {"window": 40, "window_pattern": "SF", "sinks": 4}
 
 
@@ -51,9 +58,9 @@ class LocalPeers:
         await self._called("read")
         return await self.workers[worker].read_export(export_id, blocks)
 
-    async def close_export(self, worker: str, export_id: str) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
         await self._called("close")
-        await self.workers[worker].close_export(export_id)
+        await self.workers[worker].close_export(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         if (waits := self.before(name)) is not None:
@@ -64,13 +71,18 @@ def start_replica(
     model: Path, name: str, peers: LocalPeers | None = None, *, num_ranks: int | None = None, **settings: Any
 ) -> WorkerReplica:
     memory = {"kv_cache_memory_bytes": "8MiB", "swap_space": "8MiB", "max_num_seqs": 8}
+    transfer = {"kv_transfer_wire": "ray", "kv_transfer_timeout_s": 60}  # NIXL connects in seconds on a busy machine
     config = Settings.parse(
-        model=str(model), **{**memory, "dtype": "float32", "device": "cpu", **settings}
+        model=str(model), **{**memory, **transfer, "dtype": "float32", "device": "cpu", **settings}
     ).engine_config()
     engine = None
     if num_ranks is not None:
         engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
-    return WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
+    replica = WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
+    replica.engine.scheduler._rates = (
+        None  # so that this machine's speed does not decide what is loaded and what computed
+    )
+    return replica
 
 
 def evict_all(*replicas: WorkerReplica) -> None:

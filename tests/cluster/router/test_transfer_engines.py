@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.engine_workers import HIT, HYBRID, PROMPT, LocalPeers, at_worker, evict_all, fetch_of, request
+from tests.cluster.router.engine_workers import (
+    HIT,
+    HYBRID,
+    PROMPT,
+    WIRES,
+    LocalPeers,
+    at_worker,
+    evict_all,
+    fetch_of,
+    request,
+)
 from transom_core.contract import WindowPolicy
 
 WINDOW = WindowPolicy(sinks=4, window=40)
@@ -21,12 +32,12 @@ MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that beg
 
 
 class Pair:
-    """Two workers, `source` and `target`, of which the second has a short limit for fetches."""
+    """Two workers, `source` and `target`."""
 
-    def __init__(self, model: Path, layers: dict[str, Any]) -> None:
+    def __init__(self, model: Path, wire: str, layers: dict[str, Any]) -> None:
         self.peers = LocalPeers()
-        self.source = self.peers.start(model, **layers)
-        self.target = self.peers.start(model, **layers, kv_transfer_timeout_s=0.2)
+        self.source = self.peers.start(model, **layers, kv_transfer_wire=wire)
+        self.target = self.peers.start(model, **layers, kv_transfer_wire=wire)
         self.replicas = [self.source, self.target]
 
     async def until_quiet(self) -> None:
@@ -41,10 +52,16 @@ class Pair:
             assert not cache.tiers.imports.opened
 
 
+@pytest.fixture(scope="module", params=WIRES)
+def wire(request: pytest.FixtureRequest) -> str:
+    """How the blocks move."""
+    return request.param
+
+
 @pytest.fixture(scope="module", params=["hybrid"])
-def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tiny_model: Path, wire: str) -> Iterator[Pair]:
     """Two workers of a model with sliding windows, or without any."""
-    made = Pair(tiny_model, HYBRID if request.param == "hybrid" else {})
+    made = Pair(tiny_model, wire, HYBRID if request.param == "hybrid" else {})
     yield made
     for replica in made.replicas:
         replica.shutdown()
@@ -53,14 +70,14 @@ def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
 WITHOUT_WINDOWS = pytest.mark.parametrize("pair", ["full"], indirect=True)
 
 
-async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair) -> None:
+async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -> None:
     evict_all(*pair.replicas)
     expected, _ = await at_worker(pair.source, request("warm"))
     tokens, usage = await at_worker(pair.target, request("fetch", "w0"))
     assert tokens == expected
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
     told = fetch_of(pair.target, "fetch")
-    assert (told["outcome"], told["tokens"]) == ("fetched", HIT)
+    assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
     registry = pair.target.engine.metrics.registry
     labels = {"model": "tiny", "worker": "w1"}
     full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", labels)
@@ -77,9 +94,9 @@ async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pa
     tokens, usage = await at_worker(pair.target, wanted)
     assert tokens == expected
     hit = (length - 1) // 16 * 16
-    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
     told = fetch_of(pair.target, wanted.request_id)
     assert (told["outcome"], told["tokens"]) == ("fetched", hit)
+    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
     [group] = pair.source.engine.scheduler.cache.layout.groups
     assert 0 < told["bytes"] <= MOST_BLOCKS * group.block_bytes
     await pair.until_quiet()
@@ -98,8 +115,16 @@ async def test_a_policys_prefix_serves_no_other_policy(pair: Pair) -> None:
 
 @pytest.mark.parametrize("at", ["open", "read"])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-async def test_a_source_that_is_lost_costs_a_recompute(pair: Pair, at: str, how: str) -> None:
+async def test_a_source_that_is_lost_costs_a_recompute(
+    pair: Pair, at: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evict_all(*pair.replicas)
+    fetches = pair.target.fetches
+    assert fetches is not None
+    fetches.calls.away.until_s.clear()
+    fetches.memory_wire.away.until_s.clear()
+    if how == "hangs":
+        monkeypatch.setattr(fetches, "_config", replace(fetches._config, timeout_s=0.2))
     expected, _ = await at_worker(pair.source, request(f"warm-{at}-{how}"))
 
     def before(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.router.engine_workers import HIT, HYBRID, LocalPeers, at_worker, fetch_of, request
+from tests.cluster.router.engine_workers import HIT, HYBRID, WIRES, LocalPeers, at_worker, fetch_of, request
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.contract import WindowPolicy
 
@@ -36,6 +36,7 @@ def peers() -> Iterator[LocalPeers]:
         replica.shutdown()
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     ("heads", "sizes", "layers"),
     [  # every day one kind of layers for each pair of sizes, in turn
@@ -44,15 +45,16 @@ def peers() -> Iterator[LocalPeers]:
     ],
 )
 async def test_ranks(
-    models: dict[int, Path], peers: LocalPeers, heads: int, sizes: tuple[int, int], layers: str
+    models: dict[int, Path], peers: LocalPeers, heads: int, sizes: tuple[int, int], layers: str, wire: str
 ) -> None:
-    source, target = (peers.start(models[heads], num_ranks=size, **LAYERS[layers]) for size in sizes)
+    settings = {"kv_transfer_wire": wire, "kv_transfer_verify": "all", **LAYERS[layers]}
+    source, target = (peers.start(models[heads], num_ranks=size, **settings) for size in sizes)
     policy = POLICIES.get(layers)
     expected, _ = await at_worker(source, request("warm", policy=policy, logprobs=2))
     tokens, usage = await at_worker(target, request("fetch", "w0", policy=policy, logprobs=2))
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
     told = fetch_of(target, "fetch")
-    assert (told["outcome"], told["tokens"]) == ("fetched", HIT)
+    assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
     assert tokens == expected
 
 

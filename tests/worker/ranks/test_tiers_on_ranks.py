@@ -11,7 +11,7 @@ import pytest
 
 from transom_core.errors import RankLost, StepFailed
 from transom_core.settings.settings import Settings
-from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.execution.executor import DONE, RUNNING, ExecutorInfo, RemoteBlock, RemoteRead
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.execution.tiers.load_reports import LoadReports
@@ -74,6 +74,28 @@ def test_a_load_and_a_spill(executor: RanksExecutor, info: ExecutorInfo) -> None
     assert [result.loaded for result in results if result.loaded] == [[7]]
     assert [seconds > 0 for result in results for seconds in result.load_s] == [True]
     assert executor.read_blocks(TIER_DEVICE, 0, [1, 2]) == first
+
+
+def test_ranks_read_the_memory_of_other_processes_after_the_plans_in_flight(
+    executor: RanksExecutor, info: ExecutorInfo
+) -> None:
+    if not info.memories:
+        pytest.skip("NIXL is not installed")
+    data, others = contents(info, 2, seed=4), info.memories[::-1]
+    executor.write_blocks(TIER_HOST, 0, [3, 4], data)
+    executor.submit(copies(0, [(3, 1), (4, 2)], TIER_HOST, TIER_DEVICE, 0))
+    assert info.shares is not None
+    blocks = tuple(RemoteBlock(0, TIER_DEVICE, block, block + 7) for block in (1, 2))
+    executor.read_blocks(TIER_DEVICE, 0, [])  # so the copies of the plan are made on both ranks
+    read = RemoteRead(read_id="r", memories=others, shares=info.shares, blocks=blocks)
+    assert executor.order_read(read) == [RUNNING] * 2
+    states = [RUNNING] * 2
+    while RUNNING in states:
+        polled = executor.order_read("r")
+        states = [new if old == RUNNING else old for old, new in zip(states, polled, strict=True)]
+    assert states == [DONE] * 2
+    assert executor.read_blocks(TIER_HOST, 0, [8, 9]) == data[::-1]
+    assert executor.receive().step_id == 0
 
 
 def test_a_dropped_plan_makes_its_copies_and_reports_its_load(executor: RanksExecutor, info: ExecutorInfo) -> None:

@@ -6,6 +6,9 @@ target                                   source
   | ---- read_export(BlockRange) -------->  | once for each piece; each renews the lease
   | <--- one array for each rank ---------  |
   | ---- close_export ------------------->  | gives the references back
+
+Where both sides can (`PrefixQuery.reads_memory`, `PrefixOffer.memories`), the target's ranks read the blocks out of the memory of
+the source's ranks. Then `read_export` is called at the end alone, for the blocks that the target compares.
 """
 
 from __future__ import annotations
@@ -18,6 +21,30 @@ from transom_core.kv_cache.kv_shares import KvShares
 
 MAX_PIECE_BYTES = 16 * 2**20
 """The most bytes of one `read_export`, of all ranks together; a larger block is a piece of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRegion:
+    """A rank's memory of one tier. Block `b` of group `g` begins at `address + b * strides[g]`, in bytes.
+
+    `kind` is NIXL's name of the memory, "DRAM" or "VRAM", and `device` the number of the GPU, 0 for DRAM.
+    """
+
+    address: int
+    kind: str
+    device: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What other workers' ranks need to read a rank's memory: its regions by tier, and how its NIXL agent is reached.
+
+    Who has `agent` can read the regions, so it travels between the workers of one application alone.
+    """
+
+    agent: bytes  # the agent's metadata
+    regions: dict[int, MemoryRegion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +62,7 @@ class PrefixQuery:
     block_size: int  # tokens of a hash block
     identity: str = ""  # the identity of the target's model
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
+    reads_memory: bool = False  # the target's ranks can read the memory of the source's ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +71,9 @@ class PrefixOffer:
 
     `blocks[g]` are the logical indices of group `g`'s blocks that can be read. With the same blocks in its cache the target has the
     hit that the source would have. `shares` says what the blocks of each of the source's ranks contain.
+
+    `memories` are the memories of the source's ranks, if the target may read them; then `places[g]` are the (tier, block id) of
+    `blocks[g]`. The contents stay what they are until the export ends.
     """
 
     export_id: str
@@ -50,6 +81,8 @@ class PrefixOffer:
     start: int  # the first token to compute after the prefix; below its end where windows must be repaired
     blocks: tuple[tuple[int, ...], ...]
     shares: KvShares
+    memories: tuple[RankMemory, ...] = ()
+    places: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,12 @@ class Settings(
                 by_device=BY_DEVICE - self.model_fields_set,
             ),
             ranks=self._config(RanksConfig, size=self.tensor_parallel_size),
-            transfer=TransferConfig(is_on=self.kv_transfer, timeout_s=self.kv_transfer_timeout_s),
+            transfer=TransferConfig(
+                is_on=self.kv_transfer,
+                timeout_s=self.kv_transfer_timeout_s,
+                wire=self.kv_transfer_wire,
+                verify=self.kv_transfer_verify,
+            ),
             tracing=self._tracing_config(),
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
-from transom_core.config import RoutingPolicy, WorkerRole
+from transom_core.config import RoutingPolicy, TransferWire, WorkerRole
 from transom_core.errors import ConfigError
 
 
@@ -93,6 +95,15 @@ class WorkersSettings(BaseModel):
         10.0,
         gt=0,
         description="How long a request waits for a prefix from another worker, in seconds, before its prompt is computed.",
+    )
+    kv_transfer_wire: TransferWire = Field(
+        "auto",
+        description="How workers fetch KV blocks from each other. nixl: each rank reads the memory of the other worker's ranks "
+        "by NIXL, which `transom[transfer]` installs; ray: by calls through Ray; auto: nixl where it is installed.",
+    )
+    kv_transfer_verify: Literal["sample", "all"] = Field(
+        "sample",
+        description="Which blocks that NIXL has read are compared with the other worker's by calls: one of each group, or all.",
     )
 
     def check_replicas(self) -> None:

@@ -38,7 +38,6 @@ from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.imports import KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.request_validation import check_tokens, fit_model_len, stream_limit
@@ -121,9 +120,10 @@ class Engine:
         self._kept_imports = KeptImports(
             self.scheduler.cache.tiers.imports, is_waiting=self.scheduler.waits_for_admission, clock=clock
         )
-        self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
+        self.transfer_store: TransferStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
+            self.transfer_store.memories = info.memories
         self._disk: EngineDiskTier | None = None
         if config.cache.disk_cache is not None:
             space_bytes = config.cache.disk_space_bytes
@@ -477,8 +477,10 @@ class Engine:
     def _restart_ranks(self) -> None:
         """Start all ranks again. Raises EngineDead if the model's files have changed, so that cached prefixes would differ."""
         begin_s = time.perf_counter()
-        identity = self.executor.restart().identity
-        if identity != self.info.identity:
+        info = self.executor.restart()
+        if self.transfer_store is not None:
+            self.transfer_store.memories = info.memories
+        if info.identity != self.info.identity:
             raise EngineDead(
                 "The model's files have changed since this worker began; it ends, and another takes its place."
             )

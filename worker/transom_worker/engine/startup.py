@@ -48,7 +48,9 @@ def build_engine(
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
-        engine.report = startup_report(engine.info, model=model_name or files.name, cache=config.cache)
+        engine.report = startup_report(
+            engine.info, model=model_name or files.name, cache=config.cache, transfers=config.transfer.is_on
+        )
         engine.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:
         executor.shutdown()

@@ -28,9 +28,9 @@ _COLUMNS = (
 )
 
 
-def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str:
-    """Return the report: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, and the host and
-    disk tiers."""
+def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transfers: bool = False) -> str:
+    """Return the report: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, the host and
+    disk tiers, and, if the worker `transfers`, how KV blocks come from other workers."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     each = " on each rank" if info.ranks else ""
@@ -43,6 +43,9 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str
         f"{_points(plan.concurrency)}",
         *_tier_lines(plan, cache),
     ]
+    if transfers and plan.host_layout is not None:
+        how = "read by NIXL" if info.memories else "sent through Ray; NIXL (transom[transfer]) is not used"
+        lines.append(f"KV blocks of other workers are {how}")
     device = info.ranks[0].memory.device if info.ranks else memory.device  # not "2 x cuda"
     if device == "cpu":
         compiled = f" (compiling them took {info.compile_s:.1f} s, once)" if info.compile_s else ""

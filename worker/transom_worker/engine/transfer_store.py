@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transom_core.contract import WindowPolicy
-from transom_core.contract.kv_transfer import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.kv_transfer import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
+from transom_core.errors import StepFailed
 from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
-from transom_core.kv_cache.tiers import HOST
-from transom_worker.execution.executor import PIECE_BYTES, Executor
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
+from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, SourceLost
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -28,10 +29,15 @@ class TransferStore:
     """Implements `KvStore`. `shares` says what the blocks of every rank of this worker contain; `kept` keeps complete imports."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares, kept: KeptImports) -> None:
+        # The memories of this worker's ranks, if other workers' ranks can read them and these ranks theirs. Each start of the ranks
+        # changes them.
+        self.memories: tuple[RankMemory, ...] = ()
         self._scheduler, self._cache, self._executor = scheduler, scheduler.cache, executor
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
+        # Import id -> the state of its read on each rank, until its blocks are free.
+        self._reads: dict[str, list[str]] = {}
 
     # Source
 
@@ -53,14 +59,22 @@ class TransferStore:
             return None
         self._exports[export_id] = opened
         blocks: list[list[int]] = [[] for _ in shape.groups]
+        places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
             blocks[one.group].append(one.logical)
+            places[one.group].append((one.tier, one.block))
+        is_readable = query.reads_memory and bool(self.memories)
+        if is_readable:
+            # Reading nothing waits for the plans in flight, whose copies may yet write these blocks.
+            self._executor.read_blocks(DEVICE, 0, ())
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=hit.num_hash_blocks,
             start=hit.start,
             blocks=tuple(map(tuple, blocks)),
             shares=self._shares,
+            memories=self.memories if is_readable else (),
+            places=tuple(map(tuple, places)) if is_readable else (),
         )
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
@@ -100,6 +114,7 @@ class TransferStore:
             groups=self._cache.shape.groups,
             block_size=block_size,
             identity=self._cache.identity,
+            reads_memory=bool(self.memories),
             kv_policy=policy if isinstance(policy, WindowPolicy) else None,
         )
 
@@ -162,11 +177,58 @@ class TransferStore:
     def publish_import(self, import_id: str, request_id: str) -> None:
         """Publish the imported blocks in the host tier, and keep them for a request. Raises KeyError: the import has ended."""
         self._kept.publish(self._imports.pop(import_id), [request_id])
+        self._reads.pop(import_id, None)
 
-    def drop_import(self, import_id: str) -> None:
-        """Free the blocks of an import that is not complete."""
-        if (opened := self._imports.pop(import_id, None)) is not None:
-            self._cache.tiers.imports.end(opened)
+    def drop_import(self, import_id: str) -> bool:
+        """Free the blocks of an import that is not complete, unless ranks may still read into them (False)."""
+        if (opened := self._imports.get(import_id)) is None:
+            return True
+        try:
+            is_over = import_id not in self._reads or self._poll(import_id) != RUNNING
+        except StepFailed:
+            is_over = True  # the ranks, whose memory was read into, have ended
+        if not is_over:
+            self._cache.tiers.imports.give_up(opened)
+            return False
+        del self._imports[import_id]
+        self._reads.pop(import_id, None)
+        self._cache.tiers.imports.end(opened)
+        return True
+
+    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
+        """Let all ranks begin to read an import's blocks. Raises KeyError: the import has ended, or the cache was emptied."""
+        opened = self._imports[import_id]
+        if opened.is_void:
+            raise KeyError(import_id)
+        places = [dict(zip(*pair, strict=True)) for pair in zip(offer.blocks, offer.places, strict=True)]
+        blocks = tuple(RemoteBlock(one.group, *places[one.group][one.logical], one.block) for one in opened.blocks)
+        # Noted before it begins: if a rank refuses it, others read, and `drop_import` waits for them.
+        self._reads[import_id] = [RUNNING] * self._shares.num_ranks
+        read = RemoteRead(read_id=import_id, memories=offer.memories, shares=offer.shares, blocks=blocks)
+        self._executor.order_read(read)
+
+    def is_reading(self, import_id: str) -> bool:
+        """Return whether a rank still reads. Raises SourceLost: a rank could not read its blocks."""
+        state = self._poll(import_id)
+        if state not in (RUNNING, DONE):
+            raise SourceLost(f"its memory could not be read: {state}")
+        return state == RUNNING
+
+    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
+        """Return whether each rank has read what `convert` makes of the source's bytes. Raises KeyError: the import has ended."""
+        places = {one.logical: one.block for one in self._imports[import_id].blocks if one.group == blocks.group}
+        ids = [places[logical] for logical in blocks.blocks]
+        found = self._executor.read_blocks(HOST, blocks.group, ids)
+        return same_contents(offer.shares, self._shares, blocks.group, found, self.convert(offer, blocks, data))
+
+    def _poll(self, import_id: str) -> str:
+        """Return RUNNING while a rank reads, then DONE or why a rank could not read."""
+        states = self._executor.order_read(import_id)
+        known = self._reads[import_id]
+        known[:] = [new if old == RUNNING else old for old, new in zip(known, states, strict=True)]
+        if RUNNING in known:
+            return RUNNING
+        return next((state for state in known if state != DONE), DONE)
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """Return the hit here of a request that continues the query's prefix; its one more token (`+ 1`) is never a hit."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from transom_core.errors import RankLost
+from transom_core.contract.kv_transfer import RankMemory
+from transom_core.errors import RankLost, StepFailed
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
@@ -20,6 +22,32 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 # The most bytes of one rank that a call of `read_blocks` or `write_blocks` moves, so that steps wait only a moment for it.
 PIECE_BYTES = 16 << 20
+
+
+# The states of a `RemoteRead` on a rank; any other text says why it failed. The last state is returned once, then GONE.
+RUNNING, DONE, GONE = "running", "done", "gone"
+
+
+class RemoteBlock(NamedTuple):
+    """A block to read: its group, its tier and id at the source, and the block of the host tier into which it is read."""
+
+    group: int
+    tier: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRead:
+    """Tells all ranks to read blocks out of the memory of another worker's ranks, each rank its own heads.
+
+    `memories` are those of the source's ranks, and `shares` says what their blocks contain.
+    """
+
+    read_id: str
+    memories: tuple[RankMemory, ...]
+    shares: KvShares
+    blocks: tuple[RemoteBlock, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +139,8 @@ class ExecutorInfo:
     identity: str = ""
     disk_fingerprint: bytes = b""  # which files of a disk tier the first rank can read
     shares: KvShares | None = None  # what the blocks of every rank contain; None for executors without tensors
+    # The memory of every rank, as ranks of other workers read it; empty unless all ranks have a NIXL agent.
+    memories: tuple[RankMemory, ...] = ()
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -189,6 +219,12 @@ class Executor(ABC):
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         """Write contents, as `read_blocks` returns them, into blocks after all plans that were submitted so far. Raises the same
         errors."""
+
+    def order_read(self, order: RemoteRead | str) -> list[str]:
+        """Begin a read of another worker's memory after all plans that were submitted so far, or look after the one of this id;
+        return each rank's state of it. Only executors whose `ExecutorInfo` has `memories` can. Raises the errors of
+        `read_blocks`."""
+        raise StepFailed("These ranks cannot read the memory of other workers.")
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
 from transom_core.model_files.content import join_parts
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RemoteRead
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.runner import LaunchedStep, ModelRunner
 from transom_worker.execution.setup.load_progress import compile_progress
@@ -86,6 +86,10 @@ class LocalExecutor(Executor):
         """Write the contents of blocks after the queued plans, which are launched first."""
         (own,) = data
         self._runner_after_plans().tiers.write(tier, group, blocks, own)
+
+    def order_read(self, order: RemoteRead | str) -> list[str]:
+        """Begin or poll a read after the queued plans, which are launched first."""
+        return [self._runner_after_plans().tiers.order_read(order)]
 
     def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:

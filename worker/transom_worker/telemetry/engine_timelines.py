@@ -128,6 +128,7 @@ class EngineTimelines(EngineEventSink):
             facts: dict[str, Any] = {"source": report.source, "outcome": report.outcome, "seconds": report.seconds}
             if report.num_bytes:
                 facts |= {"tokens": report.num_tokens, "blocks": report.num_blocks, "bytes": report.num_bytes}
+                facts["wire"] = report.wire
             timeline.add("prefix_fetched", self._clock(), **facts)
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:

@@ -15,7 +15,8 @@ from transom_core.errors import StepFailed
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.execution.tiers import disk_blocks as disk_tier
 from transom_worker.execution.tiers import rank_tiers
-from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
+from transom_worker.execution.tiers.rank_tiers import RankTiers
+from transom_worker.execution.tiers.slabs import TierMemory
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
 

@@ -20,8 +20,8 @@ from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.execution.executor import PIECE_BYTES
 from transom_worker.execution.tiers import rank_tiers as rank_tiers_module
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
-from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
-from transom_worker.execution.tiers.slabs import block_rows
+from transom_worker.execution.tiers.rank_tiers import RankTiers
+from transom_worker.execution.tiers.slabs import TierMemory, block_rows
 from transom_worker.scheduling.step import StepPlan
 
 STRIDES = (512, 256, 768)

@@ -17,7 +17,7 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
     RankUsage ...       ->                    what the rank has used, once a second while it works
     StepResult ...      ->                    results, from the first rank only
     LoadsEnded ...      ->                    loads that have ended, from every other rank
-                        <-  ReadBlocks, WriteBlocks    to every rank, between plans
+                        <-  ReadBlocks, WriteBlocks, OrderRead    to every rank, between plans
     BlocksDone          ->
     RankFailed          ->                    at any time, instead of the next message
 
@@ -34,6 +34,7 @@ from typing import Any
 from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo
 from transom_core.model_files.content import ContentPart
+from transom_worker.execution.executor import RemoteRead
 from transom_worker.scheduling.step import StepPlan
 
 
@@ -169,8 +170,17 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderRead:
+    """Begins or polls a read of another worker's memory."""
+
+    call: int
+    order: RemoteRead | str
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksDone:
-    """The answer to `ReadBlocks` (with the contents) or `WriteBlocks` (without); `refusal` says why the call was wrong."""
+    """The answer to `ReadBlocks` (with the contents), `WriteBlocks` (without) or `OrderRead` (with the state as text); `refusal`
+    says why the call was wrong."""
 
     call: int
     data: bytes = b""

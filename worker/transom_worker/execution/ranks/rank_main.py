@@ -33,6 +33,7 @@ from transom_worker.execution.ranks.messages import (
     LoadsEnded,
     Measure,
     OpenRendezvous,
+    OrderRead,
     RankFailed,
     RankSetup,
     ReadBlocks,
@@ -100,7 +101,7 @@ class _Rank:
         """Execute what the executor sends, until an error ends the rank."""
         while True:
             message = self._next_message()
-            if isinstance(message, ReadBlocks | WriteBlocks):
+            if isinstance(message, ReadBlocks | WriteBlocks | OrderRead):
                 self._finish_launched()
                 self._channel.send(self._blocks_done(message))
             elif message.epoch == self._epoch:
@@ -207,9 +208,11 @@ class _Rank:
             ended = (tuple(result.loaded), tuple(result.load_s), tuple(result.failed))
             self._channel.send(LoadsEnded(step.plan.step_id, *ended))
 
-    def _blocks_done(self, message: ReadBlocks | WriteBlocks) -> BlocksDone:
+    def _blocks_done(self, message: ReadBlocks | WriteBlocks | OrderRead) -> BlocksDone:
         """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""
         try:
+            if isinstance(message, OrderRead):
+                return BlocksDone(message.call, self._runner.tiers.order_read(message.order).encode())
             if isinstance(message, ReadBlocks):
                 return BlocksDone(message.call, self._runner.tiers.read(message.tier, message.group, message.blocks))
             self._runner.tiers.write(message.tier, message.group, message.blocks, message.data)

@@ -74,7 +74,14 @@ class _StartProtocol:
             RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory, gpu=hello.gpu)
             for hello, info in zip(self._hellos, infos, strict=True)
         )
-        return replace(infos[0], memory=_total_memory([info.memory for info in infos]), ranks=ranks)
+        # Other workers read the memory of all ranks, or of none.
+        memories = tuple(memory for info in infos for memory in info.memories)
+        return replace(
+            infos[0],
+            memory=_total_memory([info.memory for info in infos]),
+            ranks=ranks,
+            memories=memories if len(memories) == len(infos) else (),
+        )
 
     def _collect(self, kind: type[Message], num_ranks: int | None = None) -> list[Message]:
         """Receive one message of `kind` from each of the first `num_ranks` ranks (None: all), and return them in order of rank."""

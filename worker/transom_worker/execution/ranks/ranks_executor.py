@@ -20,12 +20,13 @@ from typing import TypeVar
 
 from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, ModelError, OutOfMemory, RankLost, StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage, RemoteRead
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import (
     BlocksDone,
     LoadsEnded,
+    OrderRead,
     RankFailed,
     ReadBlocks,
     RunStep,
@@ -143,6 +144,12 @@ class RanksExecutor(Executor):
         ids = tuple(blocks)
         self._call([WriteBlocks(self._num_calls, tier, group, ids, part) for part in data])
 
+    def order_read(self, order: RemoteRead | str) -> list[str]:
+        """Begin or poll a read on every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
+        self._num_calls += 1
+        states = self._call([OrderRead(self._num_calls, order)] * self._config.ranks.size)
+        return [state.decode() for state in states]
+
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of every rank of the last start; a rank reports its usage once a second while it works."""
         return tuple(RankReport(info=info, usage=usage) for info, usage in zip(self.ranks, self._usages, strict=True))
@@ -241,7 +248,7 @@ class RanksExecutor(Executor):
         if step_id in self._without_rows:
             self._without_rows[step_id] -= 1
 
-    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks]) -> list[bytes]:
+    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks | OrderRead]) -> list[bytes]:
         """Send one message to each rank, and return the data of their answers in order of rank."""
         self.check()
         assert self._group is not None

@@ -11,6 +11,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,8 +34,10 @@ from transom_worker.execution.setup.cache_setup import CacheSetup
 from transom_worker.execution.setup.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
 from transom_worker.execution.setup.load_progress import OnProgress, fetch_with_progress
 from transom_worker.execution.setup.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
-from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory, open_disk_folder
-from transom_worker.execution.tiers.slabs import allocate_host_slab, allocate_slab
+from transom_worker.execution.tiers.nixl_agent import open_agent
+from transom_worker.execution.tiers.rank_tiers import RankTiers, open_disk_folder
+from transom_worker.execution.tiers.remote_reads import RemoteReads
+from transom_worker.execution.tiers.slabs import TierMemory, allocate_host_slab, allocate_slab
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.planner import CachePlan, make_layout, rank_layout
 from transom_worker.sampling.sharded import ShardedSampler
@@ -126,7 +129,7 @@ class ModelSetup:
         return ModelRunner(
             self._loaded.architecture,
             self._parallel,
-            info=self._info(plan, layout, forward, identity),
+            info=replace(self._info(plan, layout, forward, identity), memories=tiers.shared_memories),
             tiers=tiers,
             builder=builder,
             forward=forward,
@@ -179,10 +182,14 @@ class ModelSetup:
                 allocate, lambda *_: self._on_busy()
             )  # pinning takes 0.1 s a gigabyte or more
             memories[TIER_HOST] = TierMemory(host_layout, host_slab)
-        if self._config.cache.disk_cache is None:
-            return RankTiers(memories)
-        fingerprint = self._cache.disk_fingerprint(identity, self._parallel.rank)
-        return RankTiers(memories, open_disk_folder(self._config.cache, layout, fingerprint))
+        folder = None
+        if self._config.cache.disk_cache is not None:
+            fingerprint = self._cache.disk_fingerprint(identity, self._parallel.rank)
+            folder = open_disk_folder(self._config.cache, layout, fingerprint)
+        agent, remote = open_agent(self._config.transfer, memories, TIER_HOST), None
+        if agent is not None:
+            remote = RemoteReads(agent, self._cache.shares(), self._parallel.rank, TIER_HOST)
+        return RankTiers(memories, folder, remote)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         return BatchBuilder(layout, slab, self._loaded.device, trained_len=self._loaded.architecture.max_position)

@@ -17,29 +17,20 @@ from typing import NamedTuple
 import torch
 
 from transom_core.config import CacheConfig
+from transom_core.contract.kv_transfer import RankMemory
 from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.execution.executor import PIECE_BYTES, DiskUsage
+from transom_worker.execution.executor import PIECE_BYTES, DiskUsage, RemoteRead
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
-from transom_worker.execution.tiers.slabs import block_rows
+from transom_worker.execution.tiers.remote_reads import RemoteReads
+from transom_worker.execution.tiers.slabs import TierMemory
 from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan
 
 DISK_WAIT_S = 2.0  # the longest time that a plan with `waits_for_disk` waits for its files
-
-
-class TierMemory(NamedTuple):
-    """One tier's memory on this rank."""
-
-    layout: ArenaLayout
-    slab: torch.Tensor
-
-    def rows(self, group: int) -> torch.Tensor:
-        """Return a group's blocks as rows of bytes, [block ids, stride]."""
-        return block_rows(self.layout, self.slab, group)
 
 
 class _Copy(NamedTuple):
@@ -56,9 +47,14 @@ class _Copy(NamedTuple):
 class RankTiers:
     """The tiers of one rank. Only the rank's thread calls it."""
 
-    def __init__(self, memories: Mapping[int, TierMemory], disk_folder: BlockFolder | None = None) -> None:
-        """`memories` maps TIER_DEVICE, and TIER_HOST if there is a host tier, to their memory."""
-        self._memories = memories
+    def __init__(
+        self,
+        memories: Mapping[int, TierMemory],
+        disk_folder: BlockFolder | None = None,
+        remote: RemoteReads | None = None,
+    ) -> None:
+        """`memories` maps TIER_DEVICE, and TIER_HOST if there is a host tier, to their memory. `remote` reads other workers'."""
+        self._memories, self._remote = memories, remote
         self._device = memories[TIER_DEVICE].slab.device
         self._board = LoadBoard()
         self._loads = make_loads(self._board, self._device)
@@ -145,8 +141,28 @@ class RankTiers:
             new = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), rows.shape[1])
             rows[ids] = new.to(rows.device)
 
+    @property
+    def shared_memories(self) -> tuple[RankMemory, ...]:
+        """Return what other workers' ranks need to read this rank's memory, alone in a tuple; empty if they cannot."""
+        return () if self._remote is None else (self._remote.memory,)
+
+    def order_read(self, order: RemoteRead | str) -> str:
+        """Begin or poll a read of another worker's memory into the host tier, and return its state.
+
+        Raises:
+            ValueError: this rank cannot read other workers' memory, or not in this format.
+        """
+        if self._remote is None:
+            raise ValueError("this rank has no NIXL agent.")
+        if isinstance(order, str):
+            return self._remote.poll(order)
+        self._finish_spills()  # copies that were decided before may still use the blocks that are read into
+        return self._remote.begin(order)
+
     def close(self) -> None:
         """Wait for the running load, drop the loads after it, and write the blocks that are queued for the disk; idempotent."""
+        if self._remote is not None:
+            self._remote.close()
         self._loads.close()
         if self._disk is not None:
             self._disk.close()

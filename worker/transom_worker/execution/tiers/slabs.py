@@ -13,6 +13,7 @@ Legend: N block ids of a group (the dump block included), P rows per block, H KV
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,18 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout, LayerTensors, Role
 from transom_kernels.cpu.memory import lazy_bytes
 from transom_worker.models.layers.forward_batch import CachePart, CompressedCache, LayerCache
+
+
+class TierMemory(NamedTuple):
+    """One tier's memory on this rank."""
+
+    layout: ArenaLayout
+    slab: torch.Tensor
+
+    def rows(self, group: int) -> torch.Tensor:
+        """Return a group's blocks as rows of bytes, [block ids, stride]."""
+        return block_rows(self.layout, self.slab, group)
+
 
 Parts = dict[tuple[int, Role], CachePart]  # by layer and role
 

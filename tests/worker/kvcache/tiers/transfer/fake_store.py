@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
@@ -45,6 +45,10 @@ class FakeStore:
     imports: dict[str, dict[bytes, Bytes]] = field(default_factory=dict)
     chains: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by import
     kept_for: list[str] = field(default_factory=list)  # request ids
+    # By reads of another worker's memory: how many looks they take, and what they bring of a block. `reads` are those in flight.
+    num_looks: int | None = None  # None: this worker does not read memory
+    bring: Callable[[bytes], Bytes] = contents
+    reads: set[str] = field(default_factory=set)
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
@@ -55,7 +59,12 @@ class FakeStore:
         self.exports[export_id] = held
         blocks = (tuple(range(len(held))),)
         return PrefixOffer(
-            export_id=export_id, num_hash_blocks=len(held), start=BLOCK * len(held), blocks=blocks, shares=SHARES
+            export_id=export_id,
+            num_hash_blocks=len(held),
+            start=BLOCK * len(held),
+            blocks=blocks,
+            shares=SHARES,
+            memories=(RankMemory(agent=b"", regions={}),) if query.reads_memory else (),
         )
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
@@ -67,7 +76,10 @@ class FakeStore:
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         digests = self.requests.get(request_id, ())[: num_tokens // BLOCK]
-        return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK) if digests else None
+        if not digests:
+            return None
+        reads_memory = self.num_looks is not None
+        return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK, reads_memory=reads_memory)
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
@@ -101,8 +113,28 @@ class FakeStore:
         self.cached.update(blocks)
         self.kept_for.append(request_id)
 
-    def drop_import(self, import_id: str) -> None:
+    def drop_import(self, import_id: str) -> bool:
+        if import_id in self.reads and self.num_looks:
+            self.num_looks -= 1
+            return False
+        self.reads.discard(import_id)
         self.num_free += len(self.imports.pop(import_id, {}))
+        return True
+
+    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
+        self.reads.add(import_id)
+
+    def is_reading(self, import_id: str) -> bool:
+        if self.num_looks:
+            self.num_looks -= 1
+            return True
+        self.reads.discard(import_id)
+        self.imports[import_id] = {digest: self.bring(digest) for digest in self.imports[import_id]}
+        return False
+
+    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
+        found = [self.imports[import_id][self.chains[import_id][i]] for i in blocks.blocks]
+        return np.array_equal(np.concatenate(found), data[0])
 
     def put(self, digests: Sequence[bytes]) -> None:
         """Cache blocks."""

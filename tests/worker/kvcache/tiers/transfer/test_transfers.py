@@ -17,7 +17,8 @@ from transom_core.contract import PrefixSource, Request, SamplingParams
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.tiers.transfer.fetches import ByteBudget, PrefixFetches
+from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
+from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
 from transom_worker.kvcache.tiers.transfer.served_exports import MAX_EXPORTS, PrefixExports
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
@@ -51,9 +52,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
         await self._called("close")
-        self.exports.close(export_id)
+        self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)
@@ -100,7 +101,9 @@ async def test_a_prefix_comes_in_pieces_and_is_published_as_a_whole() -> None:
     pair.start()
     await pair.until_ended("r")
     assert pair.target.cached.keys() == set(CHAIN)
-    report = FetchReport(source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56)
+    report = FetchReport(
+        source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56, wire="ray"
+    )
     assert [replace(pair.ended["r"], seconds=0.0)] == pair.notes.reports == [report]
     assert pair.source_notes.num_bytes == 56
     await pair.until_quiet()
@@ -169,7 +172,7 @@ async def test_a_source_that_hangs_is_given_up(at: str, by_deadline: bool) -> No
 async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
     monkeypatch: pytest.MonkeyPatch, at: str, how: str
 ) -> None:
-    monkeypatch.setattr("transom_worker.kvcache.tiers.transfer.fetches.AWAY_S", 60.0)
+    monkeypatch.setattr("transom_worker.kvcache.tiers.transfer.away_sources.AWAY_S", 60.0)
     pair = Pair(config=replace(CONFIG, timeout_s=0.05))
 
     def fail(name: str) -> Any:
@@ -187,7 +190,7 @@ async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
     pair.start()
     await pair.until_ended("r")
     assert wanted() == ["b"]
-    pair.fetches._away_until_s["a"] -= 60.0
+    pair.fetches.calls.away.until_s["a"] -= 60.0
     assert wanted() == ["a", "b"]  # this one tries
     assert wanted() == ["b"]
     pair.before = lambda _: None

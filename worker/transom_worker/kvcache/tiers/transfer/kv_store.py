@@ -1,7 +1,8 @@
 """`KvStore`: the interface through which KV transfer uses a worker's own KV cache; `engine.transfer_store` implements it.
 
 The source calls `open_export`, `read_export` for each piece, then `close_export`. The target calls `query`, `has`, `begin_import`,
-`convert` and `write_import` for each piece, then `publish_import` or, if a piece is missing, `drop_import`.
+brings the blocks, then calls `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and
+`write_import` for each piece, or by `begin_read`, `is_reading` until that is False, and `is_equal` for some (`wires`).
 
 All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
 and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
@@ -17,6 +18,10 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import Bytes
 
 T = TypeVar("T")
+
+
+class SourceLost(Exception):
+    """A call to the source failed, its memory could not be read, or it does not keep its offer."""
 
 
 class OnEngine(Protocol):
@@ -87,5 +92,16 @@ class KvStore(Protocol):
         for a limited time. Raises KeyError: the import has ended.
         """
 
-    def drop_import(self, import_id: str) -> None:
-        """Free the blocks of an import that is not complete."""
+    def drop_import(self, import_id: str) -> bool:
+        """Free the blocks of an import that is not complete, and return True. Return False while bytes may still be read into
+        them: then the import publishes nothing any more, and the caller must call again."""
+
+    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
+        """Let the ranks begin to read all blocks of an import out of the memory of the offer's ranks. Raises KeyError: the import
+        has ended.  ValueError: the formats do not allow it."""
+
+    def is_reading(self, import_id: str) -> bool:
+        """Return whether blocks of an import are still being read. Raises SourceLost: not all of them could be."""
+
+    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
+        """Return whether blocks that were read are those of the source, which `read_export` gave as `data`. Raises KeyError."""

@@ -79,9 +79,12 @@ class PrefixExports:
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
-    def close(self, export_id: str) -> None:
-        """End an export whose target has read everything or gives up; unknown ids are ignored."""
+    def close(self, export_id: str, read_bytes: int = 0) -> None:
+        """End an export whose target has read everything or gives up; unknown ids are ignored. `read_bytes` of its blocks were read
+        out of the ranks' memory, and not by `read`."""
         if export_id in self._leases:
+            if read_bytes:
+                self._observer.sent(read_bytes)
             self._observer.exported("read")
             self._end(export_id)
 

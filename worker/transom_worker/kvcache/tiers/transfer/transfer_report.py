@@ -34,6 +34,7 @@ class FetchReport:
     num_blocks: int = 0
     num_bytes: int = 0
     full_length_bytes: int = 0
+    wire: str = ""  # the name of the `Wire` that brought the blocks
     seconds: float = 0.0
 
 

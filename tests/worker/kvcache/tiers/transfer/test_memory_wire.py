@@ -1,0 +1,102 @@
+"""The protocol of KV transfer where ranks read the source's memory: what is not whole is not published, and host blocks are not
+free before nothing is read into them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from tests.worker.kvcache.tiers.transfer.fake_store import contents
+from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
+from transom_core.config import TransferConfig
+from transom_worker.kvcache.tiers.transfer.kv_store import SourceLost
+
+
+def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair:
+    """A pair whose target reads memory; a read takes `num_looks` looks."""
+    pair = Pair(config=config)
+    pair.target.num_looks = num_looks
+    return pair
+
+
+@pytest.mark.parametrize(("verify", "num_calls"), [("sample", 1), ("all", 4)])
+async def test_memory_is_read_and_a_sample_is_compared(verify: Literal["sample", "all"], num_calls: int) -> None:
+    calls: list[str] = []
+    pair = reading_pair(config=replace(CONFIG, verify=verify))
+    pair.before = calls.append
+    pair.target.put(CHAIN[:3])
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.target.cached.keys() == set(CHAIN)
+    assert (pair.ended["r"].wire, pair.ended["r"].num_bytes) == ("nixl", 56)
+    await pair.until_quiet()
+    assert calls == ["open", *["read"] * num_calls, "close"]
+    assert pair.source_notes.num_bytes >= 56
+    assert pair.source_notes.exports == ["read"]
+
+
+async def test_other_bytes_are_not_published_and_calls_bring_the_next_ones_until_one_fetch_reads_again() -> None:
+    pair = reading_pair(config=replace(CONFIG, verify="all"))
+    pair.target.bring = lambda digest: contents(CHAIN[0] if digest == CHAIN[7] else digest)
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == "source_lost"
+    await pair.until_quiet()
+    assert (pair.target.cached, pair.target.num_free) == ({}, 100)
+    pair.target.bring = contents
+    for wire in ("ray", "nixl", "nixl"):  # the second one tries
+        assert "a" not in pair.fetches.calls.away.until_s
+        pair.target.cached.clear()
+        pair.start(wire)
+        await pair.until_ended(wire)
+        assert (pair.ended[wire].outcome, pair.ended.pop(wire).wire) == ("fetched", wire)
+        assert pair.target.cached.keys() == set(CHAIN)
+        pair.fetches.memory_wire.away.until_s = {source: 0.0 for source in pair.fetches.memory_wire.away.until_s}
+
+
+def refuses(pair: Pair) -> None:
+    def fail(import_id: str) -> bool:
+        raise SourceLost("the agent cannot connect")
+
+    pair.target.is_reading = fail  # type: ignore[method-assign]
+
+
+def loses_its_lease(pair: Pair) -> None:
+    """What was read may have been overwritten: the source had not heard of the target for too long."""
+    pair.before = lambda name: pair.close_exports() if name == "read" else None
+
+
+@pytest.mark.parametrize("how", [refuses, loses_its_lease])
+async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pair], None]) -> None:
+    pair = reading_pair(num_looks=0)
+    how(pair)
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == "source_lost"
+    await pair.until_quiet()
+    assert (pair.target.cached, pair.target.num_free) == ({}, 100)
+
+
+@pytest.mark.parametrize("by", ["timeout", "client"])
+async def test_blocks_and_export_stay_while_an_abandoned_read_is_in_flight(by: str) -> None:
+    pair = reading_pair(10**9, config=replace(CONFIG, timeout_s=0.05) if by == "timeout" else CONFIG)
+    pair.start()
+    while not pair.target.reads:
+        await asyncio.sleep(0)
+    assert pair.fetches.calls.budget.used_bytes == 80
+    if by == "client":
+        pair.fetches.cancel("r")
+    else:
+        await pair.until_ended("r")
+        assert pair.ended["r"].outcome == "timeout"
+    await asyncio.sleep(0.2)
+    assert pair.target.num_free == 90
+    assert len(pair.source.exports) == len(pair.exports) == 1
+    pair.target.num_looks = 0  # the source goes on, or dies
+    await pair.until_quiet()
+    assert (pair.target.cached, pair.target.num_free) == ({}, 100)
+    assert pair.source_notes.exports == ["read"]

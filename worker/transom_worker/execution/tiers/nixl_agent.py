@@ -1,0 +1,131 @@
+"""`NixlAgent`: lets other workers' ranks read this rank's memory, and reads theirs, by NIXL (https://github.com/ai-dynamo/nixl).
+
+    agent = open_agent(transfer, memories)       registers the slabs once; None where NIXL is not installed or not wanted
+    handle = agent.start(source, kind, spans)    begins to read; on one host the bytes may have come when it returns
+    agent.state(handle)                          "PROC" while bytes may still arrive, then once "DONE" or why it failed
+    agent.disconnect(source)                     only while nothing is read from the source
+
+A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its handle was released, and even after the source's
+agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So whoever gives a read up
+waits for one of these; if the source dies, NIXL says "ERR".
+
+NIXL chooses the transport by UCX, whose environment variables hold (`UCX_TLS`, `UCX_NET_DEVICES`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transom_core.config import TransferConfig
+from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
+from transom_core.errors import ConfigError
+from transom_worker.execution.tiers.slabs import TierMemory
+
+logger = logging.getLogger("transom.worker")
+
+Spans = NDArray[np.uint64]
+"""Bytes to read, [n, 3]: the address in the source's memory, the address here, and the number of bytes."""
+
+
+class NixlAgent:
+    """The NIXL agent of one rank, which reads into `target_tier`. `memory` is what other ranks need to read this one's.
+
+    One thread calls it. Any method but `state` may raise any exception.
+    """
+
+    def __init__(self, memories: Mapping[int, TierMemory], target_tier: int) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each agent to the standard output
+        self._agent: Any = nixl_agent(uuid4().hex, nixl_agent_config(backends=["UCX"]))
+        regions = {tier: _region(memory) for tier, memory in memories.items()}
+        self._slabs = [memory.slab for memory in memories.values()]  # they live as long as the agent
+        self._registered = [
+            self._agent.register_memory(
+                [(regions[tier].address, memory.slab.nbytes, regions[tier].device, "")], regions[tier].kind
+            )
+            for tier, memory in memories.items()
+        ]
+        self._target = regions.get(target_tier)
+        self.memory = RankMemory(agent=self._agent.get_agent_metadata(), regions=regions)
+        self._names: dict[bytes, str] = {}  # metadata of another agent -> its name, while it is connected
+
+    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans) -> Any:
+        """Begin to read from a region of this kind and device, and return the read's handle."""
+        name = self._names.get(source.agent)
+        if name is None:
+            name = self._names[source.agent] = self._agent.add_remote_agent(source.agent).decode()
+        assert self._target is not None
+        here = self._descriptors(spans[:, 1], spans[:, 2], self._target.kind, self._target.device)
+        theirs = self._descriptors(spans[:, 0], spans[:, 2], *kind)
+        handle = self._agent.initialize_xfer("READ", here, theirs, name)
+        try:
+            self._agent.transfer(handle)
+        except Exception:
+            self._release(handle)
+            raise
+        return handle
+
+    def state(self, handle: Any) -> str:
+        """Return "PROC", or free the handle and return "DONE" or why the read failed."""
+        try:
+            state = str(self._agent.check_xfer_state(handle))
+        except Exception as error:
+            state = f"{type(error).__name__}: {error}"
+        if state != "PROC":
+            self._release(handle)
+        return state
+
+    def disconnect(self, source: RankMemory) -> None:
+        """Close the connection to a rank, from which nothing is read at the moment; the next `start` connects again."""
+        if (name := self._names.pop(source.agent, None)) is not None:
+            self._agent.remove_remote_agent(name)
+
+    def close(self) -> None:
+        """Take the memory back: no other rank can read it any more, and no byte comes any more. Idempotent."""
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        self._registered, self._slabs, self._agent = [], [], None
+
+    def _release(self, handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:
+            logger.exception("A read of another worker's memory could not be released.")
+
+    def _descriptors(self, addresses: Spans, sizes: Spans, kind: str, device: int) -> Any:
+        return self._agent.get_xfer_descs(np.stack([addresses, sizes, np.full_like(sizes, device)], axis=1), kind)
+
+
+def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory], target_tier: int) -> NixlAgent | None:
+    """Return the agent of a rank; None if KV transfer is off, or goes through Ray.
+
+    Raises:
+        ConfigError: the settings ask for NIXL, and it cannot be used.
+    """
+    if not transfer.is_on or transfer.wire == "ray":
+        return None
+    try:
+        return NixlAgent(memories, target_tier)
+    except Exception as error:  # of a library that may be missing, or that this machine may not suit
+        if transfer.wire == "nixl":
+            raise ConfigError(f"--kv-transfer-wire is nixl, which transom[transfer] installs: {error}") from error
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("NIXL cannot be used, so KV blocks move through Ray: %s", error)
+        return None
+
+
+def _region(memory: TierMemory) -> MemoryRegion:
+    device = memory.slab.device
+    return MemoryRegion(
+        address=memory.slab.data_ptr(),
+        kind="VRAM" if device.type == "cuda" else "DRAM",
+        device=device.index or 0,
+        strides=tuple(group.stride_bytes for group in memory.layout.groups),
+    )
