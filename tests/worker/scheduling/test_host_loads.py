@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
@@ -10,7 +12,7 @@ from transom_worker.scheduling.sequence import SequenceStatus
 LATER = 1_000
 
 
-def spilled_driver(**config: object) -> Driver:
+def spilled_driver(**config: Any) -> Driver:
     """A pool of 20 blocks, from which request "a" was evicted by others to the host tier; loads take long while others run."""
     driver = Driver(
         layout(["full"], num_pages=5),
