@@ -131,7 +131,7 @@ class StepPlanner:
             num_after -= 1
             if budget.num_tokens <= 0:
                 break
-            if builder.add_decode(sequence):
+            if (shares is None or shares.get(sequence, 1)) and builder.add_decode(sequence):
                 budget.num_tokens -= 1
                 continue
             # How many tokens the budget allows.
