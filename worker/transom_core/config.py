@@ -56,7 +56,8 @@ class CacheConfig:
 class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
-    Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
+    Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit. With
+    `share_step_time` clients share a step's time, too.
     `preemption_mode` says what happens to a preempted sequence's blocks if there is a host tier. If `steps_in_flight` is None, the
     worker chooses it once it knows its device (`settings.device_defaults`); a scheduler without a worker, as in tests, takes 1.
     """
@@ -67,6 +68,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     steps_in_flight: int | None = None
     target_step_s: float | None = None
+    share_step_time: bool = True
     preemption_mode: PreemptionMode = "auto"
     # Names of the fields that get the default of the worker's device (`settings.device_defaults`).
     by_device: frozenset[str] = frozenset()

@@ -52,6 +52,7 @@ def worker_bounds(replica: WorkerReplica) -> dict[str, tuple[int, Callable[[], i
         "events of timelines": (request_timelines.MAX_ENDED_EVENTS, lambda: timelines.num_events),
         "KV policies": (MAX_REMEMBERED, lambda: scheduler.policy_retentions._under.cache_info().currsize),
         "accounts of clients": (len(accounts) * MAX_ACCOUNTS, lambda: sum(map(len, accounts))),
+        "savings of clients": (MAX_ACCOUNTS, lambda: len(scheduler._planner._shares._time._accounts)),
         "events of the block map": (2 * 300, lambda: len(engine.block_map_log.history._entries)),
     }
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_core.errors import Overloaded
+from transom_worker.scheduling.dividing import divide
 from transom_worker.scheduling.fair_preemption import SLICE_STEPS
-from transom_worker.scheduling.step_shares import divide
 
 
 def several(*counts: int, weights: tuple[float, ...] = (1.0, 1.0), max_tokens: int = 60, **config: object) -> Driver:

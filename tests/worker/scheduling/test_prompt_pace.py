@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_worker.scheduling.dividing import QUANTUM, share_limit
 from transom_worker.scheduling.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, PromptPace
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.scheduling.step_shares import QUANTUM, share_limit
 
 
 def step(*rows: tuple[int, int]) -> StepPlan:

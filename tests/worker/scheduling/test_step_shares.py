@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import count, cycle
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle, pairwise
 from statistics import fmean, median
 
 import pytest
@@ -15,31 +15,41 @@ from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import BLOCK, layout, request
 from transom_core.config import SchedulerConfig
 from transom_core.errors import Overloaded
+from transom_worker.scheduling import time_shares
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult, StepTimings
+from transom_worker.scheduling.time_shares import GUEST_STEPS, REPLAYED_ROWS
 
 MAX_MODEL_LEN, NUM_SLOTS, STEP_TOKENS = 2048, 64, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The seconds of a step: a fixed part, and those of each decoding row, of each key that it reads, and of a prompt token."""
+    """The seconds of a step: a fixed part, and those of each decoding row, of each key that it reads, of a prompt token, and of
+    each key that this reads."""
 
     fixed_s: float
     row_s: float
     key_s: float
     token_s: float
+    token_key_s: float = 0.0
     steps_in_flight: int = 1
     target_step_s: float | None = None
 
     def seconds(self, plan: StepPlan) -> float:
         rows = zip(plan.start, plan.count, strict=True)
-        costs = (self.row_s + start * self.key_s if num == 1 else num * self.token_s for start, num in rows)
-        return self.fixed_s + sum(costs)
+        return self.fixed_s + sum(self.row_seconds(start, num) for start, num in rows)
+
+    def row_seconds(self, start: int, num: int) -> float:
+        """Return the seconds of `num` tokens after `start` others."""
+        if num == 1:
+            return self.row_s + start * self.key_s
+        return num * (self.token_s + start * self.token_key_s)
 
 
 CPU = Device(15e-3, 1.4e-3, 1e-6, 1e-3, target_step_s=0.2)
 GPU = Device(8e-3, 2e-6, 1e-9, 3e-5, steps_in_flight=2)
+LONG = Device(15e-3, 1.4e-3, 1e-6, 1e-3, token_key_s=4e-6, target_step_s=0.2)  # long prompts are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ class Client:
     own: dict[str, float] = field(default_factory=dict)  # request -> when it was sent, or had its last token
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    num_ended: int = 0
 
     def __post_init__(self) -> None:
         self.sizes = cycle(self.load.sizes)
@@ -92,19 +103,21 @@ class Client:
         (self.first_s if is_first else self.gaps_s).append(now_s - self.own[name])
         self.own[name] = now_s
         if is_last:
+            self.num_ended += 1
             del self.own[name]
 
 
 class Server:
     """A scheduler whose steps take the time of a device, and its clients."""
 
-    def __init__(self, device: Device, loads: list[Load]) -> None:
+    def __init__(self, device: Device, loads: list[Load], *, share_step_time: bool = True) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=NUM_SLOTS,
                 max_num_batched_tokens=STEP_TOKENS,
                 steps_in_flight=device.steps_in_flight,
                 target_step_s=device.target_step_s,
+                share_step_time=share_step_time,
                 max_waiting=512,
             ),
             layout(["full"], num_pages=40_000),
@@ -136,7 +149,7 @@ class Server:
 
 
 VICTIM = Load(ORDINARY.sizes, num=1)
-DEVICES = {"cpu": CPU, "gpu": GPU}
+DEVICES = {"cpu": CPU, "gpu": GPU, "long": LONG}
 
 
 def waits(device: Device, loads: list[Load], *, num_requests: int) -> list[float]:
@@ -194,9 +207,36 @@ def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(
     check_bound(DEVICES[device], [ORDINARY] * num_others, hostile)
 
 
-def rows_of_steps(device: Device, loads: list[Load], *, num_steps: int = 300) -> list[int]:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("large", [Load([(1900, 2)], num=2), Load([(1500, 60)], num=8), Load([(5, 200)], num=64)])
+def test_every_request_of_a_client_that_is_held_to_its_share_ends(device: str, large: Load) -> None:
+    server = Server(DEVICES[device], [ORDINARY, large])
+    for _ in range(400):
+        server.step()
+    for client in reversed(server.clients):  # the large one must end while the other goes on
+        client.load = replace(client.load, num=0)
+        for _ in range(6000):
+            if not client.own:
+                break
+            server.step()
+        assert client.num_ended == next(client.numbers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("usual", [VICTIM, ORDINARY])
+def test_a_client_that_always_has_long_prompts_keeps_its_share_of_the_time(device: str, usual: Load) -> None:
+    server = Server(DEVICES[device], [usual, Load([(1900, 2)], num=2)])
+    for _ in range(2000):
+        server.step()
+    prompt_s = sum(server.device.row_seconds(start, 128) for start in range(0, 1900, 128))
+    assert server.clients[1].num_ended * prompt_s > server.now_s / 5
+
+
+def rows_of_steps(
+    device: Device, loads: list[Load], *, num_steps: int = 300, share_step_time: bool = True
+) -> list[int]:
     """Return how many rows the last half of these steps have."""
-    server = Server(device, loads)
+    server = Server(device, loads, share_step_time=share_step_time)
     return [len(server.step().count) for _ in range(num_steps)][num_steps // 2 :]
 
 
@@ -213,6 +253,53 @@ def test_no_row_waits_where_all_clients_have_as_many() -> None:
 
 def test_a_client_alone_uses_everything_and_its_steps_are_not_divided() -> None:
     assert set(rows_of_steps(CPU, [Load([(5, 1000)], num=64)])) == {NUM_SLOTS}
+
+
+def test_time_is_not_divided_if_the_operator_turns_that_off() -> None:
+    loads = [Load([(5, 1000)], num=2), Load([(5, 1000)], num=62)]
+    assert set(rows_of_steps(CPU, loads, share_step_time=False)) == {NUM_SLOTS}
+
+
+def test_a_client_whose_requests_can_compute_nothing_holds_nobody_to_a_share() -> None:
+    server = Server(CPU, [Load([(5, 1900)], num=1), Load([(5, 1900)], num=63)])
+    for _ in range(100):
+        server.step()
+    for name in list(server.clients[0].own):
+        server.scheduler.abort(name)
+    server.clients[0].load = replace(server.clients[0].load, num=0)
+    server.scheduler.add(request("0 held", [1] * 5, 4, client="0"), is_held=True)
+    rows = [len(server.step().count) for _ in range(40)]
+    assert set(rows[2 * GUEST_STEPS :]) == {NUM_SLOTS - 1}
+
+
+def test_steps_in_which_rows_wait_have_few_sizes() -> None:
+    loads = [Load([(5, 1900)], num=20, weight=10.0), Load([(5, 1900)], num=44)]
+    assert set(rows_of_steps(CPU, loads)) <= set(REPLAYED_ROWS)
+
+
+def test_a_probe_takes_no_rows_from_the_steps_after_it() -> None:
+    rows = rows_of_steps(CPU, [Load([(5, 1900)], num=32)] * 2 + [Load([(5, 1900)], num=1)] * 2, num_steps=600)
+    assert 10 in rows
+    assert all(after >= 0.75 * median(rows) for one, after in pairwise(rows) if one == 10)
+
+
+def test_no_row_of_a_small_client_waits_where_a_row_takes_less_than_a_microsecond() -> None:
+    device = Device(20e-6, 0.9e-6, 0.0, 1e-6)
+    server = Server(device, [Load([(5, 1900)], num=3), Load([(5, 1900)], num=61)])
+    for _ in range(600):
+        server.step()
+    assert 600 - len(server.clients[0].gaps_s) / 3 < 20
+
+
+def test_accounts_of_clients_that_have_left_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_shares, "MAX_ACCOUNTS", 8)
+    server = Server(CPU, [Load([(5, 1900)], num=0)] * 40 + [Load([(5, 1900)], num=40)])
+    for client in server.clients[:-1]:
+        client.load = Load([(100, 1900)], num=20)
+        for _ in range(4):
+            server.step()
+            assert len(server.scheduler._planner._shares._time._accounts) <= 8
+        client.load = Load([(5, 1900)], num=0, leaves_s=0.0)
 
 
 def test_rows_that_wait_take_turns_by_the_weights_of_clients() -> None:

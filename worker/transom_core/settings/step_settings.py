@@ -27,6 +27,11 @@ class BatchingSettings(BaseModel):
         description="While other requests decode or wait, a step computes only the prompt tokens that take about this "
         "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.2 for the workers of a server on CPUs, else 0.",
     )
+    share_step_time: bool = Field(
+        True,
+        description="Clients that share a worker share the time of its steps: one with many or long requests makes steps "
+        "at most about 1.5 times as long as usual. The price is throughput while a large client runs beside a small one.",
+    )
     max_waiting: int = Field(
         1024,
         ge=0,

@@ -1,5 +1,5 @@
 """`PromptPace`: learns from steps what rows and prompt tokens cost, and limits the prompt tokens of a step, so that it takes about
-`target_step_s` seconds. `step_shares` divides steps among clients by the same costs.
+`target_step_s` seconds. `time_shares` divides steps among clients by the same costs.
 
 On a CPU a step with a chunk of 1,024 prompt tokens takes most of a second, in which every other request waits for its next
 token. So the scheduler asks for a limit if other requests decode or wait. The pace (seconds per prompt token) is learned from the
@@ -38,9 +38,8 @@ CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 t
 FIT_STEPS = 8  # decode steps after which the costs are fitted again
 MEMORY_STEPS = 64  # an average that is so many steps old has half of the weight of a new one
 NUM_SWEEPS = 16  # of a fit; errors shrink to less than 1 % of what they were
-OUTLIER = (
-    2.0  # no measurement counts as more than this many times the average: the first step of a size is recorded, too
-)
+# No measurement counts as more than this many times the average: the first step of a size is recorded, too.
+OUTLIER = 2.0
 
 
 class DecodeCosts(NamedTuple):

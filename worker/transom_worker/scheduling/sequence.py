@@ -140,9 +140,8 @@ class Sequence:
     history: AttentionHistory | None = None  # while it runs under a KV policy that depends on its attention
     # The step until which it may await prefixes of other clients; None if it has never awaited one.
     awaits_others_until: int | None = None
-    last_turn: int = (
-        0  # the number of its last turn among those of all sequences, where rows take turns (`step_shares`)
-    )
+    # The number of its last turn among those of all sequences, where rows take turns (`time_shares`).
+    last_turn: int = 0
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     def move_to(self, status: SequenceStatus) -> None:

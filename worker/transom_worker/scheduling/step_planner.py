@@ -6,9 +6,9 @@ waiting one now, the waiting one may become a *waiter* for that prefix (`in_flig
 `max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
 the next step computes its last 38.
 
-If several clients have work, each gets its *share* of a step's tokens and time (`step_shares`), and clients take turns at being
-admitted (`clients`). If steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and each
-prompt gets a share of them (`prompt_pace`).
+If several clients have work, each gets its *share* of a step's tokens (`step_shares`) and time (`time_shares`), and clients take
+turns at being admitted (`clients`). If steps have a target time, a step computes fewer prompt tokens while other requests decode or
+wait, and each prompt gets a share of them (`prompt_pace`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class StepPlanner:
         self._admission = admission
         self._work = work
         self._max_chunk = max_chunk
-        self._shares = StepShares(admission, pace, max_num_seqs=config.max_num_seqs, max_chunk=max_chunk)
+        self._shares = StepShares(
+            admission, pace, max_num_seqs=config.max_num_seqs, max_chunk=max_chunk, shares_time=config.share_step_time
+        )
         self._next_step = 0
 
     def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
@@ -131,7 +133,7 @@ class StepPlanner:
             num_after -= 1
             if budget.num_tokens <= 0:
                 break
-            if builder.add_decode(sequence):
+            if (shares is None or shares.get(sequence, 1)) and builder.add_decode(sequence):
                 budget.num_tokens -= 1
                 continue
             # How many tokens the budget allows.
