@@ -14,8 +14,8 @@ to wait.
 - *Probes.* Once in `PROBE_STEPS` a step *is* as if all clients were ordinary: each computes up to `ORDINARY_ROWS` rows and no
   prompts. So it is known what such a step takes even if the clients never stop sending more.
 - *Guests.* For `GUEST_STEPS` after the last step of several clients, one that is alone makes room as for one sequence more: the
-  request of somebody who waits for each answer would else begin with the wait for a long step. A client whose requests can compute
-  nothing yet, as while their blocks are loaded, counts as absent.
+  next request of a client that waits for each answer would else begin with the wait for a long step. A client whose requests can
+  compute nothing yet, as while their blocks are loaded, counts as absent.
 
 Example: a step takes 15 ms and 1.4 ms a row. A decodes one sequence, B 63. If B were ordinary, it would take 15 + 5 x 1.4 = 22
 ms, so it may take 33 ms. A needs 1.4 of the 18 beside the fixed time, and B gets rows for 12 of its sequences, in turns.
@@ -153,7 +153,7 @@ class TimeShares:
         divided = zip(_divide_s(rows_s, wants_rows_s, weights), _divide_s(free_s, wants_s, weights), strict=True)
         for work, account, (granted_rows_s, granted_s) in zip(works, accounts, divided, strict=True):
             work.rows_s, work.granted_s = granted_rows_s + account.credit_s, granted_s
-        # If nobody could compute anything, as many steps' shares are granted as the first one needs.
+        # If no client could compute anything, as many steps' shares are granted as the first one needs.
         missing = (
             self._missing_s(work, account) / work.granted_s for work, account in zip(works, accounts, strict=True)
         )

@@ -6,8 +6,8 @@
     agent.disconnect(source)                     only while nothing is read from the source
 
 A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its handle was released, and even after the source's
-agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So whoever gives a read up
-waits for one of these; if the source dies, NIXL says "ERR".
+agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So a caller that gives a
+read up waits for one of these; if the source dies, NIXL says "ERR".
 
 NIXL chooses the transport by UCX, whose environment variables hold (`UCX_TLS`, `UCX_NET_DEVICES`).
 """

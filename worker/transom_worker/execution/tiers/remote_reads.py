@@ -4,7 +4,7 @@
     ...      a thread of its own starts the reads by the rank's agent, and looks after them
     poll     returns RUNNING while bytes may still arrive, then DONE or the reason of a failure, once; after that GONE
 
-A read that fails, or that nobody waits for any more, is over only when no byte can arrive: until then its state is RUNNING, and its
+A read that fails, or that its request gives up, is over only when no byte can arrive: until then its state is RUNNING, and its
 host blocks must not be used for anything else. `nixl_agent` says when that is.
 """
 
