@@ -101,6 +101,9 @@ async def test_whatever_clients_fill_in_a_worker_stays_within_its_bound(
             assert len(compiler._entries) < MANY * CLIENT_SHARE
             assert await send("usual", structured_outputs={"regex": "mine"}) == 200
             assert compiler.num_compiled == num_compiled + MANY  # it was still cached
+            # Both at once for several steps, so that the time of some is divided.
+            both = [send(key, max_tokens=60, ignore_eos=True) for key in ("hostile", "usual")]
+            assert await asyncio.gather(*both) == [200, 200]
             long: dict[str, Any] = {"prompt": list(range(5, 205)), "max_tokens": 100, "ignore_eos": True}
             hostile = [
                 asyncio.create_task(send("hostile", 0.05 * (i % 3), structured_outputs={"regex": f"[a-z{i}]+"}, **long))
