@@ -260,7 +260,7 @@ def test_time_is_not_divided_if_the_operator_turns_that_off() -> None:
     assert set(rows_of_steps(CPU, loads, share_step_time=False)) == {NUM_SLOTS}
 
 
-def test_a_client_whose_requests_can_compute_nothing_holds_nobody_to_a_share() -> None:
+def test_a_client_whose_requests_can_compute_nothing_holds_no_other_to_a_share() -> None:
     server = Server(CPU, [Load([(5, 1900)], num=1), Load([(5, 1900)], num=63)])
     for _ in range(100):
         server.step()
