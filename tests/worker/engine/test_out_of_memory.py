@@ -17,8 +17,8 @@ from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
 from transom_core.errors import EngineDead
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
-from transom_worker.scheduling.memory_shortage import STEPS_BEFORE_GROWTH, StepTokenLimit
 from transom_worker.scheduling.step import StepPlan
+from transom_worker.scheduling.step_budget import STEPS_BEFORE_GROWTH, StepTokenLimit
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "repetition_penalty": 1.1, "top_k": 50, "logprobs": 2}
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
-from tests.worker.scheduling.in_flight_checks import check_waiters
 from tests.worker.scheduling.replay_executor import ReplayExecutor, sampled_token
-from tests.worker.scheduling.work_model import WorkModel
+from tests.worker.scheduling.scheduler_checks import WorkModel, check_waiters
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request, SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout

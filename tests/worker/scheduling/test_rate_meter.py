@@ -10,8 +10,7 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates
-from transom_worker.scheduling.noisy_mean import NoisyMean
-from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, RateMeter, ReadMeter
+from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, NoisyMean, RateMeter, ReadMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
 

@@ -33,11 +33,10 @@ from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit, 
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.kvcache.blocks.allocator import BlockAllocator
+from transom_worker.kvcache.blocks.allocator import BlockAllocator, Capacity
 from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
-from transom_worker.kvcache.blocks.capacity import Capacity
 from transom_worker.kvcache.blocks.compaction import Compaction
 from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.pool import GroupPool

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import RankReport
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.scheduling.policy_counts import PolicyStats
-from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
