@@ -4,16 +4,15 @@ reports."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine_driver import drain, make_hooked_engine, make_request, num_active, run
+from tests.engine_driver import drain, make_request, run
 from tests.worker.conftest import Start
 from transom_core.clock import steady_time_s
 from transom_core.contract import OutputEvent, WorkerLoad
-from transom_core.errors import ConfigError, EngineDead, PromptTooLong, RequestError
+from transom_core.errors import ConfigError, RequestError
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import StepRates
@@ -46,11 +45,6 @@ def test_wrong_requests_are_refused_at_admission(
     assert not engine.has_work
 
 
-def test_a_prompt_beyond_the_model_gives_both_lengths(engine: Engine) -> None:
-    with pytest.raises(PromptTooLong, match=r"3000 tokens.* 2048"):
-        engine.add(make_request("r", [7] * 3000))
-
-
 def test_a_length_that_the_pool_cannot_hold_is_refused_at_start(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"KV pool holds \d+ tokens .* 2000"):
         start(kv_cache_memory_bytes="512KiB", max_model_len=2000)
@@ -75,16 +69,6 @@ def test_deadlines_and_measurements_do_not_depend_on_the_hosts_clock(start: Star
     assert [event.finish_reason for event in events if event.request_id == "other"][-1] == "length"
 
 
-def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
-    engine.add(make_request("r", list(range(5, 45)), max_tokens=100))
-    engine.step()
-    assert num_active(engine) > 0
-    assert engine.abort("r")
-    assert not engine.abort("r")
-    assert drain(engine) == []
-    assert num_active(engine) == 0
-
-
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_many_aborts_publish_the_state_once(start: Start, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     """Statistics of the whole cache are not computed for every request that leaves, and the last state is published."""
@@ -100,24 +84,6 @@ def test_many_aborts_publish_the_state_once(start: Start, monkeypatch: pytest.Mo
     assert drain(engine) == []
     assert len(states) == 1
     assert (states[0].load.num_running, states[0].load.num_waiting) == (0, 0)
-
-
-def test_a_failing_step_ends_every_request_with_an_error(tiny_model: Path) -> None:
-    engine, executor = make_hooked_engine(str(tiny_model), max_num_seqs=2)
-
-    def fail() -> None:
-        raise RuntimeError("an illegal instruction")
-
-    for i in range(3):
-        engine.add(make_request(f"r{i}", [5, 6, 7]))
-    executor.before_step = fail
-    events = engine.step()
-    assert {event.request_id for event in events} == {"r0", "r1", "r2"}
-    assert all(event.error and "illegal" in event.error.message for event in events)
-    assert not engine.has_work
-    with pytest.raises(EngineDead, match="illegal"):
-        engine.add(make_request("late", [5]))
-    engine.shutdown()
 
 
 def test_a_failure_in_one_requests_text_loses_no_other_requests_event(

@@ -40,15 +40,6 @@ class BruteForce:
         return final
 
 
-def test_only_a_possible_stop_is_held_back() -> None:
-    stops = StopStrings(("abc",), include=False)
-    assert stops.push("xab", may_stop=True) == ("x", None)
-    assert stops.push("d", may_stop=True) == ("abd", None)
-    assert stops.push("ab", may_stop=True) == ("", None)
-    assert stops.flush() == "ab"
-    assert stops.push("c", may_stop=True) == ("c", None)
-
-
 PIECES = st.lists(
     st.tuples(st.text(alphabet="abc", max_size=6), st.sampled_from([True, True, True, False])), max_size=12
 )

@@ -40,7 +40,7 @@ def test_a_load_has_ended_when_all_its_pieces_have(copies: CopyQueue) -> None:
     sent = pieces(copies)
     assert (len(sent), sent[0]) == (3, ticket)
     assert copies.ended([sent[1], sent[0]], [0.25, 0.5], []) == ([], [], [])
-    assert copies.ended([99], [1.0], [98]) == ([], [], [])  # of nobody
+    assert copies.ended([99], [1.0], [98]) == ([], [], [])  # tickets of no load
     assert copies.ended([sent[2]], [1.0], []) == ([ticket], [1.75], [])
 
 

@@ -17,13 +17,13 @@ not wait, raise, or change its arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from transom_core.config import EngineConfig
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
-from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.worker_state import WorkerState
 
@@ -60,7 +60,7 @@ class EngineStepTimes(NamedTuple):
     output_s: float
 
 
-class EngineEventSink:
+class EngineEventSink(SchedulerListener):
     """Consumes an engine's events. Every method does nothing here; a sink overrides those that it needs."""
 
     def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
@@ -69,21 +69,8 @@ class EngineEventSink:
     def refused(self, error: Exception) -> None:
         """The engine has refused a request with `error`."""
 
-    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """A request has entered the scheduler's queue, after `num_ahead` others."""
-
     def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
         """The fetch of a prefix from another worker has ended, with or without success; its request may be admitted now."""
-
-    def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
-        """The scheduler has admitted a request, for the first time or after a preemption.
-
-        `tokens` are the sequence's tokens by outcome of the prefix cache search: `hit`, `repaired`, `missed_<reason>`. The first
-        time, these are only the prompt's tokens. The ranks compute the sequence from position `sequence.scheduled` on.
-        """
-
-    def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """The scheduler preempts a request; the sequence still has its blocks."""
 
     def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a step's plan to the ranks."""
@@ -121,8 +108,9 @@ class EngineEvents(EngineEventSink):
     """Passes each event on to the sinks that override its method, in their order."""
 
     def __init__(self, *sinks: EngineEventSink) -> None:
-        for name, ignored in list(vars(EngineEventSink).items()):
+        for name in dir(EngineEventSink):
             if not name.startswith("_"):
+                ignored = getattr(EngineEventSink, name)
                 consumers = [getattr(sink, name) for sink in sinks if getattr(type(sink), name) is not ignored]
                 setattr(self, name, _fan_out(consumers))
 
