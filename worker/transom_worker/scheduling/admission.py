@@ -119,7 +119,9 @@ class AdmissionControl:
             self.blocked.pop(client, None)
         sequence.move_to(SequenceStatus.FINISHED)
         ticket = sequence.blocks.load.ticket if sequence.blocks is not None else 0
-        if ticket and self.cache.tiers.loads.cancel(ticket):
+        loads = self.cache.tiers.loads
+        # What other sequences wait for is loaded to its end.
+        if ticket and loads.by_ticket[ticket] not in self.in_flight_prefixes.waiters_of and loads.cancel(ticket):
             self.loaded(ticket)
 
     def release_after_step(self, sequence: Sequence) -> None:
