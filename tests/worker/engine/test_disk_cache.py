@@ -118,6 +118,24 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
         assert usage(second).num_broken == 0
 
 
+def test_choices_of_one_prompt_wait_for_one_import_and_one_load(open_engine: Start) -> None:
+    one = make_request("choice", prompts(1)[0], max_tokens=6, temperature=0.9)
+    choices = [replace(one, request_id=f"choice-{index}", choice_index=index) for index in range(4)]
+    first = open_engine(**WINDOWS)
+    want = [whole.token_ids for whole in run(first, choices)]
+    first.shutdown()
+    moved = []
+    for count in (1, 4):
+        engine = open_engine(**WINDOWS)
+        got = run(engine, choices[:count])
+        assert [whole.token_ids for whole in got] == want[:count]
+        assert {whole.num_cached_tokens for whole in got} == {248}
+        moved.append((usage(engine).num_read, sum(engine.scheduler.cache.tiers.loads.num_loaded)))
+        engine.shutdown()
+    assert moved[0] == moved[1]
+    assert min(moved[0]) > 0
+
+
 def test_a_space_under_one_block_is_refused(open_engine: Start) -> None:
     with pytest.raises(ConfigError, match=r"--disk-space is 6000 bytes; .* up to 8308"):
         open_engine(disk_space=6000)
