@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine_driver import make_engine
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache.blocks import load_turns
+from transom_worker.kvcache.blocks import block_copies
 
 Start = Callable[..., Engine]
 
@@ -19,9 +19,9 @@ Start = Callable[..., Engine]
 @pytest.fixture
 def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are made in pieces of one block, of which one is in flight."""
-    monkeypatch.setattr(load_turns, "PIECE_S", 0.0)
-    monkeypatch.setattr(load_turns, "WINDOW_S", 1e-12)
-    monkeypatch.setattr(load_turns, "STEPS_IN_WINDOW", 0.0)
+    monkeypatch.setattr(block_copies, "PIECE_S", 0.0)
+    monkeypatch.setattr(block_copies, "WINDOW_S", 1e-12)
+    monkeypatch.setattr(block_copies, "STEPS_IN_WINDOW", 0.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ requests from files into the host tier while other requests run, and writes the 
                blocks are freed, and the prefix is computed
     flush      the engine is stopped: the ranks write the cached prefixes
 
-Requests with the same prefix wait for the same load, and clients take turns at reading by bytes (`load_turns`). When a load's last
+Requests with the same prefix wait for the same load, and clients take turns at reading by bytes (`LoadTurns`). When a load's last
 request has ended, those of its pieces that still wait are not read. How long reading takes is learned from earlier loads. It is
 part of the rates that routers know (`load_rates`), so that they predict the same hit.
 

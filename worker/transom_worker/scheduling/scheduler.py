@@ -243,7 +243,7 @@ class Scheduler:
     def receive(self, result: StepResult) -> list[SequenceOutput]:
         """Apply the oldest plan's result: publish and free KV blocks, and return the sampled tokens in row order.
 
-        `result` then has the tickets of whole loads instead of their pieces' (`load_turns`).
+        `result` then has the tickets of whole loads instead of their pieces' (`LoadTurns`).
         """
         step = self.steps_in_flight.popleft()
         plan = step.plan

@@ -12,7 +12,7 @@ from transom_core.clock import steady_time_s
 from transom_core.contract import WorkerLoad
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
-from transom_worker.telemetry.worker_state import GrammarStats, WorkerState
+from transom_worker.telemetry.engine_events import GrammarStats, WorkerState
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:

@@ -9,9 +9,7 @@ import pytest
 from transom_core.client_queue import Sharer
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
-from transom_worker.kvcache.blocks.load_turns import PIECE_S, WINDOW_S
+from transom_worker.kvcache.blocks.block_copies import PIECE_S, WINDOW_S, BlockCopy, CopyQueue
 
 BLOCK_BYTES = 1000
 PIECE_BLOCKS = 10  # by these rates, a piece has this many blocks
