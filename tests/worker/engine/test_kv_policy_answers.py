@@ -49,17 +49,6 @@ def answers(
     )
 
 
-@pytest.mark.parametrize("policy", [WindowPolicy(sinks=0, window=200), HeavyPolicy(sinks=0, budget=200)])
-def test_a_policy_that_drops_nothing_is_measured_as_equal(folder: Path, policy: KvPolicy) -> None:
-    with engine(folder) as llm:
-        (out,) = answers(llm, [prompt(50)], policy, 60, kv_quality=True)
-    quality = out.outputs[0].kv_quality
-    assert quality is not None
-    assert quality.num_tokens == quality.num_agreeing == 5  # at 52, 65, 78, 91 and 104
-    assert quality.max_kl == pytest.approx(0.0, abs=1e-5)
-    assert quality.dropped_mass == pytest.approx(0.0, abs=1e-5)
-
-
 @pytest.mark.parametrize("policy", [WINDOW, *HISTORIES], ids=lambda policy: policy.text)
 def test_a_policy_that_drops_much_is_measured_so(folder: Path, policy: KvPolicy) -> None:
     with engine(folder) as llm:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
-from tests.worker.scheduling.shared_prompts import STEPS, num_waiters
+from tests.worker.scheduling.test_equal_prompts import STEPS, num_waiters
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step import StepPlan

@@ -132,7 +132,7 @@ class EngineDiskTier:
             return False
         held = self._import(request)
         if held is None:
-            self._meter.not_read()
+            self._meter.not_made()
             self._set_rates()
         return held is not None
 
@@ -166,7 +166,8 @@ class EngineDiskTier:
                 self._come_back()
             else:
                 self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
-                self._measure(ended.blocks, seconds)
+                self._meter.made(self._num_blocks(ended.blocks), seconds)
+                self._set_rates()
                 self._go_on(ended, was_read=True)
         for ticket in result.failed:
             if (ended := self._loading.pop(ticket, None)) is None:
@@ -299,12 +300,8 @@ class EngineDiskTier:
             num_blocks[one.group] += 1
         return num_blocks
 
-    def _measure(self, blocks: BlockImport, seconds: float) -> None:
-        """Learn what reading costs from a load of these blocks."""
-        self._meter.read(self._num_blocks(blocks), seconds)
-        self._set_rates()
-
     def _set_rates(self) -> None:
+        """Give the cache new rates if what was learned about reading differs from them."""
         if self.is_away:
             return
         present = self._cache.changes.rates

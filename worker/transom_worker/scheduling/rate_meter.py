@@ -38,7 +38,7 @@ class RateMeter:
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
         self._token_s = NoisyMean()
-        self._loads = _BlockCost(block_bytes)
+        self._loads = BlockCost(block_bytes)
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step if at least half of its tokens are prompt tokens; it is also an occasion to load."""
@@ -60,28 +60,8 @@ class RateMeter:
         return None if rates == present else rates
 
 
-class ReadMeter:
-    """Learns from loads from the disk; `block_bytes` are a block's bytes by group."""
-
-    def __init__(self, block_bytes: Sequence[int]) -> None:
-        self._reads = _BlockCost(block_bytes)
-
-    def read(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from a load of `num_blocks[group]` blocks from the disk."""
-        self._reads.made(num_blocks, elapsed_s)
-
-    def not_read(self) -> None:
-        """Note that a request arrived for which nothing is read."""
-        self._reads.not_made()
-
-    def next_rates(self, present: LoadRates) -> LoadRates | None:
-        """Return the rates that should hold instead of the present ones; None if those are near enough."""
-        rates = present._replace(read_ns=self._reads.block_ns(present.read_ns))
-        return None if rates == present else rates
-
-
-class _BlockCost:
-    """Estimates what loading or reading a block costs, in proportion to its bytes."""
+class BlockCost:
+    """Estimates what loading or reading a block costs, in proportion to its bytes; `block_bytes` are a block's bytes by group."""
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
         self._block_bytes = block_bytes
@@ -109,6 +89,15 @@ class _BlockCost:
             return present_ns
         byte_ns = self._byte_s.mean(optimism=OPTIMISM) * DECAY**self._num_decays * 1e9
         return tuple(_stepwise(ns, byte_ns * size) for ns, size in zip(present_ns, self._block_bytes, strict=True))
+
+
+class ReadMeter(BlockCost):
+    """Learns from loads from the disk (`made`), and from requests for which nothing is read (`not_made`)."""
+
+    def next_rates(self, present: LoadRates) -> LoadRates | None:
+        """Return the rates that should hold instead of the present ones; None if those are near enough."""
+        rates = present._replace(read_ns=self.block_ns(present.read_ns))
+        return None if rates == present else rates
 
 
 def _stepwise(present_ns: int, measured_ns: float) -> int:
