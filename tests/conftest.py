@@ -60,7 +60,7 @@ def fast_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading from the disk tier is fast by decree, so that every import is worth its time, also where it spares few tokens."""
     monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
     monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 8)
-    monkeypatch.setattr(ReadMeter, "read", lambda *_: None)
+    monkeypatch.setattr(ReadMeter, "made", lambda *_: None)
     monkeypatch.setattr(
         RateMeter, "loaded", lambda *_: None
     )  # a load from the host that was slow once would be computed next time

@@ -1,4 +1,4 @@
-"""Engines that end with the test that starts them."""
+"""Engines that end with the test that starts them, and loads in small pieces."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ import pytest
 
 from tests.engine_driver import make_engine
 from transom_worker.engine.engine import Engine
+from transom_worker.kvcache.blocks import block_copies
 
 Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads are made in pieces of one block, of which one is in flight."""
+    monkeypatch.setattr(block_copies, "PIECE_S", 0.0)
+    monkeypatch.setattr(block_copies, "WINDOW_S", 1e-12)
+    monkeypatch.setattr(block_copies, "STEPS_IN_WINDOW", 0.0)
 
 
 @pytest.fixture

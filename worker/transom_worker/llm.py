@@ -135,11 +135,9 @@ class LLM:
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = self._params_per_prompt(sampling_params, len(batch))
         outputs = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+        policy = self._kv_policy if kv_policy == "default" else kv_policy
         requests = [
-            replace(
-                self._request(out, one, index, self._kv_policy if kv_policy == "default" else kv_policy, kv_quality),
-                grammar=grammar,
-            )
+            self._request(out, one, index, policy, kv_quality, grammar)
             for out, one in zip(outputs, params, strict=True)
             for index in range(one.n)
         ]
@@ -205,6 +203,7 @@ class LLM:
         index: int,
         kv_policy: KvPolicy | Literal["full"] | None,
         kv_quality: bool,
+        grammar: str | None,
     ) -> Request:
         seed = params.seed if params.seed is not None else self._next_seed(output)
         return Request(
@@ -215,6 +214,7 @@ class LLM:
             choice_index=index,
             kv_policy=None if kv_policy == "full" else kv_policy,
             kv_quality=kv_quality,
+            grammar=grammar,
         )
 
     def _next_seed(self, output: RequestOutput) -> int:
@@ -285,10 +285,10 @@ class LLM:
             choice.logprobs.extend(self._by_id(entry) for entry in event.logprobs)
         if event.prompt_logprobs is not None:
             out.prompt_logprobs = [None, *(self._by_id(entry) for entry in event.prompt_logprobs)]
-        if event.usage is not None and choice.index == 0:
-            out.num_cached_tokens = event.usage.num_cached_tokens
         if event.usage is not None:
             choice.kv_quality = event.usage.kv_quality
+            if choice.index == 0:
+                out.num_cached_tokens = event.usage.num_cached_tokens
         choice.finish_reason = event.finish_reason
         choice.stop_reason = event.stop_reason
 

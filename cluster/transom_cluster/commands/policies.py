@@ -35,8 +35,7 @@ def policies(
     plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
 ) -> None:
     """Compare KV policies with full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
-    from transom_worker.bench.policies.plots import draw
-    from transom_worker.bench.policies.results import PolicyFigures, tables
+    from transom_worker.bench.policies.results import PolicyFigures, draw, tables
 
     chosen = only.split(",") if only else list(SCENARIOS)
     unknown = sorted(set(chosen) - set(SCENARIOS))

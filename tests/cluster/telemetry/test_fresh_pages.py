@@ -24,8 +24,8 @@ from transom_worker.telemetry.metrics.cache import (
     MISS_REASONS,
 )
 from transom_worker.telemetry.metrics.requests import FINISH_REASONS, REFUSALS
+from transom_worker.telemetry.metrics.requests import OUTCOMES as TRANSFER_OUTCOMES
 from transom_worker.telemetry.metrics.steps import STEP_PARTS
-from transom_worker.telemetry.metrics.transfers import OUTCOMES as TRANSFER_OUTCOMES
 
 Values = set[tuple[str, ...]]
 OWN = {"model", "worker", "router"}

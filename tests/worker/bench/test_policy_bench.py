@@ -1,21 +1,25 @@
-"""`transom bench policies` on a tiny model: every figure is there, makes sense, and becomes a table and a plot."""
+"""`transom bench policies` on a tiny model: every figure is there, makes sense, and becomes a table and a plot. The offline
+benchmark measures whole batches, and leaves the engine idle."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_checkpoint
+from tests.engine_driver import make_engine
 from tests.tiny_checkpoints import tiny_tokenizer
 from transom_cluster.cli import app
 from transom_core.contract import WindowPolicy
+from transom_core.errors import RequestError
 from transom_core.settings.settings import Settings
-from transom_worker.bench.policies.plots import draw
+from transom_worker.bench.offline import run_offline
 from transom_worker.bench.policies.policy_runs import make_request, run_together
-from transom_worker.bench.policies.results import PolicyFigures, tables
+from transom_worker.bench.policies.results import PolicyFigures, draw, tables
 from transom_worker.bench.policies.scenarios import (
     Load,
     Quality,
@@ -24,6 +28,7 @@ from transom_worker.bench.policies.scenarios import (
     recall,
     stream,
 )
+from transom_worker.engine.engine import Engine
 from transom_worker.engine.startup import build_engine
 
 
@@ -104,3 +109,28 @@ def test_an_unknown_scenario_is_refused() -> None:
     found = CliRunner().invoke(app, ["bench", "policies", "--only", "memory,speed"])
     assert found.exit_code == 2
     assert "speed is none of memory" in " ".join(found.output.split()).replace("│ ", "")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = make_engine(str(tiny_model), max_num_batched_tokens=16, max_model_len=256)
+    yield engine
+    engine.shutdown()
+
+
+def test_every_decode_step_has_the_whole_batch(engine: Engine) -> None:
+    """Even where prompts take many steps, so that the first answers are long when the last one begins."""
+    figures = run_offline(engine, batches=(1, 6), prompt_tokens=50, output_tokens=4, repeats=2)
+    assert figures.prefill_tokens_per_s > 0
+    assert [figure.batch for figure in figures.decode] == [1, 6]
+    for figure in figures.decode:
+        assert figure.tokens_per_s * figure.step_ms / 1e3 == pytest.approx(figure.batch)
+        assert 0 < figure.outside_forward_ms < figure.step_ms
+    assert not engine.has_work
+    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
+    assert json.loads(json.dumps(figures.as_json()))["decode"][1]["batch"] == 6
+
+
+def test_prompts_longer_than_the_engines_length_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"200 prompt and 100 output tokens .* length is 256"):
+        run_offline(engine, batches=(1,), prompt_tokens=200, output_tokens=100, repeats=1)

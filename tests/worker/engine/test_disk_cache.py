@@ -98,10 +98,10 @@ RANKS: dict[str, Any] = {"executor": partial(ThreadRanks, size=2), "kv_cache_mem
 
 @pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full, in pieces", "windows", "two ranks"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    open_engine: Start, tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    open_engine: Start, tmp_path: Path, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     if not settings:
-        one_block_in_flight(monkeypatch)
+        request.getfixturevalue("one_block_in_flight")
     first = open_engine(**settings)
     expected = answers(first, prompts(8))
     first.shutdown()
@@ -116,6 +116,24 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
     if num_ranks == 1:  # several report their usage once a second
         assert usage(second).num_read > 0
         assert usage(second).num_broken == 0
+
+
+def test_choices_of_one_prompt_wait_for_one_import_and_one_load(open_engine: Start) -> None:
+    one = make_request("choice", prompts(1)[0], max_tokens=6, temperature=0.9)
+    choices = [replace(one, request_id=f"choice-{index}", choice_index=index) for index in range(4)]
+    first = open_engine(**WINDOWS)
+    want = [whole.token_ids for whole in run(first, choices)]
+    first.shutdown()
+    moved = []
+    for count in (1, 4):
+        engine = open_engine(**WINDOWS)
+        got = run(engine, choices[:count])
+        assert [whole.token_ids for whole in got] == want[:count]
+        assert {whole.num_cached_tokens for whole in got} == {248}
+        moved.append((usage(engine).num_read, sum(engine.scheduler.cache.tiers.loads.num_loaded)))
+        engine.shutdown()
+    assert moved[0] == moved[1]
+    assert min(moved[0]) > 0
 
 
 def test_a_space_under_one_block_is_refused(open_engine: Start) -> None:
@@ -337,17 +355,8 @@ def test_a_late_load_that_fails_is_no_answer_of_the_disk(
     fails()
 
 
-def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have loads in pieces of one block, one after the other."""
-    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
-    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
-    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.STEPS_IN_WINDOW", 0.0)
-
-
-def test_a_load_whose_requests_have_ended_is_not_read_further(
-    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_block_in_flight(monkeypatch)
+@pytest.mark.usefixtures("one_block_in_flight")
+def test_a_load_whose_requests_have_ended_is_not_read_further(open_engine: Start, written: Answers) -> None:
     engine = open_engine()
     for name in ("gone", "gone too"):
         engine.add(make_request(name, prompts(1)[0], max_tokens=6))
@@ -364,10 +373,10 @@ def test_a_load_whose_requests_have_ended_is_not_read_further(
     assert answers(engine, prompts(1))[0][0] == written[0][0]
 
 
+@pytest.mark.usefixtures("one_block_in_flight")
 def test_a_disk_that_hangs_holds_no_request_that_waits_for_its_turn(
     open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_block_in_flight(monkeypatch)
     engine = open_engine()
     disk_of(engine).watch._ended.set()
     answers_again = hang(monkeypatch)

@@ -125,7 +125,7 @@ def test_every_request_gets_an_error_and_can_run_again(engine: Engine) -> None:
     assert executor_of(engine).restarts == 1
 
 
-@pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for so many ranks")])
+@pytest.mark.parametrize("refusal", [RankLost("no memory"), ConfigError("no memory for all ranks")])
 def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: Exception) -> None:
     engine.add(make_request("r", PROMPT))
     executor = executor_of(engine)

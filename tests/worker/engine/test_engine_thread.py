@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,14 @@ import pytest
 from tests.engine_driver import (
     WAIT_S,
     OnThread,
-    drain,
     make_engine,
     make_hooked_engine,
     make_request,
-    num_active,
-    run,
     unusable_request,
 )
 from transom_core.contract import OutputEvent
 from transom_core.kv_cache.hashing import chain_root, extend_chain
-from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.tiers.exports import BlockExport
-from transom_worker.scheduling.step import StepResult
 
 
 @pytest.fixture
@@ -114,10 +108,10 @@ def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tok
     assert messages[-1].load.num_running == 0
 
 
-def small_engine_with_host_tier(model: Path) -> Engine:
-    """Its device's pool has place for one long prompt."""
-    return make_engine(
-        str(model),
+def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
+    """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
+    engine = make_engine(
+        str(tiny_model),
         device="cpu",
         block_size=8,
         max_model_len=256,
@@ -125,10 +119,6 @@ def small_engine_with_host_tier(model: Path) -> Engine:
         swap_space="1MiB",
     )
 
-
-def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
-    """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
-    engine = small_engine_with_host_tier(tiny_model)
     num_steps, asleep, step = [0], threading.Event(), engine.step
 
     def counted() -> list[OutputEvent]:
@@ -164,28 +154,3 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
     thread.call(lambda: cache.tiers.exports.end(opened)).result(WAIT_S)
     harness.last_event("second")
     thread.shutdown()
-
-
-def test_an_aborted_load_of_an_idle_engine_gives_its_blocks_back(tiny_model: Path) -> None:
-    engine = small_engine_with_host_tier(tiny_model)
-    prompts = [[5 + (i * step) % 90 for i in range(200)] for step in (1, 7, 11)]
-    for number, prompt in enumerate(prompts):
-        run(engine, [make_request(f"r{number}", prompt, max_tokens=2)])
-    engine.add(make_request("again", prompts[0], max_tokens=2))
-    receive, late = engine.executor.receive, list[StepResult]()
-
-    def receive_late() -> StepResult:
-        """The ranks report loads four results later than they are done."""
-        result = receive()
-        late.append(replace(result))
-        result.loaded, result.load_s = (late[-5].loaded, late[-5].load_s) if len(late) > 4 else ([], [])
-        return result
-
-    engine.executor.receive = receive_late  # type: ignore[method-assign]
-    engine.step()
-    assert engine.scheduler.admission.moves.is_loading
-    engine.abort("again")
-    drain(engine)
-    assert not engine.scheduler.admission.moves.is_loading
-    assert num_active(engine) == 0
-    engine.shutdown()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.core.grammar.random_schemas import random_schema
 from tests.core.grammar.vocabularies import json_grammar
-from tests.engine_driver import Whole, drain, make_engine, make_hooked_engine, make_request, run
+from tests.engine_driver import drain, make_engine, make_hooked_engine, make_request, run
 from tests.how_many import num_examples
 from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
@@ -33,42 +33,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = json_grammar(SCHEMA)
-THINKING = f"start: /(.|\\n){{0,40}}/ <|im_start|> json\njson: {GRAMMAR.removeprefix('start: ')}"
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"grammar": GRAMMAR, "temperature": 1.0},
-    {"grammar": GRAMMAR, "temperature": 0.8, "top_p": 0.9, "logprobs": 2, "repetition_penalty": 1.2},
-    {"temperature": 0.9, "top_k": 50},
-    {"grammar": THINKING, "temperature": 1.2, "min_p": 0.02, "frequency_penalty": 0.5, "logit_bias": {30: 2.0}},
-    {"grammar": GRAMMAR, "min_tokens": 12, "logprobs": 0},
-]
-
-
-def prompt(i: int, length: int) -> list[int]:
-    return [(31 * i + 17 * j) % 1900 + 40 for j in range(length)]
-
-
-def requests(count: int = 12, **more: Any) -> list[Request]:
-    """Free and constrained ones of all kinds, of lengths around block edges."""
-    lengths = (40, 16, 7, 33, 130, 90)
-    return [
-        replace(
-            make_request(
-                f"r{i}", prompt(i, lengths[i % 6]), **{"max_tokens": 48, "ignore_eos": False, **KINDS[i % 6], **more}
-            ),
-            seed=i,
-            choice_index=i % 3,
-        )
-        for i in range(count)
-    ]
-
-
-def check_valid(asked: list[Request], answers: list[Whole]) -> None:
-    for request, answer in zip(asked, answers, strict=True):
-        if request.grammar is not None and answer.finish_reason == "stop":
-            jsonschema.validate(json.loads(answer.text[answer.text.index("{") :]), SCHEMA)
-    ended = [answer.finish_reason for request, answer in zip(asked, answers, strict=True) if request.grammar]
-    assert ended.count("stop") > len(ended) // 2
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +50,6 @@ def end(engine: Engine, request: Request) -> OutputEvent:
     assert not len(engine.grammars.masks)
     token_ids = tuple(token for event in events for token in event.token_ids)
     return events[-1]._replace(token_ids=token_ids, text="".join(event.text for event in events))
-
-
-def test_answers_are_valid(engine: Engine) -> None:
-    """`end_to_end/test_combinations` shows that they are the same however their steps are planned."""
-    check_valid(requests(), run(engine, requests()))
 
 
 @pytest.mark.parametrize("first", range(0, num_examples(30, 500), BATCH))
@@ -147,6 +106,7 @@ def test_a_document_of_two_tokens_goes_on_after_any_of_them(engine: Engine) -> N
         ('start: "yes"', {"ignore_eos": False, "min_tokens": 10}, "yes", "stop"),  # it cannot be longer
         ('start: "yes"', {"max_tokens": 1}, None, "length"),
         ("start: /[7]{3}/ <|im_end|>", {"ignore_eos": False}, "777", "stop"),  # end of text that the grammar names
+        ('start: /[7]{2}/ <|im_start|> "8"', {}, "778", "stop"),  # special tokens are no text
         ("start: /[7]{1,9}/", {"ignore_eos": True}, "777777777", "stop"),  # never end of text
         ("start: /[7]{1,9}/", {"ignore_eos": False, "min_tokens": 9}, "777777777", "stop"),
         ('start: "ab7cd"', {"stop": ("7",), "ignore_eos": False}, "ab", "stop"),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, prompt
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
-from transom_core.errors import PromptTooLong, RequestError
+from transom_core.errors import RequestError
 from transom_worker import LLM, SamplingParams
 
 BLOCK = 4
@@ -47,26 +47,6 @@ def answers(
     return llm.generate(
         [{"prompt_token_ids": ids} for ids in prompts], params, kv_policy=policy or "full", use_tqdm=False, **more
     )
-
-
-@pytest.mark.parametrize("policy", [WINDOW, replace(HISTORIES[0], max_window=32)], ids=lambda policy: policy.text)
-def test_streams_run_past_the_model_s_length_in_bounded_memory(folder: Path, policy: KvPolicy) -> None:
-    with engine(folder, max_model_len=64, kv_cache_memory_bytes="64KiB") as llm:
-        (out,) = answers(llm, [prompt(100)], policy, 200)
-        assert len(out.outputs[0].token_ids) == 200
-        with pytest.raises(PromptTooLong):
-            answers(llm, [prompt(100)], None, 4)
-
-
-@pytest.mark.parametrize("policy", [WindowPolicy(sinks=0, window=200), HeavyPolicy(sinks=0, budget=200)])
-def test_a_policy_that_drops_nothing_is_measured_as_equal(folder: Path, policy: KvPolicy) -> None:
-    with engine(folder) as llm:
-        (out,) = answers(llm, [prompt(50)], policy, 60, kv_quality=True)
-    quality = out.outputs[0].kv_quality
-    assert quality is not None
-    assert quality.num_tokens == quality.num_agreeing == 5  # at 52, 65, 78, 91 and 104
-    assert quality.max_kl == pytest.approx(0.0, abs=1e-5)
-    assert quality.dropped_mass == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", [WINDOW, *HISTORIES], ids=lambda policy: policy.text)

@@ -1,37 +1,27 @@
-"""Steps that run out of memory: the request that asked for the most ends, the others give a calm run's tokens, nothing leaks."""
+"""Steps that run out of memory: the request that asked for the most ends, and nothing leaks. That the others give a calm run's
+tokens is in `end_to_end/test_combinations`."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine_driver import Whole, are_close, make_request, num_active, run
-from tests.matrices import matrix
-from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
+from tests.engine_driver import Whole, make_request, run
+from tests.memory_faults import OutOfMemoryExecutor, Place
 from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
 from transom_core.errors import EngineDead
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
-from transom_worker.scheduling.memory_shortage import STEPS_BEFORE_GROWTH, StepTokenLimit
 from transom_worker.scheduling.step import StepPlan
-
-SAMPLED: dict[str, Any] = {"temperature": 0.9, "repetition_penalty": 1.1, "top_k": 50, "logprobs": 2}
+from transom_worker.scheduling.step_budget import STEPS_BEFORE_GROWTH, StepTokenLimit
 
 
 def prompt(i: int, length: int) -> list[int]:
     return [(31 * i + 17 * j) % 1900 + 40 for j in range(length)]
-
-
-def requests() -> list[Request]:
-    """Greedy and sampled ones, with log-probabilities of output and prompt, around block edges."""
-    kinds: list[dict[str, Any]] = [{}, SAMPLED, {"prompt_logprobs": 2}]
-    lengths = (40, 130, 7, 16, 90, 33)
-    return [make_request(f"r{i}", prompt(i, length), max_tokens=12, **kinds[i % 3]) for i, length in enumerate(lengths)]
 
 
 def make(start: Start, **settings: Any) -> tuple[Engine, OutOfMemoryExecutor]:
@@ -54,36 +44,10 @@ def run_to_the_end(engine: Engine, asked: list[Request]) -> tuple[dict[str, Whol
     return answers, errors
 
 
-def at_steps(faults: dict[int, Place]) -> Callable[[StepPlan], Place | None]:
-    return lambda plan: faults.get(plan.step_id)
-
-
-@pytest.mark.parametrize(("place", "steps_in_flight"), matrix(PLACES, [1, 2], strength=1))
-def test_one_request_ends_and_the_others_are_exact(start: Start, place: Place, steps_in_flight: int) -> None:
-    engine, executor = make(start, steps_in_flight=steps_in_flight)
-    calm = run(engine, requests())
-    executor.fault = at_steps({engine.scheduler._planner._next_step + n: place for n in (0, 3, 12)})
-    answers, errors = run_to_the_end(engine, requests())
-    assert executor.num_faults == 3
-    assert 1 <= len(errors) <= 3
-    for event in errors.values():
-        assert event.error is not None
-        assert event.error.kind == "OutOfMemory"
-        assert "asked for the most" in event.error.message
-    for whole, (request_id, got) in zip(calm, answers.items(), strict=True):
-        if request_id not in errors:
-            assert (got.token_ids, got.text, got.finish_reason) == (whole.token_ids, whole.text, whole.finish_reason)
-            assert are_close(got.logprobs, whole.logprobs)
-    assert num_active(engine) == 0
-    assert b"transom_out_of_memory_steps_total" in engine.metrics.text()
-    again = run(engine, requests())  # what the failed steps left in the cache is right
-    assert [one.token_ids for one in again] == [one.token_ids for one in calm]
-
-
 def test_the_request_that_asked_for_the_most_ends(start: Start) -> None:
     engine, executor = make(start)
     asked = [make_request(f"r{n}", prompt(n, n), max_tokens=4) for n in (5, 40, 9)]
-    executor.fault = at_steps({0: "end"})
+    executor.fault = lambda plan: "end" if plan.step_id == 0 else None
     answers, errors = run_to_the_end(engine, asked)
     assert list(errors) == ["r40"]
     assert errors["r40"].error is not None
@@ -95,7 +59,7 @@ def test_an_engine_without_progress_ends(start: Start) -> None:
     """The last culprits end with the reason; the others may migrate."""
     engine, executor = make(start)
     executor.fault = lambda plan: "forward"
-    _, errors = run_to_the_end(engine, requests())
+    _, errors = run_to_the_end(engine, [make_request(f"r{i}", prompt(i, 10 + 20 * i)) for i in range(6)])
     assert executor.num_faults == MAX_OUT_OF_MEMORY
     kinds = [event.error.kind for event in errors.values() if event.error]
     assert sorted(kinds) == ["EngineDead"] * 3 + ["OutOfMemory"] * 3

@@ -11,18 +11,11 @@ import pytest
 from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_worker.engine.router_outbox import HEARTBEAT_S, NEWS_PERIOD_S, SILENT_ROUTER_S, RouterOutbox, is_news
+from transom_worker.simulate.virtual_time import VirtualClock
 
 IDLE = WorkerLoad(max_num_seqs=16, prefill_tokens_per_s=5000.0, decode_step_s=0.02)
 BUSY = replace(IDLE, num_running=8, num_waiting=2, waiting_tokens=4000, used_share=0.5)
 WHOLE = KvUpdate(after=0, version=0, runs=(), whole=True)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def event(request_id: str = "r") -> OutputEvent:
@@ -33,7 +26,7 @@ def change(version: int) -> KvUpdate:
     return KvUpdate(after=version - 1, version=version, runs=(KvRun("added", 0, (version.to_bytes(32, "big"),)),))
 
 
-def opened(clock: Clock, load: WorkerLoad = IDLE) -> RouterOutbox:
+def opened(clock: VirtualClock, load: WorkerLoad = IDLE) -> RouterOutbox:
     """An outbox whose first message was sent just now."""
     outbox = RouterOutbox(clock)
     outbox.put(WorkerMessage(kv=WHOLE, load=load))
@@ -44,13 +37,13 @@ def opened(clock: Clock, load: WorkerLoad = IDLE) -> RouterOutbox:
 
 
 def test_nothing_is_sent_before_the_whole_index() -> None:
-    outbox = RouterOutbox(Clock())
+    outbox = RouterOutbox(VirtualClock())
     outbox.put(WorkerMessage(kv=change(7), load=BUSY))
     assert outbox.due_s() == math.inf
 
 
 def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     outbox = opened(clock)
     outbox.put(WorkerMessage(kv=change(1), load=BUSY, taken=("r",)))
     assert outbox.due_s() == clock.now_s + NEWS_PERIOD_S
@@ -64,7 +57,7 @@ def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
 
 
 def test_news_alone_is_due_at_once_after_silence_and_then_once_a_period() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     outbox = opened(clock)
     clock.now_s += NEWS_PERIOD_S
     outbox.put(WorkerMessage(kv=change(1)))
@@ -75,7 +68,7 @@ def test_news_alone_is_due_at_once_after_silence_and_then_once_a_period() -> Non
 
 
 def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an_idle_one_heartbeats() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     outbox = opened(clock)
     num_messages = 0
     for version in range(1, 50 * 60):  # a minute of steps of 20 ms, each of which changes index and load
@@ -97,10 +90,10 @@ def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an
 
 def test_changes_add_up_until_they_are_news() -> None:
     """A load is compared with the one that was sent, not with the one before it."""
-    outbox = opened(Clock(), BUSY)
+    outbox = opened(VirtualClock(), BUSY)
     for num_tokens in (4200, 4400, 4600):
         outbox.put(WorkerMessage(load=replace(BUSY, waiting_tokens=num_tokens)))
-    assert outbox.due_s() == 100.0 + NEWS_PERIOD_S
+    assert outbox.due_s() == NEWS_PERIOD_S
 
 
 @pytest.mark.parametrize(
@@ -147,7 +140,7 @@ async def test_a_reader_gets_what_is_due_in_one_message_and_ends_when_the_outbox
 
 
 async def test_the_stream_of_a_router_that_is_silent_ends() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     outbox = opened(clock)
     clock.now_s += SILENT_ROUTER_S - 1
     outbox.hear()

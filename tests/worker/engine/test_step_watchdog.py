@@ -12,25 +12,17 @@ from tests.engine_driver import WAIT_S, OnThread, make_hooked_engine, make_reque
 from transom_core.config import RanksConfig
 from transom_worker.engine import step_watchdog
 from transom_worker.engine.step_watchdog import COMPILE_LIMIT_S, RANKS_GRACE_S, Turns
+from transom_worker.simulate.virtual_time import VirtualClock
 
 TIMEOUT_S = 80.0
 PERIOD_S = 10.0
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Looks:
     """The looks at the turns of the test's own thread, one each `PERIOD_S` of a clock that the test moves."""
 
     def __init__(self, *, num_ranks: int = 1) -> None:
-        self.clock, self.is_starting = Clock(), False
+        self.clock, self.is_starting = VirtualClock(), False
         config = RanksConfig(size=num_ranks, step_timeout_s=TIMEOUT_S)
         self.turns = Turns(config, is_starting=lambda: self.is_starting, clock=self.clock)
         assert self.turns.period_s == PERIOD_S
@@ -40,7 +32,7 @@ class Looks:
     ) -> int | None:
         """Look `num_looks` times; return which look found a hang, if one did."""
         for number in range(num_looks):
-            self.clock.now_s += pause_s
+            self.clock.advance(pause_s)
             between()
             if self.turns.overdue() is not None:
                 return number

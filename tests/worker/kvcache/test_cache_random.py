@@ -10,7 +10,6 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
 from transom_core.kv_cache import load_rates
-from transom_worker.kvcache.blocks import load_turns
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
@@ -86,15 +85,11 @@ def test_random_operations(mix: tuple[str, ...]) -> None:
     assert sum(driver.num_loaded for driver in drivers) > 0
 
 
+@pytest.mark.usefixtures("one_block_in_flight")
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations_with_a_disk(mix: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that leave the memory go to a disk, and prefixes come back from there, if there is a host tier to bring them to.
-
-    Loads are made in pieces of one block.
-    """
+    """Nodes that leave the memory go to a disk, and prefixes come back from there, if there is a host tier to bring them to."""
     monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 1)
-    monkeypatch.setattr(load_turns, "PIECE_S", 0.0)
-    monkeypatch.setattr(load_turns, "WINDOW_S", 1e-12)
     drivers = [random_life(mix, seed, has_host=True, has_disk=True) for seed in range(num_examples(4, 30))]
     assert sum(driver.num_imported for driver in drivers) > 0
     from_device = [random_life(mix, seed, has_disk=True) for seed in range(4, num_examples(5, 30))]

@@ -9,8 +9,7 @@ import pytest
 from tests.worker.kvcache.cache_model import Mirror
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
-from transom_worker.kvcache.prefix.change_log import ChangeLog
-from transom_worker.kvcache.prefix.pending_changes import PendingChanges
+from transom_worker.kvcache.prefix.change_log import ChangeLog, PendingChanges
 
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
 

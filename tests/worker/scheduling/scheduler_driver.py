@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
-from tests.worker.scheduling.in_flight_checks import check_waiters
 from tests.worker.scheduling.replay_executor import ReplayExecutor, sampled_token
-from tests.worker.scheduling.work_model import WorkModel
+from tests.worker.scheduling.scheduler_checks import WorkModel, check_waiters
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request, SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
+from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.request_validation import stream_limit
@@ -43,18 +43,14 @@ def request(
     )
 
 
-class AdmittedRequests:
+class AdmittedRequests(SchedulerListener):
     """A scheduler's listener that notes which requests were admitted."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
-    def queued(self, sequence: Sequence, *, num_ahead: int) -> None: ...
-
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         self._names.add(sequence.request.request_id)
-
-    def preempted(self, sequence: Sequence, *, mode: str) -> None: ...
 
 
 class Driver:

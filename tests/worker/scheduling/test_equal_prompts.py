@@ -1,13 +1,43 @@
-"""Prompts that arrive together and share a prefix are computed once: the later ones wait for the first (their producer)."""
+"""Prompts that arrive together and share a prefix are computed once: the later ones wait for the first (their producer). A waiter
+is always admitted in the end, even if its producer fails or is preempted."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.lost_windows import lose_left_behind, lose_windows
-from tests.worker.scheduling.scheduler_driver import request
-from tests.worker.scheduling.shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_waiters, planned
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.contract import SamplingParams
+
+STEPS = pytest.mark.parametrize("steps_in_flight", [1, 2])
+MIXES = [("full",), ("window",), ("full", "window"), ("full", "sinks_window"), ("full", "window", "ragged_chunk")]
+PROMPT = range(40)
+
+
+def make_driver(*mix: str, num_pages: int = 200, **config: object) -> Driver:
+    settings: dict[str, object] = dict(min_shared_tokens=1, max_num_batched_tokens=64) | config
+    return Driver(layout(mix or ("full", "window"), num_pages=num_pages), **settings)  # type: ignore[arg-type]
+
+
+def planned(driver: Driver) -> dict[str, tuple[int, int]]:
+    """The next plan: (start, count) by request."""
+    plan = driver.schedule()
+    driver.check()
+    if plan is None:
+        return {}
+    names = {sequence.seq_id: sequence.request.request_id for sequence in driver.scheduler.admission.running}
+    rows = zip(plan.seq_ids, plan.start, plan.count, strict=True)
+    return {names[seq_id]: (start, count) for seq_id, start, count in rows}
+
+
+def cached(driver: Driver) -> dict[str, int]:
+    driver.run()
+    driver.check_idle()
+    return {name: outputs[0].num_cached_tokens for name, outputs in driver.outputs.items() if outputs}
+
+
+def num_waiters(driver: Driver) -> int:
+    return len(driver.scheduler.admission.waiting.awaiting_prefix)
 
 
 @STEPS
@@ -147,3 +177,61 @@ def test_many_equal_prompts_cost_two_searches_each(monkeypatch: pytest.MonkeyPat
     driver.run()
     assert num_searches == 1 + 2 * 99
     assert driver.executor.num_computed == 40 + 99 * 4 + 100
+
+
+def with_waiters(*mix: str, steps_in_flight: int = 1) -> Driver:
+    """`a` is in its prefill, 16 of 60 tokens in flight and more ahead; `b` and `c` wait for 32 and 60 of them."""
+    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_chunk=16)
+    driver.add(request("a", range(60), 3))
+    driver.add(request("b", [*range(32), *[1] * 8], 3))
+    driver.add(request("c", range(60), 3))
+    assert planned(driver) == {"a": (0, 16)}
+    assert num_waiters(driver) == 2
+    return driver
+
+
+@STEPS
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_each_waiter_is_admitted_when_its_prefix_is_published(mix: tuple[str, ...], steps_in_flight: int) -> None:
+    driver = with_waiters(*mix, steps_in_flight=steps_in_flight)
+    expected = {16: 2, 32: 1, 48: 1, 60: 0}
+    while num_waiters(driver):
+        while driver.schedule() is not None:
+            driver.check()
+        driver.receive()
+        blocks = driver.scheduler.by_request["a"].blocks
+        assert blocks is not None
+        assert num_waiters(driver) == expected[blocks.processed]
+    assert cached(driver) == {"a": 0, "b": 32, "c": 56}
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_sequences_wait_again_for_a_preempted_producer_when_it_continues(all_of_them: bool) -> None:
+    driver = with_waiters()
+    driver.receive()
+    admission = driver.scheduler.admission
+    if all_of_them:
+        admission.preempt_all()
+    else:
+        admission.preempt(admission.running.first)
+    assert num_waiters(driver) == 0
+    driver.check()
+    start = 0 if all_of_them else 16
+    assert planned(driver) == {"a": (start, 16)}
+    assert num_waiters(driver) == 2
+    assert cached(driver) == {"a": 0, "b": 32, "c": 56}
+
+
+def test_a_blocked_waiter_is_tried_when_its_prefix_is_published() -> None:
+    """Nothing has come free by what is published."""
+    driver = with_waiters()
+    admission = driver.scheduler.admission
+    waiter = driver.scheduler.by_request["b"]
+    assert waiter.wait is not None
+    admission.blocked[admission.clients.of(waiter)] = (waiter.wait, driver.scheduler.cache.num_releases)
+    driver.receive()
+    driver.schedule()
+    driver.receive()
+    assert admission.waiting.queue.first.request.request_id == "b"
+    assert "b" in planned(driver)
+    driver.run()

@@ -49,13 +49,6 @@ def test_others_run_on_while_a_request_loads() -> None:
     driver.check_idle()
 
 
-@pytest.fixture
-def one_block_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads are made in pieces of one block, of which one is in flight."""
-    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.PIECE_S", 0.0)
-    monkeypatch.setattr("transom_worker.kvcache.blocks.load_turns.WINDOW_S", 1e-12)
-
-
 @pytest.mark.usefixtures("one_block_in_flight")
 def test_what_a_request_that_has_ended_would_load_is_not_loaded() -> None:
     """What is in flight is of the first load, whose blocks are free when it is reported."""

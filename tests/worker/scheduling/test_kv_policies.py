@@ -71,28 +71,6 @@ def test_a_window_continues_a_conversation_from_its_checkpoint() -> None:
     one.check_idle()
 
 
-@pytest.mark.parametrize("policy", HISTORIES, ids=lambda policy: policy.text)
-def test_a_history_keeps_the_same_blocks_however_its_tokens_are_cut(policy: AdaptivePolicy | HeavyPolicy) -> None:
-    for num_batched in (3, 64):
-        one = driver(max_num_batched_tokens=num_batched, steps_in_flight=2)
-        one.add(request("h", range(61), 34, kv_policy=policy))
-        one.run()
-        check_kept(one)
-        assert len(one.executor.kept["h"]) >= 61 + 33
-        one.check_idle()
-
-
-@pytest.mark.parametrize("policy", [WINDOWS[2], HISTORIES[0], HISTORIES[4]], ids=lambda policy: policy.text)
-def test_a_measured_request_keeps_what_the_policy_drops(policy: KvPolicy) -> None:
-    one = driver(num_pages=100)
-    one.add(request("m", range(20), 60, kv_policy=policy, kv_quality=True))
-    one.run()
-    check_kept(one)
-    measured = [output.quality for output in one.outputs["m"] if output.quality is not None]
-    assert len(measured) == 5  # at positions 26, 39, 52, 65 and 78
-    one.check_idle()
-
-
 def test_streams_past_the_model_s_length() -> None:
     """Window and adaptive policies go on, with what they keep; others and those without max_tokens end at the length."""
     for policy in (WINDOWS[2], HISTORIES[0]):

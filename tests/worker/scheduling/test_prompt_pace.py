@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,53 +20,34 @@ def takes(seconds: float) -> StepTimings:
     return StepTimings(prepare_s=0.1 * seconds, copy_s=0.1 * seconds, forward_s=0.7 * seconds, sample_s=0.1 * seconds)
 
 
-def test_before_anything_was_measured():
-    pace = PromptPace(0.1)
-    assert pace.limit(0, decodes=True) == FIRST_TOKENS
-    pace.stepped(step((40, 1), (7, 1)), takes(0.03))
-    pace.stepped(step((0, 100)), StepTimings())  # a stub's
-    assert pace.limit(0, decodes=True) == FIRST_TOKENS
+DECODES, PROMPT = step((40, 1)), step((0, 100))
 
 
-def test_the_example_of_the_docstring():
-    pace = PromptPace(0.2)
-    pace.stepped(step((40, 1)), takes(0.06))
-    pace.stepped(step((0, 200)), takes(200 * 0.0005))
-    assert pace.limit(0, decodes=True) == 256
-    assert pace.limit(0, decodes=False) == 384  # 400, rounded down
-
-
-def test_a_step_with_decoding_rows_counts_without_their_time():
-    pace = PromptPace(1.01)
-    pace.stepped(step((40, 1)), takes(0.03))
-    pace.stepped(step((41, 1), (0, 100)), takes(0.03 + 100 * 0.001))
-    assert pace.limit(0, decodes=False) == 960
-
-
-def test_contexts_have_paces_of_their_own_and_borrow_the_nearest():
-    pace = PromptPace(1.01)
-    pace.stepped(step((0, 100)), takes(0.1))
-    assert pace.limit(8192, decodes=False) == 960
-    pace.stepped(step((4096, 100)), takes(0.4))
-    assert pace.limit(0, decodes=False) == 960
-    assert pace.limit(4096, decodes=False) == pace.limit(8192, decodes=False) == 192
-
-
-def test_prompts_have_half_of_the_target_and_as_much_time_as_decoding():
-    pace = PromptPace(1.0)
-    pace.stepped(step((0, 100)), takes(0.1))
-    pace.stepped(step((40, 1)), takes(0.6))
-    assert pace.limit(0, decodes=True) == 576
-    slow = PromptPace(1.0)
-    slow.stepped(step((0, 100)), takes(0.1))
-    slow.stepped(step((40, 1)), takes(2.0))
-    assert slow.limit(0, decodes=True) == 1984
-
-
-def test_a_slow_machine_computes_a_chunk_that_is_worth_a_step():
-    pace = PromptPace(0.1)
-    pace.stepped(step((0, 100)), takes(1000.0))
-    assert pace.limit(0, decodes=True) == LEAST_TOKENS
+@pytest.mark.parametrize(
+    ("target_s", "steps", "decodes", "context", "limit"),
+    [
+        pytest.param(
+            0.1, [(step((40, 1), (7, 1)), 0.03), (PROMPT, 0.0)], True, 0, FIRST_TOKENS, id="nothing, or a stub's"
+        ),
+        pytest.param(0.2, [(DECODES, 0.06), (step((0, 200)), 0.1)], True, 0, 256, id="the docstring's example"),
+        pytest.param(0.2, [(DECODES, 0.06), (step((0, 200)), 0.1)], False, 0, 384, id="400, rounded down"),
+        pytest.param(
+            1.01, [(DECODES, 0.03), (step((41, 1), (0, 100)), 0.13)], False, 0, 960, id="without decoding rows"
+        ),
+        pytest.param(1.01, [(PROMPT, 0.1)], False, 8192, 960, id="the nearest context"),
+        pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 0, 960, id="contexts apart"),
+        pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 4096, 192, id="a long context"),
+        pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 8192, 192, id="the nearest of two"),
+        pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 0.6)], True, 0, 576, id="half of the target"),
+        pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 2.0)], True, 0, 1984, id="as much time as decoding"),
+        pytest.param(0.1, [(PROMPT, 1000.0)], True, 0, LEAST_TOKENS, id="a chunk that is worth a step"),
+    ],
+)
+def test_limits_follow_from_measured_steps(target_s, steps, decodes, context, limit):
+    pace = PromptPace(target_s)
+    for plan, seconds in steps:
+        pace.stepped(plan, takes(seconds))
+    assert pace.limit(context, decodes=decodes) == limit
 
 
 def test_steps_of_fixed_and_proportional_time_come_to_the_target():

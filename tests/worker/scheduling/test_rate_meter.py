@@ -10,8 +10,7 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates
-from transom_worker.scheduling.noisy_mean import NoisyMean
-from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, RateMeter, ReadMeter
+from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, NoisyMean, RateMeter, ReadMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
 
@@ -44,11 +43,11 @@ def test_rates_change_only_when_they_are_off_by_a_quarter() -> None:
 
 def test_reads_have_a_rate_of_their_own() -> None:
     meter, rates = ReadMeter([1000, 500]), LoadRates(7, (100, 50), (1_000, 500))
-    meter.not_read()
-    meter.read([0, 0], 9.0)  # no measure
+    meter.not_made()
+    meter.made([0, 0], 9.0)  # no measure
     assert meter.next_rates(rates) is None
     for _ in range(20):
-        meter.read([2, 4], 12e-6)  # 4,000 bytes: 3 ns a byte
+        meter.made([2, 4], 12e-6)  # 4,000 bytes: 3 ns a byte
     changed = meter.next_rates(rates)
     assert changed is not None
     assert changed.read_ns == pytest.approx((3_000, 1_500), rel=0.03)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.lost_windows import lose_windows
-from tests.worker.scheduling.scheduler_driver import BLOCK, MIXES, Driver, layout, request
+from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_worker.scheduling.sequence import SequenceStatus
-from transom_worker.scheduling.step import NO_ID
 from transom_worker.scheduling.step_budget import StepBudget, chunk_limit
 
 
@@ -41,38 +40,6 @@ def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     assert plan.count == [15, 1]
     driver.receive()
     driver.run()
-
-
-def test_two_steps_in_flight_take_the_token_from_the_row_before() -> None:
-    driver = roomy(steps_in_flight=2)
-    driver.add(request("a", range(3), 5))
-    driver.add(request("b", range(4), 5))
-    first, second, third = driver.schedule(), driver.schedule(), driver.schedule()
-    assert first is not None
-    assert second is not None
-    assert third is None
-    assert (first.input_id, first.input_row) == ([NO_ID, NO_ID], [NO_ID, NO_ID])
-    assert (second.input_id, second.input_row) == ([NO_ID, NO_ID], [0, 1])
-    driver.receive()
-    driver.run()
-    assert [len(driver.tokens[name]) for name in "ab"] == [5, 5]
-
-
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_second_request_hits_and_says_so(mix: tuple[str, ...]) -> None:
-    driver = roomy(*mix)
-    driver.add(request("a", range(40), 2))
-    driver.run()
-    driver.add(request("b", range(40), 2))
-    driver.add(request("salted", range(40), 2, cache_salt="tenant"))
-    driver.run()
-    cached = {name: driver.outputs[name][0].num_cached_tokens for name in driver.outputs}
-    assert cached == {"a": 0, "b": 36, "salted": 0}
-    assert driver.scheduler.stats().outcome_tokens == {
-        "hit": 36,
-        "missed_never_seen": 72,
-        "missed_last_token": 12,
-    }
 
 
 def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:

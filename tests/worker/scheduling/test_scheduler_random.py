@@ -17,7 +17,6 @@ from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, 
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import PromptTooLong, RequestTooLarge
 from transom_core.kv_cache.load_rates import LoadRates
-from transom_worker.kvcache.blocks import load_turns
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.prompt_pace import PromptPace
 
@@ -142,10 +141,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests(mix: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "clients":  # they take turns at loads: in pieces of one block, of which one is in flight
-        monkeypatch.setattr(load_turns, "PIECE_S", 0.0)
-        monkeypatch.setattr(load_turns, "WINDOW_S", 1e-12)
+def test_random_requests(mix: tuple[str, ...], kind: str, request: pytest.FixtureRequest) -> None:
+    if kind == "clients":  # they take turns at loads
+        request.getfixturevalue("one_block_in_flight")
     seeds = range(num_examples(daily=2, exhaustive=16))
     drivers = [random_run(mix, seed, steps_in_flight=1 + seed % 2, **KINDS[kind]) for seed in seeds]
     if kind == "one tier" and mix[0] == "full":  # the pools are tiny enough to matter

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
-from tests.worker.scheduling.shared_prompts import STEPS, num_waiters
+from tests.worker.scheduling.test_equal_prompts import STEPS, num_waiters
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step import StepPlan
@@ -130,9 +130,11 @@ def _preempt(driver: Driver) -> None:
 @STEPS
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("end", [_abort, _preempt])
+@pytest.mark.usefixtures("one_block_in_flight")
 def test_a_load_is_shared_though_its_request_is_gone(
     end: Callable[[Driver], None], mode: str, steps_in_flight: int
 ) -> None:
+    """The pieces of it that have not been sent, too."""
     driver = spilled_driver(steps_in_flight=steps_in_flight, preemption_mode=mode)
     begin(driver, PROMPT, PROMPT)
     (load,) = driver.scheduler.cache.tiers.loads.by_ticket.values()

@@ -99,9 +99,6 @@ class Watch(SchedulerListener):
         self.overtakers: list[str] = []
         self.num_preemptions = 0  # of the victim
 
-    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        pass
-
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         name = sequence.request.request_id
         if name not in self.may_pass and self.victim in list(self.queue):

@@ -17,7 +17,7 @@ WINDOW = GroupSpec(name="window", kind=GroupKind.WINDOW, layers=(0,), block_size
 
 
 def footprint(num_tokens: int, *, window_block_bytes: int = 0) -> Footprint:
-    """A pool for so many tokens of one byte; optionally with a window of 2 to 3 blocks."""
+    """A pool for `num_tokens` tokens of one byte; optionally with a window of 2 to 3 blocks."""
     sliding = ((Retention(WINDOW), window_block_bytes),) if window_block_bytes else ()
     return Footprint(block_tokens=UNIT, pool_bytes=num_tokens, token_bytes=1, sliding=sliding)
 

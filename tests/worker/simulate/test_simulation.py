@@ -1,4 +1,4 @@
-"""Replays on a small geometry: every prompt token has one outcome, every request ends."""
+"""Replays on a small geometry: every prompt token has one outcome, every request ends; and the command that prints their report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.worker.simulate.tiny_model import write_model
+from transom_cluster.cli import app
 from transom_core.config import SchedulerConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_worker.scheduling.scheduler import Scheduler
@@ -145,3 +146,82 @@ def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
     assert 0 < both.counts.host_tokens <= both.hit_tokens
     assert both.hit_tokens > small.hit_tokens
     assert sum(both.missed_tokens.values()) + both.hit_tokens + both.repaired_tokens == both.prompt_tokens
+
+
+CONFIG = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "max_position_embeddings": 20_000,
+    "vocab_size": 1_000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    """A folder with nothing but that config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
+RUNNER = CliRunner()
+
+
+def arguments(tmp_path: Path, *lines: object) -> list[str]:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = write_model(tmp_path / "tiny")
+    return ["bench", "simulate", "--trace", str(trace), "--model", str(model), "--memory", "16MiB"]
+
+
+def test_json_is_one_object_with_every_count(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE), "--arrivals", "sequential", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["requests"] == 2
+    assert report["prompt_tokens"] == 1200
+    assert report["hit_tokens"] == 592
+    assert report["hit_share"] == 592 / 1200
+    assert report["repaired_tokens"] == 0
+    assert report["missed_tokens"] == {"below_alignment": 16, "never_seen": 592}
+    assert report["output_tokens"] == 8
+    assert report["preemptions"] == 0
+    assert report["fragmentation"] >= 0
+    assert report["seconds"] > 0
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny[red]")
+    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE), "--model", str(model)])
+    assert result.exit_code == 0, result.output
+    assert "tiny[red]" in result.stdout
+
+
+def test_the_report_for_people_names_set_up_and_bounds(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE), "--clairvoyant"])
+    assert result.exit_code == 0, result.output
+    for words in ("trace", "tiny", "49.3%", "missed, never seen", "clairvoyant", "2 requests", "8 ms a step"):
+        assert words in result.stdout
+
+
+def test_wrong_lines_and_settings_exit_with_2_and_one_sentence(tmp_path: Path) -> None:
+    wrong = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE | {"hash_ids": []}), "--json"])
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "line 2: hash_ids has 0 ids" in wrong.stderr
+    host = RUNNER.invoke(app, [*arguments(tmp_path, LINE), "--host-memory", "8 GB?"])
+    assert host.exit_code == 2
+    assert "--host-memory" in host.stderr

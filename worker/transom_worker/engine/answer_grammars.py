@@ -22,7 +22,7 @@ from transom_core.contract import Request
 from transom_core.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks, GrammarMatcher, GrammarVocabulary
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.telemetry.worker_state import GrammarStats
+from transom_worker.telemetry.engine_events import GrammarStats
 
 COMPILE_WAIT_S = 0.02  # the most time for which a step without anything to compute waits for a grammar
 

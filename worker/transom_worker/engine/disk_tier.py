@@ -9,7 +9,7 @@ requests from files into the host tier while other requests run, and writes the 
                blocks are freed, and the prefix is computed
     flush      the engine is stopped: the ranks write the cached prefixes
 
-Requests with the same prefix wait for the same load, and clients take turns at reading by bytes (`load_turns`). When a load's last
+Requests with the same prefix wait for the same load, and clients take turns at reading by bytes (`LoadTurns`). When a load's last
 request has ended, those of its pieces that still wait are not read. How long reading takes is learned from earlier loads. It is
 part of the rates that routers know (`load_rates`), so that they predict the same hit.
 
@@ -132,7 +132,7 @@ class EngineDiskTier:
             return False
         held = self._import(request)
         if held is None:
-            self._meter.not_read()
+            self._meter.not_made()
             self._set_rates()
         return held is not None
 
@@ -166,7 +166,8 @@ class EngineDiskTier:
                 self._come_back()
             else:
                 self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
-                self._measure(ended.blocks, seconds)
+                self._meter.made(self._num_blocks(ended.blocks), seconds)
+                self._set_rates()
                 self._go_on(ended, was_read=True)
         for ticket in result.failed:
             if (ended := self._loading.pop(ticket, None)) is None:
@@ -299,12 +300,8 @@ class EngineDiskTier:
             num_blocks[one.group] += 1
         return num_blocks
 
-    def _measure(self, blocks: BlockImport, seconds: float) -> None:
-        """Learn what reading costs from a load of these blocks."""
-        self._meter.read(self._num_blocks(blocks), seconds)
-        self._set_rates()
-
     def _set_rates(self) -> None:
+        """Give the cache new rates if what was learned about reading differs from them."""
         if self.is_away:
             return
         present = self._cache.changes.rates

@@ -30,9 +30,8 @@ from transom_core.errors import (
 )
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
-from transom_worker.engine.deadlines import Deadlines
 from transom_worker.engine.disk_tier import EngineDiskTier
-from transom_worker.engine.running_request import RunningRequest
+from transom_worker.engine.running_request import Deadlines, RunningRequest
 from transom_worker.engine.state_report import StepRates, worker_load, worker_state
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 
 from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
-from transom_worker.kvcache.prefix.pending_changes import PendingChanges
+from transom_worker.kvcache.prefix.change_log import PendingChanges
 
 NEWS_PERIOD_S = 1.0
 HEARTBEAT_S = 5.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.telemetry.worker_state import GrammarStats, WorkerState
+from transom_worker.telemetry.engine_events import GrammarStats, WorkerState
 
 HEADROOM_LENGTHS = (1024, 8192)  # lengths of requests, in tokens, for which the headroom is reported
 WEIGHT = 0.2  # of the newest measurement in the moving averages

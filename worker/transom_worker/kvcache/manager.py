@@ -33,13 +33,12 @@ from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit, 
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.kvcache.blocks.allocator import BlockAllocator
+from transom_worker.kvcache.blocks.allocator import BlockAllocator, Capacity
 from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
-from transom_worker.kvcache.blocks.capacity import Capacity
 from transom_worker.kvcache.blocks.compaction import Compaction
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
@@ -51,7 +50,7 @@ from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
 from transom_worker.kvcache.prefix.tree import CheckpointKind, PrefixTree
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.disk.index import DiskStores
 from transom_worker.kvcache.tiers.host_tier import HostTier
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.kvcache.tiers.tier_moves import TierMoves

@@ -6,7 +6,7 @@ the model that it loaded.
 """
 
 from transom_worker.planner.blocks import cache_groups, rank_layout
-from transom_worker.planner.group_formats import check_runs
+from transom_worker.planner.layer_groups import check_runs
 from transom_worker.planner.pages import make_layout
 from transom_worker.planner.plan import (
     CachePlan,

@@ -29,8 +29,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.sharding import head_share
 from transom_core.settings.kv_dtypes import AUTO, QUANTISED
-from transom_worker.planner.group_formats import group_formats
-from transom_worker.planner.layer_groups import Rule, layer_rules, make_groups
+from transom_worker.planner.layer_groups import Rule, group_formats, layer_rules, make_groups
 
 RAW = "uint8"  # the dtype of rows that mix number formats
 STATE_DTYPE = "float32"  # of compressor states

@@ -28,7 +28,7 @@ from transom_core.model_config.rank_shares import RankShare, rank_shares, replic
 from transom_core.model_config.sharding import check_size
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
-from transom_worker.planner.group_formats import cache_format
+from transom_worker.planner.layer_groups import cache_format
 from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
 RetentionOf = Callable[[GroupSpec], Retention]

@@ -49,11 +49,10 @@ from transom_worker.scheduling.clients import Client, Clients, ClientsQueue, Wai
 from transom_worker.scheduling.fair_preemption import FairPreemption
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
-from transom_worker.scheduling.policy_counts import PolicyCounts
 from transom_worker.scheduling.prefix_hits import checkpoint_boundaries, count_outcome, find_hit
 from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence, SequenceStatus, Wait
 from transom_worker.scheduling.sequence_moves import SequenceMoves
-from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.scheduling.work_counts import PolicyCounts, WorkCounts
 
 MAX_TRIED_CLIENTS = 32  # the first ones in turn, in one step: each may cost a search in the prefix cache
 
@@ -120,7 +119,9 @@ class AdmissionControl:
             self.blocked.pop(client, None)
         sequence.move_to(SequenceStatus.FINISHED)
         ticket = sequence.blocks.load.ticket if sequence.blocks is not None else 0
-        if ticket and self.cache.tiers.loads.cancel(ticket):
+        loads = self.cache.tiers.loads
+        # What other sequences wait for is loaded to its end.
+        if ticket and loads.by_ticket[ticket] not in self.in_flight_prefixes.waiters_of and loads.cancel(ticket):
             self.loaded(ticket)
 
     def release_after_step(self, sequence: Sequence) -> None:

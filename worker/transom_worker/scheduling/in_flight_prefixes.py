@@ -28,10 +28,10 @@ The rule: a sequence waits only for a producer that stands before it in order, a
 the sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash
 blocks later than the producer.
 
-A load goes on even if its sequence is preempted, aborted or fails. The ranks make one load after the other, so a second load of the
-same blocks would end later. Therefore a sequence may wait for any other sequence's load, whatever their order, until the ranks have
-reported it. If the load brings all blocks that the sequence would load itself, waiting costs no time. If it brings many of them,
-the sequence begins to load the rest a step or two later than it could.
+A load goes on even if its sequence is preempted; if the sequence ends, the load goes on as long as others wait for it. The ranks
+make one load after the other, so a second load of the same blocks would end later. Therefore a sequence may wait for any other
+sequence's load, whatever their order, until the ranks have reported it. If the load brings all blocks that the sequence would load
+itself, waiting costs no time. If it brings many of them, the sequence begins to load the rest a step or two later than it could.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class InFlightPrefixes:
         self._remove_below(sequence, unpublished, num_published)
         for waiter in list(self.waiters_of.get(sequence, ())):
             if isinstance(waiter.wait, AwaitsPrefix) and waiter.wait.num_hash_blocks <= num_published:
-                self._requeue(waiter)
+                self.stop_waiting(waiter)
         if unpublished.begin >= unpublished.end:
             del self.ranges[sequence]
 
@@ -164,7 +164,7 @@ class InFlightPrefixes:
     def ended(self, producer: Sequence | Load) -> None:
         """Note that a load or a running producer has ended; its waiters return to the queue."""
         for waiter in list(self.waiters_of.get(producer, ())):
-            self._requeue(waiter)
+            self.stop_waiting(waiter)
 
     def may_await(self, sequence: Sequence, producer: Sequence, *, step: int) -> bool:
         """Return whether a sequence may await this producer now.
@@ -187,10 +187,6 @@ class InFlightPrefixes:
             if isinstance(producer, Sequence) and producer.request.client != sequence.request.client:
                 self.stop_waiting(sequence)
 
-    def stop_waiting(self, waiter: Sequence) -> None:
-        """Let a waiter return to the queue before its producer has published or ended."""
-        self._requeue(waiter)
-
     def forget_waiter(self, sequence: Sequence) -> None:
         """Remove a sequence from its producer's waiters, if it is a waiter; the caller changes its `wait`."""
         if isinstance(sequence.wait, AwaitsPrefix):
@@ -199,8 +195,8 @@ class InFlightPrefixes:
             if not waiters:
                 del self.waiters_of[sequence.wait.producer]
 
-    def _requeue(self, waiter: Sequence) -> None:
-        """Move a waiter to the queue; it keeps its reserved tokens there, until it is admitted."""
+    def stop_waiting(self, waiter: Sequence) -> None:
+        """Let a waiter return to the queue; it keeps its reserved tokens there, until it is admitted."""
         reserved_tokens = waiter.reserved_tokens
         self.forget_waiter(waiter)
         self._waiting.put(waiter, InQueue(reserved_tokens=reserved_tokens))

@@ -1,17 +1,16 @@
-"""`SchedulerListener`: the interface through which metrics, timelines and the block map hear what happens to requests."""
+"""`SchedulerListener`: the base class through which metrics, timelines and the block map hear what happens to requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from transom_worker.scheduling.sequence import Sequence
 
 
-class SchedulerListener(Protocol):
+class SchedulerListener:
     """The scheduler calls these methods on the engine's thread, while it takes a request or plans a step.
 
-    An implementation must not block, raise, or change the sequence (one request inside the scheduler).
+    A listener overrides those that it needs. It must not block, raise, or change the sequence (one request inside the scheduler).
     """
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:

@@ -36,18 +36,16 @@ from transom_worker.kvcache.policy_retentions import PolicyRetentions
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.clients import MAX_TOKENS
-from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.policy_counts import PolicyStats
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.rate_meter import RateMeter
 from transom_worker.scheduling.request_validation import check_admission
 from transom_worker.scheduling.sequence import Held, InQueue, Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.scheduling.step_budget import chunk_limit
+from transom_worker.scheduling.step_budget import LargestRow, StepTokenLimit, chunk_limit, largest_row
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
-from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
 
 
 class Scheduler:
@@ -245,7 +243,7 @@ class Scheduler:
     def receive(self, result: StepResult) -> list[SequenceOutput]:
         """Apply the oldest plan's result: publish and free KV blocks, and return the sampled tokens in row order.
 
-        `result` then has the tickets of whole loads instead of their pieces' (`load_turns`).
+        `result` then has the tickets of whole loads instead of their pieces' (`LoadTurns`).
         """
         step = self.steps_in_flight.popleft()
         plan = step.plan

@@ -20,12 +20,11 @@ from transom_core.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.clients import Client
-from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.scheduling.step_budget import StepBudget
+from transom_worker.scheduling.step_budget import StepBudget, StepTokenLimit
 from transom_worker.scheduling.step_shares import StepShares
 from transom_worker.scheduling.work_counts import WorkCounts
 

@@ -19,9 +19,8 @@ from time import perf_counter
 from transom_core.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.simulate.arrivals import Arrivals
 from transom_worker.simulate.outcome import Counts
-from transom_worker.simulate.virtual_time import StepCost, VirtualClock
+from transom_worker.simulate.virtual_time import Arrivals, StepCost, VirtualClock
 from transom_worker.simulate.workload import Run, SimulatedRequest, Workload
 
 OnProgress = Callable[[int], None]  # called with the number of requests that have ended

@@ -17,15 +17,18 @@ not wait, raise, or change its arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_core.config import EngineConfig
-from transom_worker.execution.executor import ExecutorInfo
+from transom_core.contract import WorkerLoad
+from transom_worker.execution.executor import ExecutorInfo, RankReport
+from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
-from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
 
 # OpenMetrics allows 128 characters in an exemplar's label names and values together; names and a trace id take 50 of them.
 MAX_ID_CHARS = 78
@@ -60,7 +63,7 @@ class EngineStepTimes(NamedTuple):
     output_s: float
 
 
-class EngineEventSink:
+class EngineEventSink(SchedulerListener):
     """Consumes an engine's events. Every method does nothing here; a sink overrides those that it needs."""
 
     def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
@@ -69,21 +72,8 @@ class EngineEventSink:
     def refused(self, error: Exception) -> None:
         """The engine has refused a request with `error`."""
 
-    def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """A request has entered the scheduler's queue, after `num_ahead` others."""
-
     def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
         """The fetch of a prefix from another worker has ended, with or without success; its request may be admitted now."""
-
-    def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
-        """The scheduler has admitted a request, for the first time or after a preemption.
-
-        `tokens` are the sequence's tokens by outcome of the prefix cache search: `hit`, `repaired`, `missed_<reason>`. The first
-        time, these are only the prompt's tokens. The ranks compute the sequence from position `sequence.scheduled` on.
-        """
-
-    def preempted(self, sequence: Sequence, *, mode: str) -> None:
-        """The scheduler preempts a request; the sequence still has its blocks."""
 
     def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a step's plan to the ranks."""
@@ -121,8 +111,9 @@ class EngineEvents(EngineEventSink):
     """Passes each event on to the sinks that override its method, in their order."""
 
     def __init__(self, *sinks: EngineEventSink) -> None:
-        for name, ignored in list(vars(EngineEventSink).items()):
+        for name in dir(EngineEventSink):
             if not name.startswith("_"):
+                ignored = getattr(EngineEventSink, name)
                 consumers = [getattr(sink, name) for sink in sinks if getattr(type(sink), name) is not ignored]
                 setattr(self, name, _fan_out(consumers))
 
@@ -144,3 +135,36 @@ def _exemplar(request_id: str, trace_parent: str | None) -> dict[str, str]:
     if trace_parent and (match := _TRACE_PARENT.match(trace_parent)):
         labels["trace_id"] = match[1]
     return labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarStats:
+    """Counts of answers with grammars, and what compiling grammars and computing masks has cost since start."""
+
+    num_requests: int = 0
+    num_failed: int = 0  # ended by an error of their grammar
+    num_running: int = 0
+    num_compiled: int = 0
+    num_cached: int = 0  # grammars of requests that had been compiled for earlier requests
+    compile_s: float = 0.0
+    cache_bytes: int = 0
+    num_masks: int = 0
+    mask_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """The state of queue, cache and ranks at one moment. It is not changed afterwards.
+
+    `headroom` is the number of requests that could start now, by their length in tokens or "max". `oldest_waiting_s` is the arrival
+    time of the oldest request that no step has computed yet, in seconds since the epoch, or 0.
+    """
+
+    stats: CacheStats
+    load: WorkerLoad
+    work: WorkCounts
+    headroom: dict[str, int] = field(default_factory=dict)
+    policies: dict[str, PolicyStats] = field(default_factory=dict)  # by type of KV policy
+    grammars: GrammarStats = GrammarStats()
+    oldest_waiting_s: float = 0.0
+    ranks: tuple[RankReport, ...] = ()

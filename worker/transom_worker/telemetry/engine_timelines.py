@@ -23,8 +23,7 @@ from transom_core.telemetry.request_timelines import Timeline, TimelineEvent, Ti
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
-from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes, WorkerState
 
 Clock = Callable[[], float]
 """Returns the time, in seconds since the epoch."""

@@ -1,15 +1,265 @@
-"""The frames of many random requests have exactly the cache's blocks."""
+"""The frames of many random requests say what is in each tier, while blocks move between them."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, product
+
 import pytest
 
-from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR
+from tests.block_map_decoder import (
+    ACTIVE,
+    EMPTY,
+    EVICTED,
+    EXPORTED,
+    GONE,
+    HELD,
+    IMPORTED,
+    LOADING,
+    LOOSE,
+    MOVED,
+    REPAIR,
+    SWAPPED,
+    Map,
+)
 from tests.how_many import num_examples
-from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
-from tests.worker.telemetry.blockmap.test_block_map_host import random_lives
-from tests.worker.telemetry.blockmap.watch import Watch, plain
-from transom_core.contract import AdaptivePolicy, HeavyPolicy, WindowPolicy
+from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
+from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
+from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_host_tier, plain
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.prefix_search import find_hit, hit_limit
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.tiers import host_snapshot
+from transom_worker.kvcache.tiers.exports import BlockExport
+from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
+from transom_worker.kvcache.tiers.imports import BlockImport
+from transom_worker.telemetry.blockmap import host_records
+from transom_worker.telemetry.blockmap.describe import describe_block
+
+ALL_MIXES = (*MIXES, *ENTRY_MIXES)
+ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
+
+
+class Others:
+    """Other workers: they read prefixes, and send some."""
+
+    def __init__(self, cache: KvCache, rng: random.Random) -> None:
+        self.cache = cache
+        self.rng = rng
+        self.imports: list[BlockImport] = []
+        self.exports: list[BlockExport] = []
+
+    def act(self, prefix: Sequence[int]) -> None:
+        """Begin or end something."""
+        [self.read, self.send, self.end, self.end][self.rng.randrange(4)](prefix)
+
+    def read(self, prefix: Sequence[int]) -> None:
+        chain = chain_of(prefix)
+        hit = self.cache.find(chain, len(prefix))
+        opened = self.cache.tiers.exports.begin(chain, hit) if hit.start else None
+        if opened is not None:
+            self.exports.append(opened)
+
+    def send(self, prefix: Sequence[int]) -> None:
+        chain = chain_of([token + ELSEWHERE for token in prefix])
+        found = [set(chain) for _ in self.cache.pools]
+        hit = find_hit(self.cache.retentions, found, chain, hit_limit(len(prefix), BLOCK), window_repair=True)
+        opened = self.cache.tiers.imports.begin(chain, hit)
+        if opened is not None:
+            self.imports.append(opened)
+
+    def end(self, prefix: Sequence[int] = ()) -> None:
+        for opened in self.imports:
+            if self.rng.random() < 0.5:
+                self.cache.tiers.imports.publish(opened)
+            self.cache.tiers.imports.end(opened)
+        for lent in self.exports:
+            self.cache.tiers.exports.end(lent)
+        self.imports, self.exports = [], []
+
+
+def chain_of(token_ids: Sequence[int]) -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, chain_root(BLOCK), list(token_ids), BLOCK)
+    return chain
+
+
+def random_lives(
+    mix: tuple[str, ...],
+    seed: int,
+    *,
+    steps_in_flight: int,
+    has_host: bool = True,
+    policies: Sequence[KvPolicy | None] = (None,),
+    catches_up: bool = False,
+) -> Watch:
+    """Watch the random requests of one scheduler, and what other workers read and send where there is a host tier.
+
+    `catches_up`: frames have few records, and a look takes as many frames as it needs.
+    """
+    rng = random.Random(seed)
+    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
+    driver = Driver(
+        layout(mix, num_pages=least + rng.choice([0, 1, 4])),
+        steps_in_flight=steps_in_flight,
+        max_num_batched_tokens=rng.choice([3, 16, 64]),
+        max_model_len=80,
+        host_pages=rng.choice([len(mix), 10, 40]) if has_host else 0,
+        preemption_mode="swap" if len(policies) > 1 else rng.choice(["swap", "auto", "recompute"]),
+        load_after=lambda: rng.choice([0, 1, 4]),
+    )
+    cache = driver.scheduler.cache
+    others = Others(cache, rng)
+    prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
+    for number, prefix in enumerate(prefixes):
+        driver.add(request(f"early{number}", prefix, 9))
+    for _ in range(rng.randrange(40)):
+        step(driver)
+    watch = Watch(driver.scheduler, lambda: step(driver))
+    waiting = [f"r{number}" for number in range(14)]
+    watch.look()
+    while waiting or driver.scheduler.has_work:
+        if waiting and rng.random() < 0.5:
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
+            policy = rng.choice(policies)
+            tokens, most = (prompt, 20) if policy is None else (prompt[:20], 60)
+            is_measured = policy is not None and rng.random() < 0.3
+            num_tokens = rng.randrange(1, most)
+            driver.add(request(waiting.pop(), tokens, num_tokens, kv_policy=policy, kv_quality=is_measured))
+        if rng.random() < 0.03 and driver.requests:
+            driver.abort(rng.choice(sorted(driver.requests)))
+        if rng.random() < 0.08:
+            lose_windows(cache)
+        if has_host and rng.random() < 0.2:
+            others.act(rng.choice(prefixes))
+        if has_host and rng.random() < 0.01:
+            cache.evict_all()
+        if not driver.scheduler.has_work:
+            continue
+        if cache.tiers.exports.reads_device and rng.random() < 0.3:
+            others.end()  # else nothing might fit
+        driver.step()
+        if rng.random() < 0.6:
+            watch.look()
+            if catches_up:
+                settle(watch)
+            check(watch)
+            if has_host:
+                check_host(watch)
+            if rng.random() < 0.3:
+                check_late_watcher(watch, catches_up=catches_up)
+    others.end()
+    watch.look()
+    settle(watch)
+    assert watch.map.shown == plain(driver.scheduler)
+    if has_host:
+        assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
+    return watch
+
+
+def check_late_watcher(watch: Watch, *, catches_up: bool) -> None:
+    """Who comes now sees what the first watcher sees."""
+    late = Map(next_sequence=watch.number)
+    late.take(watch.encoder.whole(0.0).numbered(watch.number))
+    if catches_up:
+        settle(watch, late)
+    assert (late.shown, late.owners, late.sequences) == (watch.map.shown, watch.map.owners, watch.map.sequences)
+    assert late.shown_in_host == watch.map.shown_in_host
+
+
+def step(driver: Driver) -> None:
+    """A step, if there is anything to do."""
+    if driver.scheduler.has_work:
+        driver.step()
+
+
+def settle(watch: Watch, late: Map | None = None) -> None:
+    """Take frames until all is told; `late` is a watcher whose first frame was the last one."""
+    while not watch.encoder.is_settled:
+        frame = watch.encoder.again(0.0).numbered(watch.number)
+        watch.map.take(frame)
+        watch.number += 1
+        if late is not None:
+            late.next_sequence = watch.map.next_sequence - 1
+            late.take(frame)
+
+
+@pytest.mark.parametrize(
+    ("mix", "steps_in_flight"), some_daily(product(ALL_MIXES, (1, 2)), daily=zip(ALL_MIXES, cycle((1, 2))))
+)
+def test_frames_say_what_both_tiers_hold(
+    mix: tuple[str, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_snapshot, "BLOCKS_PER_COPY", 7)
+    for seed in range(num_examples(1, 40)):
+        watch = random_lives(mix, seed, steps_in_flight=steps_in_flight)
+        totals, events = watch.map.header["totals"], watch.map.events
+        for kind in ("spilled", "loaded", "swapped", "imported", "dropped"):
+            counted = sum(event["count"] for event in events if event["kind"] == kind)
+            assert counted == totals[f"{kind}_blocks"] - watch.before[f"{kind}_blocks"]
+
+
+def test_every_state_of_a_host_block_shows() -> None:
+    watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(6)]
+    states = set().union(*(watch.host_states for watch in watches))
+    assert states == {GONE, EMPTY, LOOSE, HELD, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED}
+
+
+def test_what_does_not_fit_into_a_frame_is_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_records, "MAX_RUNS", 2)
+    watches = [random_lives(("full", "window"), seed, steps_in_flight=1, catches_up=True) for seed in range(2)]
+    assert max(watch.map.most_host_records for watch in watches) == 2
+
+
+def test_long_runs_are_cut() -> None:
+    blocks = 200_000
+    pages = layout(("full",), num_pages=1)
+    arena = replace(pages, num_pages=-(-blocks // pages.blocks_per_page(0)))
+    records = host_records.HostRecords(arena)
+    in_use = arena.end_block(arena.num_pages - 1, 0)
+    changes = HostGroupChanges(blocks=list(range(in_use)), needs=[1] * in_use, leftover=[False] * in_use, moved=[])
+    records.update(HostSnapshot(free_pages=0, groups=(changes,), loads=[], imports=[], exports=[], moves={}), [])
+    words = records.take_changed().reshape(-1, 2)
+    counts = (words[:, 1] >> 16) + 1
+    assert (len(words), int(counts.sum())) == (4, in_use)
+    assert words[:, 0].tolist() == [0, 65_536, 131_072, 196_608]
+
+
+def test_a_large_host_tier_is_copied_in_pieces() -> None:
+    driver = Driver(layout(("full", "window"), num_pages=20), host_pages=50_000)
+    host = driver.scheduler.cache.snapshots.host
+    assert host is not None
+    pieces = host.pieces
+    assert [page for pages in pieces for page in pages] == list(range(50_000))
+    for pages in pieces:
+        copy = host.copy(pages)
+        assert sum(len(changes.blocks) for changes in copy) < 1.5 * host_snapshot.BLOCKS_PER_COPY
+
+
+def test_every_block_of_the_host_tier_can_be_described() -> None:
+    driver = Driver(layout(("full", "window"), num_pages=12), host_pages=60, max_num_batched_tokens=64)
+    for token in range(6):
+        driver.add(request(f"r{token}", [token] * 40, 2))
+        driver.run()
+    scheduler = driver.scheduler
+    host = scheduler.cache.tiers.host
+    states = in_host_tier(scheduler)
+    assert HELD in states.values()
+    for (group, block), state in states.items():
+        described = describe_block(scheduler, group, block, "host")
+        assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
+        assert (described["hash"] is not None) == (state == HELD)
+    for group, block in plain(scheduler):
+        on_device = describe_block(scheduler, group, block)
+        assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
+    for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
+        assert list(describe_block(scheduler, group, block, "host")) == ["error"]
+    without = Driver(layout(("full",), num_pages=12)).scheduler
+    assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)

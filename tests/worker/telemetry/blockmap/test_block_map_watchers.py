@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
 
 import pytest
 
@@ -55,17 +54,9 @@ class Worker:
     def keeps_nothing(self) -> bool:
         return not self.scheduler.cache.registry.watches_changes and not self.log.is_watched
 
-    def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
-        return asyncio.wrap_future(self._post(function))
-
-    def _post(self, command: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    async def _on_engine(self, function: Callable[[], T]) -> T:
         self.num_commands += 1
-        try:
-            future.set_result(command())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return function()
 
 
 @contextlib.asynccontextmanager

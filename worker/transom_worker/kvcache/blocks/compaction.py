@@ -18,8 +18,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import nsmallest
 
 from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 

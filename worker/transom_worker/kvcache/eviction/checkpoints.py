@@ -34,7 +34,7 @@ from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, Ghos
 from transom_worker.kvcache.eviction.node_eviction import EvictionCosts, NodeEviction
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PrefixTree
 from transom_worker.kvcache.stats import CheckpointCounts
-from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.disk.index import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 # Checkpoints of one conversation, and checkpoints that several conversations share.

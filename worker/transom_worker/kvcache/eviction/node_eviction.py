@@ -26,7 +26,7 @@ from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.kvcache.eviction.eviction_policy import Candidates, EvictionPolicy
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree
 from transom_worker.kvcache.stats import CheckpointCounts
-from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.disk.index import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 

@@ -1,4 +1,5 @@
 """`ChangeLog`: records the changes of the prefix index, in order, until the engine takes them and sends them to routers.
+`PendingChanges`: joins updates that wait for one router into one with their net effect.
 
 The *prefix index* has each cached block's digest, per tier (device, host, disk) and KV cache group. Its *version* is the number of
 changes since start: publishing 3 blocks and evicting 1 raises it from 10 to 14. *Load rates* are the measured costs of computing
@@ -78,3 +79,74 @@ class ChangeLog:
             for group, found in enumerate(groups)
         )
         return KvUpdate(after=self.version, version=self.version, runs=runs, whole=True, rates=self.rates)
+
+
+class PendingChanges:
+    """The changes between the version of one *mirror*, a router's copy of the index, and the present version. Empty until a whole
+    index was added.
+
+    If an update adds a digest and a later one removes it before the router reads either, the joined update does not mention the
+    digest. So even if a router does not read for long, the changes that wait for it are bounded by the size of the index: the
+    digests that its mirror must remove and those that it must add.
+
+    Updates must be added in order and without a gap, as `ChangeLog.take` returns them. An update with the whole index replaces all
+    changes before it.
+    """
+
+    def __init__(self) -> None:
+        self._whole: KvUpdate | None = None  # not taken yet
+        self._has_index = False
+        self._after = 0  # version of the mirror
+        self._version = 0  # version after all added updates
+        # (tier, group) -> digest -> its net change
+        self._by_digest: dict[tuple[int, int], dict[bytes, Literal["added", "removed"]]] = {}
+        self._rates: LoadRates | None = None  # the newest, if the mirror does not have them
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether a whole index waits to be taken."""
+        return self._whole is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the mirror has every change that was added here."""
+        return self._whole is None and self._after == self._version
+
+    def add(self, update: KvUpdate) -> None:
+        """Add the next update. Updates before the first whole index are ignored: a mirror cannot apply changes to nothing."""
+        if update.whole:
+            self._whole, self._has_index = update, True
+            self._by_digest, self._rates = {}, None
+            self._after = self._version = update.version
+        elif self._has_index:
+            assert update.after == self._version
+            self._version = update.version
+            self._rates = update.rates or self._rates
+            for run in update.runs:
+                self._add_run(run)
+
+    def take(self) -> KvUpdate | None:
+        """Return one update that brings the mirror to the present version; None if the mirror has that version.
+
+        Within the update, removals come before additions.
+        """
+        if self.is_empty:
+            return None
+        runs = self._whole.runs if self._whole else ()
+        for (tier, group), by_digest in self._by_digest.items():
+            for action in ("removed", "added"):
+                if digests := tuple(digest for digest, change in by_digest.items() if change == action):
+                    runs += (KvRun(action, group, digests, tier),)
+        rates = self._rates or (self._whole.rates if self._whole else None)
+        update = KvUpdate(
+            after=self._after, version=self._version, runs=runs, whole=self._whole is not None, rates=rates
+        )
+        self._whole, self._by_digest, self._rates, self._after = None, {}, None, self._version
+        return update
+
+    def _add_run(self, run: KvRun) -> None:
+        by_digest = self._by_digest.setdefault((run.tier, run.group), {})
+        for digest in run.digests:
+            # The index adds only digests that it lacks and removes only those that it has, so a second change undoes the first.
+            if by_digest.pop(digest, run.action) == run.action:
+                by_digest[digest] = run.action

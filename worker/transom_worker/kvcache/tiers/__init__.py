@@ -9,7 +9,7 @@ The way of a block through the tiers (a *node* is a boundary of the prefix tree 
     host      Searches find the block's digest in `host_tier`. When a request hits it, `loads` allocates a block on the device,
       |       the ranks copy while steps run, and then searches find the block on the device again. The blocks of a preempted
       |       sequence are copied out and back in the same way, but no other sequence can hit them (`KvCache.swap_out`).
-      |       When the host needs room, nodes are dropped, and `disk.stores` queues copies of their blocks to files.
+      |       When the host needs room, nodes are dropped, and `DiskStores` queues copies of their blocks to files.
     disk      `disk.watch` lists the files, and `disk.index` has their digests. If reading a request's prefix costs less than
       |       computing it, the request is held while `imports` takes host blocks and the ranks read files into them. Then the
       |       prefix is an ordinary hit in the host tier; `KeptImports` protects it until the request is admitted.

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.tiers.host_tier import HostTier
 

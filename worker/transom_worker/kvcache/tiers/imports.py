@@ -21,8 +21,7 @@ from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DISK, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
+from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier

@@ -19,9 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.tiers.host_tier import HostTier
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree

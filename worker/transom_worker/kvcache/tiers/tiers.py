@@ -18,13 +18,12 @@ from collections.abc import Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
 from transom_worker.kvcache.prefix.change_log import ChangeLog
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.stats import HostGroupStats
-from transom_worker.kvcache.tiers.disk.index import DiskIndex
-from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.disk.index import DiskIndex, DiskStores
 from transom_worker.kvcache.tiers.exports import Exports
 from transom_worker.kvcache.tiers.host_tier import HostTier
 from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, MakeRoom, UnlockPrefix

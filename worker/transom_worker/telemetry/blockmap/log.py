@@ -14,8 +14,7 @@ from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
-from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes, WorkerState
 
 MAX_EVENTS = 256
 MAX_ENTRIES = 300

@@ -10,7 +10,7 @@ With a host tier a snapshot also has the *swapped* sequences: they were preempte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from transom_core.clock import steady_time_s
@@ -99,9 +99,10 @@ class SnapshotTaker:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
         if cache.host is not None:
-            sequences += [
-                _swapped(one, one.swapped) for one in scheduler.by_request.values() if one.swapped is not None
-            ]
+            for one in scheduler.by_request.values():
+                if one.swapped is not None:
+                    nothing = [TablePieces(True, 0, 0, []) for _ in one.swapped.tables]
+                    sequences.append(_snapshot(one, one.swapped, nothing, phase=SWAPPED_PHASE))
         present = {sequence.seq_id for sequence in sequences}
         self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
         events, num_dropped = self._log.take()
@@ -124,7 +125,6 @@ class SnapshotTaker:
     def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:
         blocks = sequence.blocks
         assert blocks is not None
-        replays = blocks.processed < blocks.repair.end
         ends = self._ends.get(sequence.seq_id)
         is_new = ends is None
         if ends is None:
@@ -133,18 +133,9 @@ class SnapshotTaker:
         for group, table in enumerate(blocks.tables):
             tables.append(_pieces(table, ends[group], is_new=is_new))
             ends[group] = table.end_block
-        return SequenceSnapshot(
-            seq_id=sequence.seq_id,
-            request_id=sequence.request.request_id,
-            phase=_phase(sequence, blocks.processed, replays=replays),
-            processed=blocks.processed,
-            num_tokens=len(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            replay=(blocks.repair.start, blocks.repair.end) if replays else None,
-            tables=tables,
-            in_host=blocks.load.host_blocks,
-        )
+        replays = blocks.processed < blocks.repair.end
+        snapshot = _snapshot(sequence, blocks, tables, phase=_phase(sequence, blocks.processed, replays=replays))
+        return replace(snapshot, replay=(blocks.repair.start, blocks.repair.end)) if replays else snapshot
 
     def _totals(self, cache: CacheSnapshot) -> dict[str, int]:
         scheduler = self._scheduler
@@ -161,18 +152,19 @@ class SnapshotTaker:
         }
 
 
-def _swapped(sequence: ScheduledSequence, blocks: SequenceBlocks) -> SequenceSnapshot:
-    nothing = [TablePieces(True, 0, 0, []) for _ in blocks.tables]
+def _snapshot(
+    sequence: ScheduledSequence, blocks: SequenceBlocks, tables: list[TablePieces], *, phase: str
+) -> SequenceSnapshot:
     return SequenceSnapshot(
         seq_id=sequence.seq_id,
         request_id=sequence.request.request_id,
-        phase=SWAPPED_PHASE,
+        phase=phase,
         processed=blocks.processed,
         num_tokens=len(sequence.token_ids),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         replay=None,
-        tables=nothing,
+        tables=tables,
         in_host=blocks.load.host_blocks,
     )
 

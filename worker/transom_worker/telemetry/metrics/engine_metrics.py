@@ -11,16 +11,13 @@ from prometheus_client.registry import Collector
 
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
-from transom_worker.telemetry.engine_events import EngineEventSink
-from transom_worker.telemetry.metrics.answers import grammar_families, policy_families
+from transom_worker.telemetry.engine_events import EngineEventSink, WorkerState
 from transom_worker.telemetry.metrics.cache import cache_families
 from transom_worker.telemetry.metrics.identity import Identity
 from transom_worker.telemetry.metrics.ranks import rank_families
-from transom_worker.telemetry.metrics.requests import Requests
+from transom_worker.telemetry.metrics.requests import Requests, Transfers
 from transom_worker.telemetry.metrics.steps import Steps
-from transom_worker.telemetry.metrics.transfers import Transfers
-from transom_worker.telemetry.metrics.work import work_families
-from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.telemetry.metrics.work import grammar_families, policy_families, work_families
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a series to each histogram and counter
 

@@ -1,9 +1,11 @@
-"""Blocks between workers: every pair of 1, 2, 3 and 5 ranks in every format, and what cannot be converted."""
+"""Blocks between workers: every pair of 1, 2, 3 and 5 ranks in every format, what cannot be converted, and which bytes a rank
+takes from which one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.sharding import head_share
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
+from transom_worker.kvcache.tiers.block_format.segments import block_segments
 from transom_worker.planner import cache_groups
 
 RANKS = (1, 2, 3, 5)
@@ -137,3 +140,22 @@ def test_what_cannot_be_converted() -> None:
         with pytest.raises(ValueError, match=message):
             convert_blocks(source, target, group, given)
     assert convert_blocks(mixed, mixed, LATENT, [b""])[0].size == 0
+
+
+def test_neighbours_are_one_segment_and_copies_are_taken_from_several_ranks() -> None:
+    one = shares(1)
+    assert [len(block_segments(one, one, group, 0)) for group in (FULL, LATENT, WINDOW)] == [1, 1, 1]
+    assert [one.rank for one in block_segments(shares(3), shares(2), LATENT, 1)] == [1]
+
+
+@pytest.mark.parametrize("source", RANKS)
+def test_no_byte_is_taken_twice(source: int) -> None:
+    for group in (FULL, LATENT, WINDOW):
+        spans = sorted((at, at + size) for _, _, at, size in block_segments(shares(source), shares(2), group, 1))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_head_that_no_rank_keeps_is_said() -> None:
+    two = shares(2)
+    with pytest.raises(ValueError, match="no rank keeps KV head"):
+        block_segments(replace(two, groups=two.groups[:1], heads=two.heads[:1]), shares(1), FULL, 0)

@@ -1,11 +1,16 @@
-"""Checks what must hold of sequences that wait for a prefix which a running sequence computes or a load brings, after any event."""
+"""Checks what must hold of sequences that wait for a prefix which a running sequence computes or a load brings, after any event;
+and of the scheduler's counts: `WorkModel` tells from plans alone why each token is computed."""
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
 
 from tests.worker.kvcache.cache_model import BLOCK
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, SequenceStatus
+from transom_worker.scheduling.step import StepPlan
 
 
 def check_waiters(scheduler: Scheduler) -> int:
@@ -91,3 +96,49 @@ def check_loads(scheduler: Scheduler) -> None:
         for group, digests in enumerate(load.digests):
             sources = {copy.source for copy in load.copies if copy.group == group}
             assert load.is_void or {host.blocks[group][digest] for digest in digests} <= sources
+
+
+@dataclass
+class Seen:
+    """One request: tokens that it came with, and below which position everything was once there."""
+
+    num_known: int
+    reached: int = 0  # now
+    lost_until: int = 0
+    computed: int = 0  # since it was let in
+
+
+class WorkModel:
+    """Reads plans in order."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+        self.thrown_away = 0  # by preemptions of requests that were let in again
+        self._seen: dict[str, Seen] = {}
+        self._requests: dict[int, str] = {}
+
+    def take(self, plan: StepPlan) -> None:
+        """Count one plan."""
+        for new in plan.new_sequences:
+            self._requests[new.seq_id] = new.request_id
+            seen = self._seen.setdefault(new.request_id, Seen(len(new.token_ids)))
+            seen.lost_until = max(seen.lost_until, seen.reached)
+            self.thrown_away += seen.computed
+            seen.computed = 0
+        for row, seq_id in enumerate(plan.seq_ids):
+            start, end = plan.start[row], plan.start[row] + plan.count[row]
+            seen = self._seen[self._requests[seq_id]]
+            repair_until = max(bounds[row] for bounds in plan.write_from)
+            kinds = Counter(self._phase(position, seen, repair_until) for position in range(start, end))
+            seen.reached = max(seen.reached, end, repair_until)
+            seen.computed += end - start
+            self.tokens += kinds
+            self.rows["decode" if set(kinds) == {"decode"} else "prefill"] += 1
+
+    def _phase(self, position: int, seen: Seen, repair_until: int) -> str:
+        if position < repair_until:
+            return "repair"
+        if position < seen.lost_until:
+            return "recompute"
+        return "prefill" if position < seen.num_known else "decode"

@@ -9,9 +9,7 @@ import pytest
 from transom_core.client_queue import Sharer
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.blocks.copy_queue import CopyQueue
-from transom_worker.kvcache.blocks.load_turns import PIECE_S, WINDOW_S
+from transom_worker.kvcache.blocks.block_copies import PIECE_S, WINDOW_S, BlockCopy, CopyQueue
 
 BLOCK_BYTES = 1000
 PIECE_BLOCKS = 10  # by these rates, a piece has this many blocks
@@ -40,7 +38,7 @@ def test_a_load_has_ended_when_all_its_pieces_have(copies: CopyQueue) -> None:
     sent = pieces(copies)
     assert (len(sent), sent[0]) == (3, ticket)
     assert copies.ended([sent[1], sent[0]], [0.25, 0.5], []) == ([], [], [])
-    assert copies.ended([99], [1.0], [98]) == ([], [], [])  # of nobody
+    assert copies.ended([99], [1.0], [98]) == ([], [], [])  # tickets of no load
     assert copies.ended([sent[2]], [1.0], []) == ([ticket], [1.75], [])
 
 
