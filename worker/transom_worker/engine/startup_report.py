@@ -33,7 +33,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transf
     disk tiers, and, if the worker `transfers`, how KV blocks come from other workers."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
-    each = " on each rank" if info.ranks else ""
+    each = " on each rank" if len(info.ranks) > 1 else ""
     lines = [
         f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
         f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
@@ -66,7 +66,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transf
 
 def _rank_lines(info: ExecutorInfo) -> list[str]:
     """Return a line for each rank with its shard of the model, its memory and its process; no lines for a single rank."""
-    if not info.ranks:
+    if len(info.ranks) < 2:
         return []
     lines = [
         f"{held}; weights {_mib(rank.memory.weight_bytes)}; process {rank.process_id} on {rank.ip}"

@@ -5,6 +5,7 @@ killed. `messages` lists, in order, the messages that a rank exchanges with the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import Any
 
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.contract import ErrorInfo
-from transom_core.errors import StepFailed, TransomError
+from transom_core.errors import OutOfMemory, StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
 from transom_worker.execution.loss_causes import cause_of_error
@@ -152,6 +153,8 @@ class _Rank:
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
             self._runner = setup.allocate(message.pool_bytes, message.contents)
+        gc.collect()
+        gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._channel.send(self._runner.info)
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
@@ -163,10 +166,10 @@ class _Rank:
     def _next_message(self) -> Any:
         """Wait for the next message. Meanwhile, finish the launched step when the device has computed it."""
         while self._launched is not None:
-            if self._channel.has_message():
-                break
-            if self._launched.is_done:
+            if self._launched.is_done:  # before the next launch, during which the executor can work on the result
                 self._finish_launched()
+            elif self._channel.has_message():
+                break
             else:
                 time.sleep(POLL_S)
         return self._channel.receive()
@@ -176,14 +179,16 @@ class _Rank:
         If the launch itself will wait for the device, the plan before it is finished first, so that its result is not late.
 
         After a step that fails before its first collective, the rank can go on, and sends the reason after the results of earlier
-        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank.
+        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank. A single
+        rank that is out of memory can always go on.
         """
         if self._launched is not None and self._runner.waits_in_launch(step.plan):
             self._finish_launched()
         try:
             launched = self._runner.launch(step.plan)
         except Exception as error:
-            if self._runner.was_committed:
+            goes_on = self._setup.size == 1 and isinstance(error, OutOfMemory)
+            if self._runner.was_committed and not goes_on:
                 raise
             self._finish_launched()
             self._epoch += 1
