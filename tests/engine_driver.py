@@ -148,13 +148,15 @@ class OnThread:
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Whole]:
-    """Run requests together to their ends; nothing may be left of them."""
+    """Run requests together to their ends, as `EngineThread` does; nothing may be left of them."""
     answers = {request.request_id: Whole() for request in requests}
     resumed = {request.request_id: len(request.resumed_output_ids) for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work:
-        for event in engine.step():
+        events: list[OutputEvent] = []
+        events += engine.step(events.extend)
+        for event in events:
             answers[event.request_id].add(event, first_position=resumed[event.request_id])
     assert all(whole.finish_reason for whole in answers.values())
     assert num_active(engine) == 0

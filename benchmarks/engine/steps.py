@@ -34,7 +34,8 @@ class Steps:
 
     def step(self) -> list[OutputEvent]:
         """The events of one step. A step that failed ends the engine and tells its requests so."""
-        events = self.engine.step()
+        events: list[OutputEvent] = []
+        events += self.engine.step(events.extend)
         for event in events:
             if event.error is not None:
                 raise RuntimeError(f"{event.request_id}: {event.error}")

@@ -1,4 +1,4 @@
-"""One of several ranks on a simulated device, in a process of its own; `host_gaps` starts it instead of `ranks.rank_main`.
+"""A rank on a simulated device, in a process of its own; `host_gaps` starts it instead of `ranks.rank_main`.
 
 Rank 0 does all that a rank does, but for the collectives. The other ranks would do the same at the same time on cores of their
 own. Here they only receive what the executor sends, so that they leave the cores to the engine and to rank 0.
@@ -47,9 +47,10 @@ class FirstRank(_Rank):
 
     def _connect(self) -> Load:
         message = self._channel.receive()
-        assert isinstance(message, OpenRendezvous)
-        self._channel.send(RendezvousOpened("none"))
-        load: Load = self._channel.receive()
+        if isinstance(message, OpenRendezvous):
+            self._channel.send(RendezvousOpened("none"))
+            message = self._channel.receive()
+        load: Load = message
         self._comm = NoExchange(self._setup.size)
         return load
 

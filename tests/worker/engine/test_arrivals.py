@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from tests.engine_driver import WAIT_S, OnThread, make_request
 from tests.worker.conftest import Start
@@ -107,9 +108,9 @@ def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(start: St
         order.append("add")
         add(request, **options)  # type: ignore[arg-type]
 
-    def noted_step() -> object:
+    def noted_step(*deliver: Any) -> object:
         order.append("step")
-        return step()
+        return step(*deliver)
 
     engine.add, engine.step = noted_add, noted_step  # type: ignore[method-assign, assignment]
     on_thread = OnThread(engine)

@@ -16,7 +16,7 @@ from tests.device_ahead import AheadExecutor
 from tests.engine_driver import Whole, are_close, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_logits
 from tests.worker.conftest import Start
-from transom_core.contract import HeavyPolicy, LogprobTable, Request, WindowPolicy
+from transom_core.contract import HeavyPolicy, LogprobTable, OutputEvent, Request, WindowPolicy
 from transom_worker.engine.engine import Engine
 
 TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
@@ -118,6 +118,32 @@ def test_nothing_waits_between_the_launches_of_plain_steps(start: Start) -> None
     log = executor.queue.log
     assert log[:2] == ["launched", "launched"]
     assert log[1:] == ["launched", "waited"] * (len(log) // 2 - 1) + ["waited"]
+
+
+def test_the_device_has_the_next_step_before_the_events_of_this_one_are_made(start: Start) -> None:
+    """One message a step, with the tokens that end requests, too; nothing is held back when nothing is left to compute."""
+    engine = start(steps_in_flight=2, executor=AheadExecutor)
+    assert isinstance(engine.executor, AheadExecutor)
+    log, tokens = engine.executor.queue.log, dict.fromkeys("01234", 0)
+
+    def deliver(events: list[OutputEvent]) -> None:
+        log.append("delivered")
+        for event in events:
+            tokens[event.request_id] += len(event.token_ids)
+
+    for i, prompt in enumerate(SHORT_PROMPTS):
+        engine.add(make_request(str(i), prompt, max_tokens=3 + 2 * i))
+    while engine.has_work:
+        for event in engine.step(deliver):
+            tokens[event.request_id] += len(event.token_ids)
+    assert list(tokens.values()) == [3, 5, 7, 9, 11]
+    assert log == [
+        "launched",
+        *["launched", "waited"] * 1,
+        *["launched", "delivered", "waited"] * 9,
+        "delivered",
+        "waited",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_a_thread_that_fails_ends_every_request_with_an_error(
     def fail(*_: object) -> None:
         raise AssertionError("an invariant is broken")
 
-    monkeypatch.setattr(harness.engine, "step", list)  # makes no event, so that the request still runs then
+    monkeypatch.setattr(harness.engine, "step", lambda *_: [])  # makes no event, so that the request still runs then
     monkeypatch.setattr(harness.engine, failing, fail)
     harness.thread.submit([make_request("running", [5, 6], max_tokens=1000)])
     harness.thread.abort(["anything"])
@@ -121,11 +122,11 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
 
     num_steps, asleep, step = [0], threading.Event(), engine.step
 
-    def counted() -> list[OutputEvent]:
+    def counted(*deliver: Any) -> list[OutputEvent]:
         num_steps[0] += 1
-        return step()
+        return step(*deliver)
 
-    engine.step = counted  # type: ignore[method-assign]
+    engine.step = counted  # type: ignore[method-assign, assignment]
     harness = OnThread(engine)
     thread, sleep = harness.thread, harness.thread._sleep
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 from transom_core.clock import steady_time_s
@@ -135,6 +136,9 @@ class Engine:
         self.clock = clock
         self._deadlines = Deadlines(self.requests)
         self._ready: list[OutputEvent] = []  # events that the next call of `step` returns
+        # New tokens that cannot end their requests, and when they came: `_step` makes their events when it has submitted a plan.
+        self._later: list[tuple[RunningRequest, SequenceOutput]] = []
+        self._later_s = 0.0
         self._rates = StepRates()
         self._num_out_of_memory = 0  # steps in a row
         self._made_no_plan = False  # the last step computed nothing
@@ -277,8 +281,12 @@ class Engine:
 
     # The step loop
 
-    def step(self) -> list[OutputEvent]:
+    def step(self, deliver: Callable[[list[OutputEvent]], None] | None = None) -> list[OutputEvent]:
         """Run until one result has arrived, or nothing can run; return the events of that step.
+
+        With two steps in flight the ranks compute one plan while the engine handles a result and makes the next plan, and they
+        must not wait for that. So if `deliver` is given, the events that do not decide about that plan are made after it, and
+        most events are passed to `deliver` then, in the next call, instead of being returned.
 
         A failing step ends the engine: every request gets an error event, and `add` refuses from then on. A step that runs out of
         memory ends the request that asked for the most, and the others are computed again. When a rank is lost,
@@ -291,7 +299,7 @@ class Engine:
         try:
             if self.is_restarting:
                 self._restart_ranks()
-            self._step(events)
+            self._step(events, deliver if (self.config.scheduler.steps_in_flight or 1) > 1 else None)
         except OutOfMemory as error:
             events += self._run_out_of_memory(error)
         except RankLost as error:
@@ -300,7 +308,7 @@ class Engine:
             events += self.fail(error)
         return events
 
-    def _step(self, events: list[OutputEvent]) -> None:
+    def _step(self, events: list[OutputEvent], deliver: Callable[[list[OutputEvent]], None] | None) -> None:
         """Run one step. It adds its events to `events` one by one, so that a failure in the middle loses none of them."""
         begin_s = time.perf_counter()
         self.executor.check()
@@ -309,6 +317,13 @@ class Engine:
             self._disk.take_news()
         self._fill()
         self._kept_imports.end_admitted()
+        filled_s = time.perf_counter()
+        if self._later:
+            later, self._later = self._later, []
+            self._advance(later, events, self._later_s)
+        if deliver is not None and events:
+            deliver([*events])
+            events.clear()
         if not self.scheduler.steps_in_flight:
             self.publish()
             self._made_no_plan = True
@@ -325,13 +340,22 @@ class Engine:
         self.forward_s += result.timings.forward_s
         now_s = self.clock()
         self._rates.stepped(plan.num_tokens, len(plan.seq_ids), received_s - begin_s, now_s=now_s)
-        self._advance(outputs, events, now_s)
+        pairs = [(self.requests[one.request_id], one) for one in outputs if one.request_id in self.requests]
+        if deliver is not None:
+            may_end = [running.may_end(output) for running, output in pairs]
+            self._later_s, self._later = now_s, [pair for pair, may in zip(pairs, may_end, strict=True) if not may]
+            pairs = [*compress(pairs, may_end)]
+        self._advance(pairs, events, now_s)
         self._compute_masks(outputs, events)
         end_s = time.perf_counter()
-        times = EngineStepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
+        output_s = scheduled_s - filled_s + end_s - received_s
+        times = EngineStepTimes(filled_s - begin_s, received_s - scheduled_s, output_s)
         self.events.stepped(result.timings, times)
         if end_s - self._published_s > PUBLISH_PERIOD_S or not self.requests:
             self.publish()
+        if deliver is not None and self.scheduler.steps_in_flight:
+            self._ready += events  # they go out with the others of this step
+            events.clear()
 
     def _fill(self) -> None:
         """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan.
@@ -345,12 +369,13 @@ class Engine:
             self.executor.submit(plan)
             self._report_plan(plan)
 
-    def _advance(self, outputs: list[SequenceOutput], events: list[OutputEvent], now_s: float) -> None:
+    def _advance(
+        self, pairs: list[tuple[RunningRequest, SequenceOutput]], events: list[OutputEvent], now_s: float
+    ) -> None:
         """Add the sampled tokens to their requests, some of which end with them, and the events of both to `events`."""
         decoding: list[RequestTimes] = []  # of the requests whose token is not reported yet
-        for output in outputs:
-            running = self.requests.get(output.request_id)
-            if running is None:
+        for running, output in pairs:
+            if self.requests.get(output.request_id) is not running:  # it ended after the token was sampled
                 continue
             try:
                 event = running.token_event(output)
@@ -426,7 +451,8 @@ class Engine:
         if not isinstance(reason, WorkerLost):
             cause = reason.loss_cause if isinstance(reason, StepFailed) else "exception"
             reason = EngineDead(f"The worker's engine has ended: {reason}", loss_cause=cause)
-        return self._end_all_with_error(reason)
+        ready, self._ready = self._ready, []
+        return ready + self._end_all_with_error(reason)
 
     def _run_out_of_memory(self, error: OutOfMemory) -> list[OutputEvent]:
         """End the request that asked for the most in the failed step; the scheduler computes the others again.

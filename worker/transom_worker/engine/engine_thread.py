@@ -169,7 +169,7 @@ class EngineThread:
             self._arrivals.next_turn()
             self._run_commands()
             if self._engine.has_work:
-                self._deliver_news(self._engine.step())
+                self._deliver_news(self._engine.step(self._deliver_news))
                 if self._arrivals.is_busy:
                     continue
                 if blocked_s := self._engine.blocked_s:

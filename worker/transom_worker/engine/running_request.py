@@ -53,6 +53,7 @@ class RunningRequest:
         self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._looks_at_text = bool(params.stop) or request.prefill_only  # so any token may end it here
         self.grammar: GrammarMatcher | None = None  # it has consumed the output so far
         # What must end before the request may be admitted: a fetch, a load from the disk, compiling, or its group's arrival.
         self.num_holds = 0
@@ -79,6 +80,16 @@ class RunningRequest:
     def end_by_grammar(self) -> None:
         """End the request between two tokens, since its grammar allows no further token; `end_event` has the held-back text."""
         self._end_text = self._last_text("", "stop", None)
+
+    def may_end(self, output: SequenceOutput) -> bool:
+        """Return whether this token may end the request; also True for a first token, whose event says more than others."""
+        return (
+            output.token_id in self._end_token_ids
+            or self.num_output_tokens + 1 >= self._max_tokens
+            or output.is_first
+            or self._looks_at_text
+            or self.grammar is not None
+        )
 
     def token_event(self, output: SequenceOutput) -> OutputEvent:
         """Return the event of one new token, which may end the request.

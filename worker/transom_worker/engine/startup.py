@@ -81,8 +81,10 @@ def resolve_for_device(config: EngineConfig) -> EngineConfig:
     if model.device == "cuda":
         gpus = visible_gpus(read_driver(), {} if are_actors else os.environ)
         gpu_bytes = min((int(gpu.memory_bytes * config.cache.gpu_share) for gpu in gpus), default=0)
+    if ranks.rank_process is None:
+        ranks = replace(ranks, rank_process=model.device == "cuda")
     defaults = batch_defaults(gpu_bytes, num_ranks=ranks.size)
-    return replace(config, model=model, scheduler=with_defaults(config.scheduler, defaults))
+    return replace(config, model=model, ranks=ranks, scheduler=with_defaults(config.scheduler, defaults))
 
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
@@ -108,7 +110,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transf
     """
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
-    each = " on each rank" if info.ranks else ""
+    each = " on each rank" if len(info.ranks) > 1 else ""
     lines = [
         f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
         f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
@@ -141,7 +143,7 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transf
 
 def _rank_lines(info: ExecutorInfo) -> list[str]:
     """Return a line for each rank with its shard of the model, its memory and its process; no lines for a single rank."""
-    if not info.ranks:
+    if len(info.ranks) < 2:
         return []
     lines = [
         f"{held}; weights {_mib(rank.memory.weight_bytes)}; process {rank.process_id} on {rank.ip}"

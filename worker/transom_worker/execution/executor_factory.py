@@ -7,14 +7,15 @@ from transom_worker.execution.executor import Executor
 
 
 def create_executor(config: EngineConfig) -> Executor:
-    """Return the executor for a config: one rank in this process, or several ranks in processes or Ray actors of their own."""
-    if config.ranks.size == 1:
+    """Return the executor for a config: one rank in this process or a process of its own, or several in processes or Ray
+    actors."""
+    if not config.ranks.have_processes:
         from transom_worker.execution.local_executor import LocalExecutor
 
         return LocalExecutor(config)
     from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
-    if config.ranks.launcher == "ray":
+    if config.ranks.size > 1 and config.ranks.launcher == "ray":
         from transom_worker.execution.ranks.actor_launcher import RankActors
 
         return RanksExecutor(config, RankActors)

@@ -435,9 +435,10 @@ class KvCache:
         """Return `needs[group]` blocks of each group on the device, if possible after block `near[group]`; None if memory is short
         (`extend`).
         """
-        if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
-            return None
-        if self.allocator.pages_needed(needs) is None:
+        if reserve:  # what fits with the reserve fits without it, too
+            if self.allocator.pages_needed([need + reserve for need in needs]) is None:
+                return None
+        elif self.allocator.pages_needed(needs) is None:
             if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
                 return None
             # `clear` moves active blocks only, so nothing may stay cached in the pages that it clears.

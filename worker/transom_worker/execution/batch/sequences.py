@@ -8,7 +8,7 @@ Legend: B sequences of a step, T tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ class SequenceStore:
         self._num_rows = max_num_seqs
         # By row: the tokens of the introduction, all tokens, and the last one of these if it came later.
         self._num_given, self._num_tokens, self._newest = np.zeros((3, max_num_seqs), dtype=np.int64)
+        # The last ids that were looked up, their sequences and rows: the steps of a batch that only decodes have the same.
+        self._last: tuple[list[int], list[SequenceTokens], Ints] = ([], [], np.empty(0, dtype=np.int64))
 
     def __getitem__(self, seq_id: int) -> SequenceTokens:
         try:
@@ -49,33 +51,36 @@ class SequenceStore:
         except KeyError:
             raise ValueError(f"A plan names sequence {seq_id}, which was never given or has finished.") from None
 
-    def all_of(self, seq_ids: Iterable[int]) -> list[SequenceTokens]:
-        """Return these sequences. Raises ValueError, as `[]` does."""
-        try:
-            return list(map(self._sequences.__getitem__, seq_ids))
-        except KeyError as error:
-            return [self[error.args[0]]]  # raises
+    def all_of(self, seq_ids: list[int]) -> tuple[list[SequenceTokens], Ints]:
+        """Return these sequences and their rows, [B]. Raises ValueError, as `[]` does."""
+        if self._last[0] != seq_ids:
+            try:
+                sequences = list(map(self._sequences.__getitem__, seq_ids))
+            except KeyError as error:
+                sequences = [self[error.args[0]]]  # raises
+            self._last = (seq_ids, sequences, np.array([sequence.row for sequence in sequences], dtype=np.int64))
+        return self._last[1:]
 
-    def append(self, seq_ids: Iterable[int], positions_B: Ints, token_ids_B: Ints) -> None:
+    def append(self, seq_ids: list[int], positions_B: Ints, token_ids_B: Ints) -> None:
         """Store each sequence's new token, or its stand-in (`device_queue.in_row`), at its position.
 
         Raises:
             ValueError: a position is not the next one.
         """
-        rows = rows_of(self.all_of(seq_ids))
+        rows = self.all_of(seq_ids)[1]
         if (wrong := np.flatnonzero(positions_B != self._num_tokens[rows])).size:
             known = self._num_tokens[rows[wrong[0]]]
             raise ValueError(f"A plan gives a token at {positions_B[wrong[0]]}; {known} are known.")
         self._newest[rows] = token_ids_B
         self._num_tokens[rows] += 1
 
-    def token_ids(self, sequences: Sequence[SequenceTokens], start_B: Ints, end_B: Ints) -> Ints:
-        """Return the tokens at positions [start, end) of each sequence, [T].
+    def token_ids(self, seq_ids: list[int], start_B: Ints, end_B: Ints) -> Ints:
+        """Return the tokens at positions [start, end) of each of these sequences, [T].
 
         Raises:
             ValueError: the rank does not have all of these tokens, or not any more.
         """
-        rows, offset_B = rows_of(sequences), np.cumsum(end_B - start_B)
+        (sequences, rows), offset_B = self.all_of(seq_ids), np.cumsum(end_B - start_B)
         num_given, num_tokens = self._num_given[rows], self._num_tokens[rows]
         is_new = end_B > num_given  # the row ends with the newest token
         wrong = np.flatnonzero(is_new & ((end_B != num_tokens) | (end_B - 1 > np.maximum(start_B, num_given))))
@@ -110,6 +115,7 @@ class SequenceStore:
         """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
+            self._last = ([], [], self._last[2][:0])
             for tables in self.tables:
                 tables.clear(sequence.row)
             self._free_rows.append(sequence.row)
@@ -150,8 +156,3 @@ class SequenceStore:
         self._num_given, self._num_tokens, self._newest = np.concatenate([numbers, np.zeros_like(numbers)], axis=1)
         self._free_rows = list(range(2 * self._num_rows - 1, self._num_rows - 1, -1))
         self._num_rows *= 2
-
-
-def rows_of(sequences: Sequence[SequenceTokens]) -> Ints:
-    """Return each sequence's row, [B]."""
-    return np.array([sequence.row for sequence in sequences], dtype=np.int64)

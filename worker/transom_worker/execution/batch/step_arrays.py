@@ -19,7 +19,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
 from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.execution.batch.policy_arrays import PolicyArrays, policy_arrays, slots_of
-from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens, rows_of
+from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
 from transom_worker.scheduling.step import StepPlan
 
 Ints = NDArray[np.int64]
@@ -102,10 +102,9 @@ def step_arrays(
     Raises:
         ValueError: a token that is to be written has no block.
     """
-    sequences = store.all_of(plan.seq_ids)
-    table_rows = rows_of(sequences)
+    sequences, table_rows = store.all_of(plan.seq_ids)
     rows = row_ranges(plan.start, plan.count)
-    token_ids = store.token_ids(sequences, rows.start, rows.start + rows.count)
+    token_ids = store.token_ids(plan.seq_ids, rows.start, rows.start + rows.count)
     arrays = StepArrays(token_ids=token_ids, rows=rows, logit_rows=_logit_rows(plan, rows), groups=())
     arrays.has_policies = any([sequence.compact is not None for sequence in sequences])
     if arrays.has_policies:

@@ -3,7 +3,7 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
 
     rank                     executor
     Hello               ->                    the rank's process runs, on this host
-                        <-  OpenRendezvous    to the first rank only: open a rendezvous for ranks on these hosts
+                        <-  OpenRendezvous    to the first of several ranks only: open a rendezvous for ranks on these hosts
     RendezvousOpened    ->
                         <-  Load              connect to the other ranks there, and load this rank's part of the weights
     LoadProgress ...    ->

@@ -5,6 +5,7 @@ killed. `messages` lists, in order, the messages that a rank exchanges with the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import Any
 
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.contract import ErrorInfo
-from transom_core.errors import StepFailed, TransomError
+from transom_core.errors import OutOfMemory, StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
 from transom_worker.execution.loss_causes import cause_of_error
@@ -50,7 +51,7 @@ from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_
 
 logger = logging.getLogger("transom.worker")
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 USAGE_PERIOD_S = 1.0
 POLL_S = 5e-5  # between two checks of the device and the executor's messages; a step takes some milliseconds
 # Ranks that wait in a collective give up after this share of the step timeout, so that they report which rank hangs before the
@@ -66,6 +67,8 @@ def run_rank(setup: RankSetup, *, ip: str) -> None:
     about = {"worker": setup.worker, "rank": setup.rank}
     show_all_logs(setup.config.log_format, f"rank/{setup.rank}", about)
     channel = RankChannel(setup)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # ns; by default every sleep of `POLL_S` takes 50 us more
     rank = _Rank(setup, channel, ip)
     try:
         rank.run()
@@ -152,6 +155,8 @@ class _Rank:
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
             self._runner = setup.allocate(message.pool_bytes, message.contents)
+        gc.collect()
+        gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._channel.send(self._runner.info)
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
@@ -163,10 +168,10 @@ class _Rank:
     def _next_message(self) -> Any:
         """Wait for the next message. Meanwhile, finish the launched step when the device has computed it."""
         while self._launched is not None:
-            if self._channel.has_message():
-                break
-            if self._launched.is_done:
+            if self._launched.is_done:  # before the next launch, during which the executor can work on the result
                 self._finish_launched()
+            elif self._channel.has_message():
+                break
             else:
                 time.sleep(POLL_S)
         return self._channel.receive()
@@ -176,14 +181,16 @@ class _Rank:
         If the launch itself will wait for the device, the plan before it is finished first, so that its result is not late.
 
         After a step that fails before its first collective, the rank can go on, and sends the reason after the results of earlier
-        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank.
+        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank. A single
+        rank that is out of memory can always go on.
         """
         if self._launched is not None and self._runner.waits_in_launch(step.plan):
             self._finish_launched()
         try:
             launched = self._runner.launch(step.plan)
         except Exception as error:
-            if self._runner.was_committed:
+            goes_on = self._setup.size == 1 and isinstance(error, OutOfMemory)
+            if self._runner.was_committed and not goes_on:
                 raise
             self._finish_launched()
             self._epoch += 1

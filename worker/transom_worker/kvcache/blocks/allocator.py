@@ -49,7 +49,10 @@ class BlockAllocator:
     @property
     def usable_pages(self) -> int:
         """Pages without an active block."""
-        return self._arena.num_free + sum(len(pool.idle_pages) for pool in self._pools)
+        num_pages = self._arena.num_free
+        for pool in self._pools:
+            num_pages += len(pool.idle_pages)
+        return num_pages
 
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
         """Return the usable pages that each group must take to get `num_blocks[group]` more blocks; None if there are too few
@@ -109,10 +112,12 @@ class BlockAllocator:
         This only saves time. Return the pages, at most `max_pages`; none if `_next` would or might prefer a free block of another
         page.
         """
+        if count <= pool.blocks_per_page:  # `_next` leases a single page as well
+            return range(0)
         num_pages = min(max_pages, -(-count // pool.blocks_per_page), self._arena.num_free)
         if pool.slack:  # stop before usable pages become scarce: then slack is preferred
             num_pages = min(num_pages, self.usable_pages - self._arena.num_pages // _SCARCE_FRACTION)
-        if num_pages <= 1:  # `_next` leases a single page as well
+        if num_pages <= 1:
             return range(0)
         if near is None:
             return self._arena.lease_run(pool.group, num_pages)
