@@ -27,7 +27,6 @@ with 10,000 words takes 4 MiB.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import resource
 import sys
@@ -45,6 +44,7 @@ from transom_core.grammar.compile_grammar import MAX_GRAMMAR_BYTES, compile_gram
 from transom_core.grammar.compiler import MAX_COMPILED_BYTES
 from transom_core.grammar.vocabulary import GrammarVocabulary
 from transom_core.limited_children import LimitedChildren, Message, Respond
+from transom_core.machine.host_memory import return_freed_memory
 from transom_core.text.tokenizer import Tokenizer
 
 CPU_S = 5.0  # for one grammar; an object with 5,000 optional properties takes 1.7 s
@@ -224,8 +224,6 @@ def prepare(first: Message) -> Respond:
 
 def _resident_bytes() -> int:
     """Return the bytes of memory that this process uses, without what malloc keeps for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    return_freed_memory()
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
