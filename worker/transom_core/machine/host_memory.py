@@ -51,8 +51,8 @@ def available_host_bytes() -> int:
 
 
 def keep_little_freed_memory() -> None:
-    """Have malloc keep at most `KEPT_BYTES` of freed memory above the last chunk in use of each arena, instead of up to 64 MiB; does
-    nothing without glibc's malloc. Each thread may have an arena."""
+    """Have malloc keep at most `KEPT_BYTES` of freed memory above the last chunk in use of each arena, instead of up to 64 MiB.
+    Each thread may have an arena. Without glibc's malloc this does nothing."""
     if (set_option := getattr(_LIBC, "mallopt", None)) is not None:
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)  # larger chunks return to the kernel when they are freed
