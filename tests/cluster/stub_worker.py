@@ -229,7 +229,7 @@ class StubWorker:
             raise ConnectionError("no worker")
         return self.metrics if isinstance(self.metrics, str) else self.metrics(openmetrics)
 
-    async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+    async def watch_blocks(self, router_id: str, period_s: float) -> AsyncGenerator[bytes, None]:
         self.watch_periods_s.append(period_s)
         self._notify()
         if self.watch_failure is not None:
