@@ -74,11 +74,21 @@ class Verdict(NamedTuple):
     problem: str
     num_bytes: int
 
+    def apply(self, grammar: str, *, param: str | None) -> CheckedGrammar:
+        """Return the grammar, of which this is the verdict, with its size.
+
+        Raises:
+            RequestError: the grammar cannot be used. `param` is the request field that the error names.
+        """
+        if self.problem:
+            raise RequestError(self.problem, param=param)
+        return CheckedGrammar(grammar, self.num_bytes)
+
 
 class GrammarChecker:
     """Checks grammars in child processes; any thread may call it.
 
-    `check` waits for a child, so an event loop may call it only if `is_known` says that the verdict is cached. The first check
+    `check` waits for a child, so an event loop uses `known` first and calls `check` on a thread. The first check
     starts a child, which takes a second or two to read the vocabulary; `warm_up` does that before there are requests.
     """
 
@@ -113,10 +123,10 @@ class GrammarChecker:
         if not self._children.pids:
             self.check('start: "a"')
 
-    def is_known(self, grammar: str) -> bool:
-        """Return whether the verdict is cached, so that `check` returns at once."""
+    def known(self, grammar: str) -> Verdict | None:
+        """Return the cached verdict on a grammar, without waiting; None if there is none."""
         with self._lock:
-            return self.kept.get(_digest(grammar)) is not None
+            return self.kept.get(_digest(grammar))
 
     def is_patient(self, client: str) -> bool:
         """Return whether a client's next check should be a patient task (`limited_children`)."""
@@ -150,9 +160,7 @@ class GrammarChecker:
             finally:
                 with self._lock:
                     self._asking.pop((digest, is_patient)).set()
-        if verdict.problem:
-            raise RequestError(verdict.problem, param=param)
-        return CheckedGrammar(grammar, verdict.num_bytes)
+        return verdict.apply(grammar, param=param)
 
     def close(self) -> None:
         """End the child processes; idempotent."""
