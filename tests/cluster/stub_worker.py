@@ -25,7 +25,7 @@ from transom_core.contract import (
 from transom_core.contract.kv_events import CacheShape, KvUpdate
 from transom_core.errors import LossCause, Overloaded, WorkerLost
 from transom_core.fair_cache import FairCache
-from transom_core.grammar import CheckedGrammar
+from transom_core.grammar.checker import Verdict
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.text.chat_template import Prompt
 
@@ -93,15 +93,12 @@ class ByteTokenizer:
 
 
 class AnyGrammar:
-    """Finds nothing wrong with grammars."""
+    """Knows that nothing is wrong with any grammar. It has no `check`, which may wait for a child process."""
 
     kept: FairCache[bytes, str] = FairCache(1 << 20)
 
-    def is_known(self, grammar: str) -> bool:
-        return True
-
-    def check(self, grammar: str, *, param: str | None, client: str = "") -> CheckedGrammar:
-        return CheckedGrammar(grammar, 1 << 20)
+    def known(self, grammar: str) -> Verdict:
+        return Verdict("", 1 << 20)
 
     def close(self) -> None:
         pass
@@ -229,7 +226,7 @@ class StubWorker:
             raise ConnectionError("no worker")
         return self.metrics if isinstance(self.metrics, str) else self.metrics(openmetrics)
 
-    async def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
+    async def watch_blocks(self, router_id: str, period_s: float) -> AsyncGenerator[bytes, None]:
         self.watch_periods_s.append(period_s)
         self._notify()
         if self.watch_failure is not None:

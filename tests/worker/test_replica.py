@@ -224,16 +224,22 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
 async def test_a_router_that_was_killed_leaves_no_stream_and_no_request(
     replica: WorkerReplica, executor: HookedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody closes its stream, which is read on as Ray does. A call, if only of no request, shows that a router is there."""
+    """Nobody closes its streams, which are read on as Ray does. A call, if only of no request, shows that a router is there."""
     monkeypatch.setattr("transom_worker.engine.router_outbox.SILENT_ROUTER_S", 1.0)
     monkeypatch.setattr("transom_worker.engine.router_outbox.HEARTBEAT_S", 0.05)
     async with opened(replica, "living") as living, opened(replica, "killed") as killed:
+        frames = replica.watch_blocks("killed", 0.1)
+        assert await anext(frames)
         with held(executor, after_steps=2):
             assert await replica.submit("killed", [request("left", max_tokens=400)]) == [None]
             async with asyncio.timeout(60):
                 async for _ in killed:
                     await replica.abort("living", [])
         assert replica.num_requests == 0
+        async with asyncio.timeout(60):
+            async for _ in frames:
+                pass
+        assert not replica.block_map._watchers
         assert await replica.submit("living", [request("more", max_tokens=2)]) == [None]
         await collect(living, {"more"})
     assert num_active(replica.engine) == 0

@@ -229,10 +229,13 @@ class WorkerReplica:
         """
         return self.engine.timelines.events_of(request_id)
 
-    async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
-        """Stream frames of the live block map; the first one has all blocks. docs/block_map.md has the format."""
+    async def watch_blocks(self, router_id: str, period_s: float) -> AsyncIterator[bytes]:
+        """Stream frames of the live block map while the router's event stream is open; the first one has all blocks.
+        docs/block_map.md has the format."""
         async with contextlib.aclosing(self.block_map.watch(period_s)) as frames:
             async for frame in frames:
+                if router_id not in self._outboxes:
+                    return  # the router was killed: Ray reads on, and its watchers would use up the places of others
                 yield frame
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:

@@ -83,9 +83,17 @@ class Feed:
     """Reads the frames of one worker until its task is cancelled."""
 
     def __init__(
-        self, worker: str, client: WorkerClient, outbox: Outbox, *, period_s: float, timings: RouterTimings
+        self,
+        worker: str,
+        client: WorkerClient,
+        outbox: Outbox,
+        *,
+        router_id: str,
+        period_s: float,
+        timings: RouterTimings,
     ) -> None:
         self._worker = worker
+        self._router_id = router_id
         self._client = client
         self._outbox = outbox
         self._period_s = period_s
@@ -114,7 +122,7 @@ class Feed:
         Raises:
             ConnectionError: the stream ended. Any other error that breaks the stream is raised unchanged.
         """
-        async with contextlib.aclosing(self._client.watch_blocks(self._period_s)) as frames:
+        async with contextlib.aclosing(self._client.watch_blocks(self._router_id, self._period_s)) as frames:
             async for frame in frames:
                 if self._outbox.is_full(self._worker):
                     return

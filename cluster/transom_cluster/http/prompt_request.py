@@ -168,11 +168,10 @@ class PromptRequest:
         grammar = await self.threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
         if grammar is None:
             return None
-        check = functools.partial(
-            checker.check, grammar, param=options.message_param or "tools", client=self.state.sharer
-        )
-        if checker.is_known(grammar):
-            return check()
+        param = options.message_param or "tools"
+        if (verdict := checker.known(grammar)) is not None:
+            return verdict.apply(grammar, param=param)
+        check = functools.partial(checker.check, grammar, param=param, client=self.state.sharer)
         return await self.threads.check(check, is_patient=functools.partial(checker.is_patient, self.state.sharer))
 
     async def engine_requests(

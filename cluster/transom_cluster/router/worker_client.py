@@ -38,8 +38,9 @@ class WorkerClient(Protocol):
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         """Return the worker's metrics page in Prometheus' text format, or in OpenMetrics' format, which has exemplars."""
 
-    def watch_blocks(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """Yield frames of the live block map (docs/block_map.md) every `period_s`: first one with all blocks, then the changes."""
+    def watch_blocks(self, router_id: str, period_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield frames of the live block map (docs/block_map.md) every `period_s`: first one with all blocks, then the changes.
+        They end with the router's event stream."""
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Return the present content of one block of a tier ("device" or "host") as JSON values, for the block map's page."""

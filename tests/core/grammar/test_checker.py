@@ -73,7 +73,7 @@ def test_what_asks_too_much_is_refused(hasty: GrammarChecker, name: str) -> None
         hasty.check(grammar(TOO_MUCH[name]), param="response_format")
     assert caught.value.param == "response_format"
     assert len(str(caught.value)) < 1000
-    assert hasty.is_known(grammar(TOO_MUCH[name]))
+    assert hasty.known(grammar(TOO_MUCH[name]))
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -89,11 +89,11 @@ def test_what_was_found_is_kept(checker: GrammarChecker) -> None:
         ("start: nothing", "unknown name"),
         (not_supported, '"uniqueItems"'),
     ):
-        assert not checker.is_known(text)
+        assert not checker.known(text)
         for _ in range(2):
             found = problem_of(checker, text)
             assert found is None if problem is None else problem in str(found)
-            assert checker.is_known(text)
+            assert checker.known(text)
 
 
 def test_what_is_kept_of_an_error_is_short(checker: GrammarChecker) -> None:
@@ -101,7 +101,7 @@ def test_what_is_kept_of_an_error_is_short(checker: GrammarChecker) -> None:
     before = checker.kept.num_bytes
     for text in (f"start: /[{'x' * 200_000}/", f'start: "a" {"y" * 200_000}'):
         assert len(str(problem_of(checker, text))) < 400
-        assert checker.is_known(text)
+        assert checker.known(text)
     assert checker.kept.num_bytes - before < 4000
 
 
@@ -111,10 +111,10 @@ def test_a_refusal_by_time_is_kept_for_a_minute(hasty: GrammarChecker, time_s: l
     assert "cannot be used" in str(problem_of(hasty, slow))
     assert problem_of(hasty, 'start: "a"') is None
     time_s[0] = 59.0
-    assert hasty.is_known(slow)
+    assert hasty.known(slow)
     time_s[0] = 60.0
-    assert not hasty.is_known(slow)
-    assert hasty.is_known('start: "a"')
+    assert not hasty.known(slow)
+    assert hasty.known('start: "a"')
 
 
 def test_what_a_grammar_takes_is_measured_and_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:

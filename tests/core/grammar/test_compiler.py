@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -76,12 +77,42 @@ def test_a_grammar_counts_for_what_it_takes(grammars: GrammarCompiler[str]) -> N
     for number in range(5):
         grammars.begin("a", f"start: /[0-{number}]+/", num_bytes=2 << 20, client="a")
     take(grammars, 6)
-    assert grammars.num_bytes == (1 << 20) + (2 << 20) + len("start: /[x]+/start: /[0-4]+/")
+    states = 1000 * len("start: /[0-4]+/")  # which its answers will add
+    assert grammars.num_bytes == (1 << 20) + (2 << 20) + states + len("start: /[x]+/start: /[0-4]+/")
     grammars.begin("a", "start: /[y]+/", num_bytes=4 << 20, client="a")
     grammars.begin("other", "start: /[x]+/", client="other")
     take(grammars, 2)
     assert (grammars.num_compiled, grammars.num_cached) == (7, 1)
     assert grammars.num_bytes < 4 << 20
+
+
+def test_states_that_answers_add_count_for_their_grammar_and_the_last_one_allowed_ends_it(
+    grammars: GrammarCompiler[str],
+) -> None:
+    """All matchers of a compiled grammar share its lexer states: this pattern has one for the last 20 letters of every answer."""
+    text, source = "start: /(a|b)*a(a|b){20}/", random.Random(0)
+    letters = [tiny().encode(letter)[0] for letter in "ab"]
+    num_answers, has_failed = 0, False
+    while not has_failed:
+        grammars.begin("a", text)
+        [(_, matcher, _)] = take(grammars, 1)
+        assert matcher is not None
+        while matcher.num_consumed < 1000 and not has_failed:
+            has_failed = not matcher.library_matcher.consume_token(source.choice(letters))
+            matcher.num_consumed += 1
+            matcher.warm_up()
+        num_answers += 1
+    assert num_answers > 1
+    grammars.forget(text)
+    grammars.begin("a", text)
+    [(_, matcher, _)] = take(grammars, 1)
+    assert matcher is not None
+    matcher.replay(letters * 100)
+    assert (grammars.num_compiled, grammars.num_cached) == (2, num_answers - 1)
+    schema = '%json {"properties": {' + ", ".join(f'"{n}": {{"type": "string"}}' for n in range(100)) + "}}"
+    grammars.begin("a", f"start: {schema}", num_bytes=1 << 18)
+    take(grammars, 1)
+    assert grammars.num_bytes >= (1 << 18) + 1000 * len(schema)
 
 
 def test_a_client_holds_no_more_than_its_share() -> None:

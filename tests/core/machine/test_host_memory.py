@@ -1,5 +1,8 @@
-"""The memory that the host has free, which a control group may limit."""
+"""The memory that the host has free, which a control group may limit, and the freed memory that a process returns."""
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,47 @@ def test_a_machine_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "absent")
     with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes"):
         host_memory.available_host_bytes()
+
+
+CHUNKS = """
+import ctypes, sys, threading
+from transom_core.machine import host_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+
+def resident() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+def work() -> None:
+    small = [libc.malloc(2000) for _ in range(32 << 9)]  # 32 MiB
+    for chunk in small:
+        ctypes.memset(chunk, 1, 2000)
+    above = libc.malloc(2000) if is_covered else None
+    for chunk in small:
+        libc.free(chunk)
+    if returns:
+        host_memory.return_freed_memory()
+
+is_covered, returns = "covered" in sys.argv, "returns" in sys.argv
+if "keeps little" in sys.argv:
+    host_memory.keep_little_freed_memory()
+libc.free(libc.malloc(30 << 20))  # from now on malloc keeps up to 60 MiB, unless it was told to keep little
+before = resident()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's malloc")
+@pytest.mark.parametrize("place", ["above", "covered"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_freed_memory_goes_back_to_the_kernel(place: str, is_told: bool) -> None:
+    """Memory below a chunk in use is returned by one call, and memory above all chunks of a thread's arena by the other."""
+    calls = {"above": "keeps little", "covered": "returns"}
+    command = [sys.executable, "-c", CHUNKS, place, *([calls[place]] if is_told else [])]
+    grown_mib = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert grown_mib <= 8 if is_told else grown_mib >= 24

@@ -27,7 +27,6 @@ with 10,000 words takes 4 MiB.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import resource
 import sys
@@ -45,6 +44,7 @@ from transom_core.grammar.compile_grammar import MAX_GRAMMAR_BYTES, compile_gram
 from transom_core.grammar.compiler import MAX_COMPILED_BYTES
 from transom_core.grammar.vocabulary import GrammarVocabulary
 from transom_core.limited_children import LimitedChildren, Message, Respond
+from transom_core.machine.host_memory import return_freed_memory
 from transom_core.text.tokenizer import Tokenizer
 
 CPU_S = 5.0  # for one grammar; an object with 5,000 optional properties takes 1.7 s
@@ -74,11 +74,21 @@ class Verdict(NamedTuple):
     problem: str
     num_bytes: int
 
+    def apply(self, grammar: str, *, param: str | None) -> CheckedGrammar:
+        """Return the grammar, of which this is the verdict, with its size.
+
+        Raises:
+            RequestError: the grammar cannot be used. `param` is the request field that the error names.
+        """
+        if self.problem:
+            raise RequestError(self.problem, param=param)
+        return CheckedGrammar(grammar, self.num_bytes)
+
 
 class GrammarChecker:
     """Checks grammars in child processes; any thread may call it.
 
-    `check` waits for a child, so an event loop may call it only if `is_known` says that the verdict is cached. The first check
+    `check` waits for a child, so an event loop uses `known` first and calls `check` on a thread. The first check
     starts a child, which takes a second or two to read the vocabulary; `warm_up` does that before there are requests.
     """
 
@@ -113,10 +123,10 @@ class GrammarChecker:
         if not self._children.pids:
             self.check('start: "a"')
 
-    def is_known(self, grammar: str) -> bool:
-        """Return whether the verdict is cached, so that `check` returns at once."""
+    def known(self, grammar: str) -> Verdict | None:
+        """Return the cached verdict on a grammar, without waiting; None if there is none."""
         with self._lock:
-            return self.kept.get(_digest(grammar)) is not None
+            return self.kept.get(_digest(grammar))
 
     def is_patient(self, client: str) -> bool:
         """Return whether a client's next check should be a patient task (`limited_children`)."""
@@ -150,9 +160,7 @@ class GrammarChecker:
             finally:
                 with self._lock:
                     self._asking.pop((digest, is_patient)).set()
-        if verdict.problem:
-            raise RequestError(verdict.problem, param=param)
-        return CheckedGrammar(grammar, verdict.num_bytes)
+        return verdict.apply(grammar, param=param)
 
     def close(self) -> None:
         """End the child processes; idempotent."""
@@ -224,8 +232,6 @@ def prepare(first: Message) -> Respond:
 
 def _resident_bytes() -> int:
     """Return the bytes of memory that this process uses, without what malloc keeps for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    return_freed_memory()
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -25,7 +25,7 @@ _LIMITS = LLParserLimits(
     max_items_in_row=5_000,  # items at one position: 1,200 optional properties reach it, and their mask takes 10 ms
     step_lexer_fuel=100_000,  # work of the lexer for one mask: about 7 ms
     step_max_items=20_000,  # items that the parser makes for one mask: about 1 ms
-    max_lexer_states=20_000,  # states that one answer may reach: about 2 kB each
+    max_lexer_states=20_000,  # states that the answers of one compiled grammar may reach: some 600 bytes each
     max_grammar_size=50_000,  # symbols of the grammar
     verbose_errors=False,
 )

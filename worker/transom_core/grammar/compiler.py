@@ -35,9 +35,13 @@ TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so on
 NICENESS = 5
 TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause
 # The bytes that a compiled grammar counts in the cache: at least `_LEAST_BYTES`, which bounds the number of small grammars. If no
-# router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380.
+# router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380. Answers add lexer
+# states, which all matchers of a grammar share: up to 1,000 bytes for each byte of a schema (100 optional strings), and 12 MiB at
+# the library's limit.
 _LEAST_BYTES = 1 << 20
 _BYTES_PER_TEXT_BYTE = 400
+_STATE_BYTES_PER_TEXT_BYTE = 1000
+_MAX_STATE_BYTES = 12 << 20
 
 Owner = TypeVar("Owner")
 
@@ -138,6 +142,12 @@ class GrammarCompiler(Generic[Owner]):
             self._jobs.cancel(owner)
             self._in_use.release(owner)
             self._changed.notify_all()  # there may be memory for another grammar now
+
+    def forget(self, text: str) -> None:
+        """Drop a text from the cache. Its answers have made all lexer states that the library allows it, so each further answer
+        would fail; the next one gets a new grammar."""
+        with self._changed:
+            self._entries.remove(text)
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, for `seconds` at most; return at once if none is being compiled."""
@@ -253,7 +263,12 @@ class GrammarCompiler(Generic[Owner]):
         """Cache the outcome of a job's text; it counts for the job's client."""
         num_bytes = len(job.text)
         if isinstance(compiled, GrammarMatcher):
-            num_bytes += max(_LEAST_BYTES, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
+            compiled_bytes = job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text)
+            state_bytes = min(_MAX_STATE_BYTES, _STATE_BYTES_PER_TEXT_BYTE * len(job.text))
+            share = (
+                int(self._entries.max_bytes * CLIENT_SHARE) - num_bytes
+            )  # a grammar that fits in is kept without its states
+            num_bytes += max(_LEAST_BYTES, compiled_bytes, min(compiled_bytes + state_bytes, share))
         self._entries.put(job.text, compiled, num_bytes=num_bytes, client=job.client, keep_s=keep_s)
 
 

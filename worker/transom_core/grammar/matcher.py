@@ -28,7 +28,8 @@ class GrammarMatcher:
         self.num_consumed = 0
 
     def copy(self) -> GrammarMatcher:
-        """Return a matcher at the same position. It shares the compiled grammar, and takes about 10 kB of its own."""
+        """Return a matcher at the same position, which takes about 10 kB of its own. It shares the compiled grammar with the lexer
+        states that answers have reached, whose number has a limit for all of them together (`GrammarCompiler.forget`)."""
         copied = GrammarMatcher(self.library_matcher.deep_copy(), self.vocabulary)
         copied.num_consumed = self.num_consumed
         return copied

@@ -104,6 +104,8 @@ class AnswerGrammars:
         """Forget a request that has ended, with or without a grammar; a grammar that waits to be compiled is not compiled."""
         if running.grammar is not None:
             self.masks.remove(running.grammar)
+            if running.grammar.has_failed and running.request.grammar is not None:
+                self.compiler.forget(running.request.grammar)
         if running.request.grammar is not None:
             self.compiler.cancel(running)
 
