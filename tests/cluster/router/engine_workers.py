@@ -58,9 +58,9 @@ class LocalPeers:
         await self._called("read")
         return await self.workers[worker].read_export(export_id, blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        await self.workers[worker].close_export(export_id, read_bytes)
+        return await self.workers[worker].close_export(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         if (waits := self.before(name)) is not None:

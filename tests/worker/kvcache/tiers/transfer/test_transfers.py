@@ -52,9 +52,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        self.exports.close(export_id, read_bytes)
+        return self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)

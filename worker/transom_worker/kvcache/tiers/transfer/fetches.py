@@ -22,6 +22,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -133,52 +134,59 @@ class PrefixFetches:
         Raises:
             _Ended: there is nothing to import, or no room for it.  SourceLost: the source was lost.
         """
-        query = await self._on_engine(lambda: self._store.query(request.request_id, source.num_tokens))
+        query, is_present = await self._on_engine(lambda: self._asked(request.request_id, source.num_tokens))
         if query is None:
             raise _Ended("cancelled")
         key = source.worker, query.chain[-1]
         turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+        must_look_again = turn.locked()  # the holder of the lock may bring the prefix
         async with turn:
-            # An earlier holder of the lock may have brought the prefix.
-            if await self._on_engine(lambda: self._store.has(request.request_id, query)):
+            if must_look_again:
+                is_present = await self._on_engine(lambda: self._store.has(request.request_id, query))
+            if is_present:
                 raise _Ended("present")
             offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
             if not isinstance(offer, PrefixOffer):
                 raise _Ended("refused" if offer == "refused" else "not_found")
             return await self._import(request, source.worker, query, offer)
 
+    def _asked(self, request_id: str, num_tokens: int) -> tuple[PrefixQuery | None, bool]:
+        """Return the query for a request's prefix, and whether the prefix is here already. Runs on the engine's thread."""
+        query = self._store.query(request_id, num_tokens)
+        if query is None:
+            return None, False
+        return replace(query, verifies_all=self._config.verify == "all"), self._store.has(request_id, query)
+
     async def _import(
         self, request: Request, source: str, query: PrefixQuery, offer: PrefixOffer
     ) -> tuple[ImportPlan, str]:
         """Bring all pieces of an offer that are missing here, publish them, and close the export; returns what `_fetch` returns."""
-        import_id, read_bytes, is_complete = uuid4().hex, 0, False
+        import_id, must_close, is_complete = uuid4().hex, True, False
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
-            reads_memory = bool(offer.memories) and self.memory_wire.away.is_asked(source)
+            reads_memory = bool(offer.memories) and self.memory_wire.is_asked(source)
             wire = self.memory_wire if reads_memory else self.calls
             await wire.bring(request.sharer, source, offer, import_id, plan)
+            must_close = not reads_memory  # the memory wire has closed the export
             await self._on_engine(lambda: self._store.publish_import(import_id, request.request_id))
             is_complete = True
-            if reads_memory:
-                read_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
             return plan, wire.name
         finally:
-            task = asyncio.create_task(
-                self._end(source, offer.export_id, None if is_complete else import_id, read_bytes)
-            )
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            if must_close or not is_complete:
+                task = asyncio.create_task(self._end(source, offer.export_id, None if is_complete else import_id))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
-    async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
+    async def _end(self, source: str, export_id: str, import_id: str | None) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine
         ignores an import that never began or has ended. If the message is lost, the export ends when its lease expires."""
         try:
             while import_id is not None and not await self._on_engine(lambda: self._store.drop_import(import_id)):
                 await asyncio.sleep(DROP_AGAIN_S)
             async with asyncio.timeout(self._config.timeout_s):
-                await self._peers.close_export(source, export_id, read_bytes)
+                await self._peers.close_export(source, export_id, 0)
         except Exception as error:
             logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
