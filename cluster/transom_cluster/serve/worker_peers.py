@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transom_cluster.serve.running_replicas import running_replicas
+from transom_core.client_queue import Sharer
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import WorkerLost
@@ -30,6 +31,10 @@ class ServeWorkerPeers:
         """Call the worker's `open_export`."""
         offer: PrefixOffer | str = await (await self._handle_of(worker)).open_export.remote(query)
         return offer
+
+    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        """Call the worker's `fetch_early`."""
+        await (await self._handle_of(worker)).fetch_early.remote(source, query, sharer)
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Call the worker's `read_export`."""

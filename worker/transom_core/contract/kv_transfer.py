@@ -69,6 +69,9 @@ class PrefixQuery:
     shares: KvShares | None = (
         None  # what the blocks of the target's ranks contain, if these can read the source's memory
     )
+    is_early: bool = (
+        False  # the target wants the groups that keep every token alone, since the source still computes the prompt
+    )
     verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from transom_core.contract import WindowPolicy
+from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.contract.kv_transfer import (
     MAX_PIECE_BYTES,
     PIECE_BYTES,
@@ -69,8 +70,9 @@ class TransferStore:
         blocks: list[list[int]] = [[] for _ in shape.groups]
         places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
-            blocks[one.group].append(one.logical)
-            places[one.group].append((one.tier, one.block))
+            if not query.is_early or retentions[one.group].keeps_everything:
+                blocks[one.group].append(one.logical)
+                places[one.group].append((one.tier, one.block))
         is_readable = query.shares is not None and bool(self.memories)
         digests: list[dict[int, tuple[bytes, ...]]] = [{} for _ in shape.groups]
         for group, logicals in enumerate(blocks):
@@ -118,6 +120,15 @@ class TransferStore:
         if (opened := self._exports.pop(export_id, None)) is not None:
             self._cache.tiers.exports.end(opened)
 
+    def published(self, request_id: str) -> PrefixQuery | None:
+        """Return a query for the part of a request's prompt that is cached here; None if the request has ended."""
+        sequence = self._scheduler.by_request.get(request_id)
+        if sequence is None:
+            return None
+        num_blocks = 0 if sequence.blocks is None else sequence.blocks.num_published
+        chain = tuple(sequence.chain[:num_blocks])
+        return self._query(chain, num_blocks * self._cache.block_size, sequence.request.kv_policy)
+
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
@@ -130,16 +141,13 @@ class TransferStore:
         chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
         if not chain:
             return None
-        policy = sequence.request.kv_policy
-        return PrefixQuery(
-            chain=chain,
-            num_tokens=num_tokens,
-            groups=self._cache.shape.groups,
-            block_size=block_size,
-            identity=self._cache.identity,
-            shares=self._shares if self.memories else None,
-            kv_policy=policy if isinstance(policy, WindowPolicy) else None,
-        )
+        return self._query(chain, num_tokens, sequence.request.kv_policy)
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
+        own = replace(self._query(query.chain, query.num_tokens, query.kv_policy), is_early=True)
+        facts = [(one.identity, one.groups, one.block_size) for one in (own, query)]
+        return own if facts[0] == facts[1] else None
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Return whether a search here finds as many tokens as the router expects; if so, keep imports of them for this request,
@@ -160,7 +168,7 @@ class TransferStore:
             limit=len(query.chain),
         )
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions)
+        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions, with_windows=not query.is_early)
         if opened is None:
             return None
         self._imports[import_id] = opened
@@ -254,6 +262,17 @@ class TransferStore:
         """Note how a rank's part of a read ended. Any thread may call this."""
         if (reading := self._reads.get(import_id)) is not None:
             reading.rank_ended(rank, error)
+
+    def _query(self, chain: tuple[bytes, ...], num_tokens: int, policy: KvPolicy | None) -> PrefixQuery:
+        return PrefixQuery(
+            chain=chain,
+            num_tokens=num_tokens,
+            groups=self._cache.shape.groups,
+            block_size=self._cache.block_size,
+            identity=self._cache.identity,
+            shares=self._shares if self.memories else None,
+            kv_policy=policy if isinstance(policy, WindowPolicy) else None,
+        )
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """Return the hit here of a request that continues the query's prefix; its one more token (`+ 1`) is never a hit."""

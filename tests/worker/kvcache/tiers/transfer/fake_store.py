@@ -83,6 +83,15 @@ class FakeStore:
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
+    def published(self, request_id: str) -> PrefixQuery | None:
+        digests = self.requests.get(request_id)
+        if digests is None:
+            return None
+        return PrefixQuery(chain=digests[: self._length(digests)], num_tokens=0, groups=self.groups, block_size=BLOCK)
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        return replace(query, is_early=True) if query.groups == self.groups else None
+
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         digests = self.requests.get(request_id, ())[: num_tokens // BLOCK]
         if not digests:

@@ -69,7 +69,14 @@ class KvStore(Protocol):
     def close_export(self, export_id: str) -> None:
         """Release the blocks of an export."""
 
+    def published(self, request_id: str) -> PrefixQuery | None:
+        """Return a query, as another worker may ask it early, for the part of a request's prompt that is cached here; None if the
+        request has ended."""
+
     # Target
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         """Return the query for the first `num_tokens` tokens of a held request; None if the request has ended or its prefix has no
