@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,9 +258,14 @@ class ThreadRanks(Executor):
         for runner, part in zip(self.runners, data, strict=True):
             runner.tiers.write(tier, group, blocks, part)
 
-    def order_read(self, order: RemoteRead | str) -> list[str]:
+    def begin_read(self, read: RemoteRead) -> None:
         self._execute_all()
-        return [runner.tiers.order_read(order) for runner in self.runners]
+        for runner in self.runners:
+            runner.tiers.begin_read(read)
+
+    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+        for rank, runner in enumerate(self.runners):
+            runner.tiers.on_read_end(partial(callback, rank))
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         return tuple(

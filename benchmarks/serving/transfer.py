@@ -82,7 +82,7 @@ class BenchmarkWorker:
         """Read once more what the last fetch read, and return the seconds. The bytes do not matter: the cache is emptied next."""
         read, spans = self._spans
         agent, begin_s = self._reads._agent, time.perf_counter()
-        handles = [agent.start(read.memories[rank], kind, part) for (rank, *kind), part in spans.items()]
+        handles = [agent.start(read.memories[rank], kind, part, tier) for (rank, *kind, tier), part in spans.items()]
         while handles := [handle for handle in handles if agent.state(handle) == "PROC"]:
             pass
         return time.perf_counter() - begin_s

@@ -111,7 +111,7 @@ class TransferConfig:
     and computes the prompt instead. All fetches together have at most `max_bytes_in_flight` bytes on their way at once.
 
     `wire` says how bytes move: read by NIXL out of the source's memory, or by calls through Ray; auto: by NIXL where it is
-    installed. Of the blocks that NIXL reads one of each group is compared with the source's, all of them if `verify` is "all".
+    installed. Of the blocks that NIXL reads two of each group are compared with the source's, all of them if `verify` is "all".
     """
 
     is_on: bool = False

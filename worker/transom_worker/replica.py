@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from transom_core.client_queue import Sharer
 from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
@@ -31,6 +32,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.startup import build_engine
 from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
+from transom_worker.kvcache.tiers.transfer.handovers import Handovers
 from transom_worker.kvcache.tiers.transfer.served_exports import PrefixExports
 from transom_worker.scheduling.request_validation import ids_in_use
 from transom_worker.telemetry.blockmap.block_map import BlockMap
@@ -87,12 +89,15 @@ class WorkerReplica:
             self.engine.block_map_log,
             self._on_engine,
         )
+        self._handovers: Handovers | None = None
         # Both sides of KV transfer. Prefixes are fetched into the host tier, from workers that `peers` reaches.
         self.exports: PrefixExports | None = None
         self.fetches: PrefixFetches | None = None
         store, transfers = self.engine.transfer_store, self.engine.metrics.transfers
         if store is not None:
             self.exports = PrefixExports(store, self._on_engine, config.transfer, transfers)
+            if config.transfer.is_on and peers is not None:
+                self._handovers = Handovers(worker, peers, store, self._on_engine)
             if config.transfer.is_on and peers is not None and self.engine.scheduler.cache.tiers.host.exists:
                 on_end = self._thread.stop_holding
                 self.fetches = PrefixFetches(
@@ -156,10 +161,12 @@ class WorkerReplica:
                 self._routers.pop(request_id, None)
         elif router_id not in self._outboxes:  # the router left while its requests were admitted
             await self.abort(router_id, request_ids)
-        elif self.fetches is not None:
+        else:
             for request_id, request in held.items():
-                if request_id in self._routers:
+                if self.fetches is not None and request_id in self._routers:
                     self.fetches.start(request)
+            if self._handovers is not None:
+                self._handovers.start(requests)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -204,16 +211,21 @@ class WorkerReplica:
         """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""
         return "refused" if self.exports is None else await self.exports.open(query)
 
+    async def fetch_early(self, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        """Fetch what another worker has of a prompt that it still computes, and that this worker will continue."""
+        if self.fetches is not None:
+            await self.fetches.fetch_early(source, query, sharer)
+
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return blocks of an export, which another worker reads."""
         if self.exports is None:
             raise KeyError(export_id)
         return await self.exports.read(export_id, blocks)
 
-    async def close_export(self, export_id: str, read_bytes: int) -> None:
-        """Close an export that another worker no longer needs, of which it has read `read_bytes` out of this worker's memory."""
-        if self.exports is not None:
-            self.exports.close(export_id, read_bytes)
+    async def close_export(self, export_id: str, read_bytes: int) -> bool:
+        """Close an export that another worker no longer needs, of which it has read `read_bytes` out of this worker's memory.
+        Return whether it was open."""
+        return self.exports is not None and self.exports.close(export_id, read_bytes)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""

@@ -148,7 +148,12 @@ class InFlightRequest:
         self.worker_id = decision.worker_id
         self.output.placed(identity)
         if decision.source is not None or decision.is_prefill_only:
-            self.attempt = replace(self.attempt, prefix_source=decision.source, prefill_only=decision.is_prefill_only)
+            self.attempt = replace(
+                self.attempt,
+                prefix_source=decision.source,
+                prefill_only=decision.is_prefill_only,
+                decoder=decision.decoder,
+            )
         self.events.report(
             Placed(
                 choice=self.index,

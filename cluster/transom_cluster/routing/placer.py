@@ -38,7 +38,8 @@ from transom_core.fair_cache import FairCache
 class PlacementDecision:
     """The worker for a request, the reason for the choice, and the predicted hit.
 
-    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
+    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token,
+    by present knowledge `decoder`.
     """
 
     worker_id: str
@@ -46,6 +47,7 @@ class PlacementDecision:
     predicted: HitTokens
     source: PrefixSource | None = None
     is_prefill_only: bool = False
+    decoder: str | None = None
 
 
 class PlacementObserver:
@@ -157,6 +159,12 @@ class Placer:
             key_position=self._key_position(key, selection, split.positions),
         )
         chosen, reason = choose(self.policy, candidates.at(split.positions), tie_break)
+        decoder = None
+        if split.is_prefill_only:
+            decoders = allowed[selection.may_decode[allowed]]
+            key_position = self._key_position(key, selection, decoders)
+            at, _ = choose(self.policy, candidates.at(decoders), replace(tie_break, key_position=key_position))
+            decoder = selection.workers[int(decoders[at])].worker_id
         self._turn += 1
         chosen = int(split.positions[chosen])
         worker = selection.workers[chosen]
@@ -185,6 +193,7 @@ class Placer:
             predicted=placed.predicted,
             source=fetches.source_of(chosen),
             is_prefill_only=split.is_prefill_only,
+            decoder=decoder,
         )
 
     def first_event(self, request_id: str, usage: Usage) -> int | None:

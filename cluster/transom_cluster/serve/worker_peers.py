@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transom_cluster.serve.running_replicas import running_replicas
+from transom_core.client_queue import Sharer
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import WorkerLost
@@ -31,14 +32,19 @@ class ServeWorkerPeers:
         offer: PrefixOffer | str = await (await self._handle_of(worker)).open_export.remote(query)
         return offer
 
+    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        """Call the worker's `fetch_early`."""
+        await (await self._handle_of(worker)).fetch_early.remote(source, query, sharer)
+
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Call the worker's `read_export`."""
         data: list[Bytes] = await (await self._handle_of(worker)).read_export.remote(export_id, blocks)
         return data
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         """Call the worker's `close_export`."""
-        await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
+        was_open: bool = await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
+        return was_open
 
     async def _handle_of(self, worker: str) -> Any:
         """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""

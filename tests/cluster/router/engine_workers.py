@@ -18,6 +18,7 @@ from tests.thread_ranks import ThreadRanks
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.client_queue import Sharer
 from transom_core.config import FailoverConfig, ServerConfig
 from transom_core.contract import ErrorInfo, PrefixSource, Request, SamplingParams, WindowPolicy, WorkerMessage
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
@@ -54,13 +55,17 @@ class LocalPeers:
         await self._called("open")
         return await self.workers[worker].open_export(query)
 
+    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        await self._called("early")
+        await self.workers[worker].fetch_early(source, query, sharer)
+
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         await self._called("read")
         return await self.workers[worker].read_export(export_id, blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        await self.workers[worker].close_export(export_id, read_bytes)
+        return await self.workers[worker].close_export(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         if (waits := self.before(name)) is not None:

@@ -26,8 +26,10 @@ from tests.cluster.router.engine_workers import (
     request,
 )
 from transom_core.contract import WindowPolicy
+from transom_core.kv_cache.tiers import HOST
 
 WINDOW = WindowPolicy(sinks=4, window=40)
+LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens before the end of a block
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 
 
@@ -85,6 +87,30 @@ async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -
     await pair.until_quiet()
 
 
+async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_model: Path, wire: str) -> None:
+    """The steps of the prefill worker have 16 tokens each, and the worker looks for new blocks between them."""
+    evict_all(*pair.replicas)
+    prefill = pair.peers.start(tiny_model, **HYBRID, kv_transfer_wire=wire, max_num_batched_tokens=16)
+    try:
+        expected, _ = await at_worker(prefill, replace(request("one"), prompt_token_ids=PROMPT[::-1]))
+        wanted = request("two", prompt=PROMPT[::-1], max_tokens=1)
+        evict_all(prefill)
+        await at_worker(prefill, replace(wanted, prefill_only=True, decoder="w1"))
+        await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
+        index = pair.target.engine.scheduler.cache.index
+        early = [len(found) for found in index.tiers[HOST]]
+        tokens, usage = await at_worker(pair.target, request("three", "w2", prompt=PROMPT[::-1]))
+        assert tokens == expected
+        assert usage.num_cached_tokens == HIT
+        assert 0 < early[0] <= HIT // 16
+        assert early[1] == 0  # the window slides on
+        assert fetch_of(pair.target, "three")["blocks"] == HIT // 16 - early[0] + LIVE_WINDOW_BLOCKS
+    finally:
+        prefill.shutdown()
+        del pair.peers.workers["w2"]
+    await pair.until_quiet()
+
+
 @WITHOUT_WINDOWS
 @pytest.mark.parametrize("length", [100, 400])
 async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pair, length: int) -> None:
@@ -113,22 +139,23 @@ async def test_a_policys_prefix_serves_no_other_policy(pair: Pair) -> None:
     await pair.until_quiet()
 
 
-@pytest.mark.parametrize("at", ["open", "read"])
+@pytest.mark.parametrize("at", ["first", "second"])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 async def test_a_source_that_is_lost_costs_a_recompute(
     pair: Pair, at: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At its first call, or at the second one: by that one NIXL's blocks are all there, and are not used."""
     evict_all(*pair.replicas)
     fetches = pair.target.fetches
     assert fetches is not None
     fetches.calls.away.until_s.clear()
-    fetches.memory_wire.away.until_s.clear()
+    fetches.memory_wire._away.until_s.clear()
     if how == "hangs":
         monkeypatch.setattr(fetches, "_config", replace(fetches._config, timeout_s=0.2))
     expected, _ = await at_worker(pair.source, request(f"warm-{at}-{how}"))
 
     def before(name: str) -> Any:
-        if name != at:
+        if (name == "open") != (at == "first"):
             return None
         if how == "dies":
             raise ConnectionError("the worker is gone")

@@ -33,6 +33,12 @@ class Slabs:
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
         return [b"".join(self.contents[tier, group, block] for block in blocks)]
 
+    def on_read_end(self, callback: Any) -> None:
+        self.read_ended = callback
+
+    def take_read_ends(self) -> None:
+        pass
+
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         (own,) = data
         size = len(own) // len(blocks)

@@ -11,7 +11,7 @@ import pytest
 
 from transom_core.errors import RankLost, StepFailed
 from transom_core.settings.settings import Settings
-from transom_worker.execution.executor import DONE, RUNNING, ExecutorInfo, RemoteBlock, RemoteRead
+from transom_worker.execution.executor import ExecutorInfo, RemoteBlock, RemoteRead
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.execution.tiers.load_reports import LoadReports
@@ -85,15 +85,15 @@ def test_ranks_read_the_memory_of_other_processes_after_the_plans_in_flight(
     executor.write_blocks(TIER_HOST, 0, [3, 4], data)
     executor.submit(copies(0, [(3, 1), (4, 2)], TIER_HOST, TIER_DEVICE, 0))
     assert info.shares is not None
-    blocks = tuple(RemoteBlock(0, TIER_DEVICE, block, block + 7) for block in (1, 2))
+    blocks = tuple(RemoteBlock(0, block, TIER_DEVICE, block, TIER_HOST, block + 7) for block in (1, 2))
     executor.read_blocks(TIER_DEVICE, 0, [])  # so the copies of the plan are made on both ranks
-    read = RemoteRead(read_id="r", memories=others, shares=info.shares, blocks=blocks)
-    assert executor.order_read(read) == [RUNNING] * 2
-    states = [RUNNING] * 2
-    while RUNNING in states:
-        polled = executor.order_read("r")
-        states = [new if old == RUNNING else old for old, new in zip(states, polled, strict=True)]
-    assert states == [DONE] * 2
+    ends: dict[int, tuple[str, str]] = {}
+    executor.on_read_end(lambda rank, read_id, error: ends.update({rank: (read_id, error)}))
+    digests = tuple({} for _ in info.layout.groups)
+    executor.begin_read(RemoteRead(read_id="r", memories=others, shares=info.shares, blocks=blocks, digests=digests))
+    while len(ends) < 2:
+        executor.take_read_ends()
+    assert ends == {0: ("r", ""), 1: ("r", "")}
     assert executor.read_blocks(TIER_HOST, 0, [8, 9]) == data[::-1]
     assert executor.receive().step_id == 0
 

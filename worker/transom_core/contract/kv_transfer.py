@@ -6,9 +6,11 @@ target                                   source
   | ---- read_export(BlockRange) -------->  | once for each piece; each renews the lease
   | <--- one array for each rank ---------  |
   | ---- close_export ------------------->  | gives the references back
+  | <--- was it still open? --------------  |
 
-Where both sides can (`PrefixQuery.reads_memory`, `PrefixOffer.memories`), the target's ranks read the blocks out of the memory of
-the source's ranks. Then `read_export` is called at the end alone, for the blocks that the target compares.
+Where both sides can (`PrefixQuery.shares`, `PrefixOffer.memories`), the target's ranks read the blocks out of the memory of the
+source's ranks, and `read_export` is not called. The offer has digests of some blocks, with which the target compares what it read.
+If the export was still open when it was closed, the source had kept all blocks until then.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
 
+# The most bytes of one rank that a source or a target moves between two steps, so that these wait only a moment for it.
+PIECE_BYTES = 16 * 2**20
 MAX_PIECE_BYTES = 16 * 2**20
 """The most bytes of one `read_export`, of all ranks together; a larger block is a piece of its own."""
 
@@ -62,7 +66,13 @@ class PrefixQuery:
     block_size: int  # tokens of a hash block
     identity: str = ""  # the identity of the target's model
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
-    reads_memory: bool = False  # the target's ranks can read the memory of the source's ranks
+    shares: KvShares | None = (
+        None  # what the blocks of the target's ranks contain, if these can read the source's memory
+    )
+    is_early: bool = (
+        False  # the target wants the groups that keep every token alone, since the source still computes the prompt
+    )
+    verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +83,8 @@ class PrefixOffer:
     hit that the source would have. `shares` says what the blocks of each of the source's ranks contain.
 
     `memories` are the memories of the source's ranks, if the target may read them; then `places[g]` are the (tier, block id) of
-    `blocks[g]`. The contents stay what they are until the export ends.
+    `blocks[g]`. The contents stay what they are until the export ends. `digests[g]` has, by logical index, the digests of some of
+    these blocks as each of the target's ranks should read them (`block_format.convert.block_digests`).
     """
 
     export_id: str
@@ -83,6 +94,7 @@ class PrefixOffer:
     shares: KvShares
     memories: tuple[RankMemory, ...] = ()
     places: tuple[tuple[tuple[int, int], ...], ...] = ()
+    digests: tuple[dict[int, tuple[bytes, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from transom_core.client_queue import Sharer
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 
 Bytes = npt.NDArray[np.uint8]
@@ -18,8 +19,13 @@ class PrefixPeers(Protocol):
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
         """Ask a worker for a prefix; return its offer, or an `ExportOutcome` that says why it offers nothing."""
 
+    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        """Have a worker fetch a prefix from `source`, and return when that has ended, with or without success. It takes turns as
+        the client `sharer`."""
+
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an export, one after the other: one array for each of the worker's ranks."""
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
-        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory."""
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
+        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory. Return whether the
+        export was open until now, so that all that was read is valid."""

@@ -16,7 +16,7 @@ from transom_core.config import SchedulingPolicy
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 11
+CONTRACT_VERSION = 12
 PRIORITY_AGING_S = 30.0
 MAX_CLIENT_CHARS = 64
 MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
@@ -50,7 +50,8 @@ class Request:
     fails for any reason, the request computes its prompt instead.
 
     With `prefill_only` the worker ends the attempt after the first token that it samples, so that another worker continues; that
-    token's event has `is_handover` set, unless it is the last one of the output anyway.
+    token's event has `is_handover` set, unless it is the last one of the output anyway. `decoder` is the worker that will probably
+    continue; it fetches the prompt's KV while the prompt is computed.
 
     A `grammar` constrains every token of the output, resumed tokens included. The output ends with "stop" if the grammar allows no
     further token, and end of text is sampled only if the grammar accepts the output so far. A grammar that cannot be used, or that
@@ -79,6 +80,7 @@ class Request:
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps
     prefix_source: PrefixSource | None = None
     prefill_only: bool = False
+    decoder: str | None = None
     grammar: str | None = None  # the grammar of the whole output, in llguidance's dialect of Lark; None: any output
     grammar_bytes: int = 0  # 0: unknown
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced

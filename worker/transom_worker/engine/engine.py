@@ -494,6 +494,8 @@ class Engine:
             return events + self.fail(error)
         if self._disk is not None:
             self._disk.forget_loads()
+        if self.transfer_store is not None:
+            self.transfer_store.end_reads()
         self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)

@@ -6,22 +6,31 @@ The source lends blocks (*export*), and the target takes host blocks for them an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from transom_core.contract import WindowPolicy
-from transom_core.contract.kv_transfer import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
+from transom_core.contract import KvPolicy, WindowPolicy
+from transom_core.contract.kv_transfer import (
+    MAX_PIECE_BYTES,
+    PIECE_BYTES,
+    BlockRange,
+    PrefixOffer,
+    PrefixQuery,
+    RankMemory,
+)
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
-from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import DONE, PIECE_BYTES, RUNNING, Executor, RemoteBlock, RemoteRead
+from transom_core.kv_cache.tiers import HOST
+from transom_worker.execution.executor import Executor, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import convert_blocks, same_contents
+from transom_worker.kvcache.tiers.block_format.convert import block_digests, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, SourceLost
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -36,8 +45,8 @@ class TransferStore:
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
-        # Import id -> the state of its read on each rank, until its blocks are free.
-        self._reads: dict[str, list[str]] = {}
+        self._reads: dict[str, _Reading] = {}  # by import
+        executor.on_read_end(self._read_ended)
 
     # Source
 
@@ -61,12 +70,16 @@ class TransferStore:
         blocks: list[list[int]] = [[] for _ in shape.groups]
         places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
-            blocks[one.group].append(one.logical)
-            places[one.group].append((one.tier, one.block))
-        is_readable = query.reads_memory and bool(self.memories)
-        if is_readable:
-            # Reading nothing waits for the plans in flight, whose copies may yet write these blocks.
-            self._executor.read_blocks(DEVICE, 0, ())
+            if not query.is_early or retentions[one.group].keeps_everything:
+                blocks[one.group].append(one.logical)
+                places[one.group].append((one.tier, one.block))
+        is_readable = query.shares is not None and bool(self.memories)
+        digests: list[dict[int, tuple[bytes, ...]]] = [{} for _ in shape.groups]
+        for group, logicals in enumerate(blocks):
+            # The last block, since the target may have others already, and one at random.
+            if is_readable and logicals:
+                sample = BlockRange(group, tuple({random.choice(logicals), logicals[-1]}))
+                digests[group] = self.digest_export(export_id, query, sample)
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=hit.num_hash_blocks,
@@ -75,7 +88,19 @@ class TransferStore:
             shares=self._shares,
             memories=self.memories if is_readable else (),
             places=tuple(map(tuple, places)) if is_readable else (),
+            digests=tuple(digests),
         )
+
+    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
+        """Return, by logical index, the digests of blocks of an export for each rank of the target. This waits for the plans in
+        flight, whose copies may yet write these blocks or others of the export. Raises KeyError: the export has ended."""
+        assert query.shares is not None
+        parts = convert_blocks(self._shares, query.shares, blocks.group, self.read_export(export_id, blocks))
+        ranks = [
+            block_digests(self._shares, query.shares, blocks.group, rank, list(part.reshape(len(blocks.blocks), -1)))
+            for rank, part in enumerate(parts)
+        ]
+        return dict(zip(blocks.blocks, zip(*ranks, strict=True), strict=True))
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -95,6 +120,15 @@ class TransferStore:
         if (opened := self._exports.pop(export_id, None)) is not None:
             self._cache.tiers.exports.end(opened)
 
+    def published(self, request_id: str) -> PrefixQuery | None:
+        """Return a query for the part of a request's prompt that is cached here; None if the request has ended."""
+        sequence = self._scheduler.by_request.get(request_id)
+        if sequence is None:
+            return None
+        num_blocks = 0 if sequence.blocks is None else sequence.blocks.num_published
+        chain = tuple(sequence.chain[:num_blocks])
+        return self._query(chain, num_blocks * self._cache.block_size, sequence.request.kv_policy)
+
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
@@ -107,16 +141,13 @@ class TransferStore:
         chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
         if not chain:
             return None
-        policy = sequence.request.kv_policy
-        return PrefixQuery(
-            chain=chain,
-            num_tokens=num_tokens,
-            groups=self._cache.shape.groups,
-            block_size=block_size,
-            identity=self._cache.identity,
-            reads_memory=bool(self.memories),
-            kv_policy=policy if isinstance(policy, WindowPolicy) else None,
-        )
+        return self._query(chain, num_tokens, sequence.request.kv_policy)
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
+        own = replace(self._query(query.chain, query.num_tokens, query.kv_policy), is_early=True)
+        facts = [(one.identity, one.groups, one.block_size) for one in (own, query)]
+        return own if facts[0] == facts[1] else None
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Return whether a search here finds as many tokens as the router expects; if so, keep imports of them for this request,
@@ -137,7 +168,7 @@ class TransferStore:
             limit=len(query.chain),
         )
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions)
+        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions, with_windows=not query.is_early)
         if opened is None:
             return None
         self._imports[import_id] = opened
@@ -184,10 +215,11 @@ class TransferStore:
         if (opened := self._imports.get(import_id)) is None:
             return True
         try:
-            is_over = import_id not in self._reads or self._poll(import_id) != RUNNING
+            self._executor.take_read_ends()
         except StepFailed:
-            is_over = True  # the ranks, whose memory was read into, have ended
-        if not is_over:
+            self.end_reads()  # the ranks, whose memory was read into, have ended
+        reading = self._reads.get(import_id)
+        if reading is not None and None in reading.errors:
             self._cache.tiers.imports.give_up(opened)
             return False
         del self._imports[import_id]
@@ -195,40 +227,52 @@ class TransferStore:
         self._cache.tiers.imports.end(opened)
         return True
 
-    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
-        """Let all ranks begin to read an import's blocks. Raises KeyError: the import has ended, or the cache was emptied."""
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+        """Let all ranks read an import's blocks. Raises KeyError: the import has ended, or the cache was emptied."""
         opened = self._imports[import_id]
         if opened.is_void:
             raise KeyError(import_id)
         places = [dict(zip(*pair, strict=True)) for pair in zip(offer.blocks, offer.places, strict=True)]
-        blocks = tuple(RemoteBlock(one.group, *places[one.group][one.logical], one.block) for one in opened.blocks)
-        # Noted before it begins: if a rank refuses it, others read, and `drop_import` waits for them.
-        self._reads[import_id] = [RUNNING] * self._shares.num_ranks
-        read = RemoteRead(read_id=import_id, memories=offer.memories, shares=offer.shares, blocks=blocks)
-        self._executor.order_read(read)
+        blocks = tuple(
+            RemoteBlock(one.group, one.logical, *places[one.group][one.logical], HOST, one.block)
+            for one in opened.blocks
+        )
+        self._reads[import_id] = _Reading(self._shares.num_ranks, on_end)
+        self._executor.begin_read(
+            RemoteRead(
+                read_id=import_id,
+                memories=offer.memories,
+                shares=offer.shares,
+                blocks=blocks,
+                digests=offer.digests,
+            )
+        )
 
-    def is_reading(self, import_id: str) -> bool:
-        """Return whether a rank still reads. Raises SourceLost: a rank could not read its blocks."""
-        state = self._poll(import_id)
-        if state not in (RUNNING, DONE):
-            raise SourceLost(f"its memory could not be read: {state}")
-        return state == RUNNING
+    def take_read_ends(self) -> None:
+        """Let the ranks say which reads are over. Raises StepFailed: the ranks do not run."""
+        self._executor.take_read_ends()
 
-    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
-        """Return whether each rank has read what `convert` makes of the source's bytes. Raises KeyError: the import has ended."""
-        places = {one.logical: one.block for one in self._imports[import_id].blocks if one.group == blocks.group}
-        ids = [places[logical] for logical in blocks.blocks]
-        found = self._executor.read_blocks(HOST, blocks.group, ids)
-        return same_contents(offer.shares, self._shares, blocks.group, found, self.convert(offer, blocks, data))
+    def end_reads(self) -> None:
+        """Note that the ranks have ended, and their memory with them, so that nothing is read any more."""
+        for reading in list(self._reads.values()):
+            for rank in range(len(reading.errors)):
+                reading.rank_ended(rank, "the ranks that read have ended")
 
-    def _poll(self, import_id: str) -> str:
-        """Return RUNNING while a rank reads, then DONE or why a rank could not read."""
-        states = self._executor.order_read(import_id)
-        known = self._reads[import_id]
-        known[:] = [new if old == RUNNING else old for old, new in zip(known, states, strict=True)]
-        if RUNNING in known:
-            return RUNNING
-        return next((state for state in known if state != DONE), DONE)
+    def _read_ended(self, rank: int, import_id: str, error: str) -> None:
+        """Note how a rank's part of a read ended. Any thread may call this."""
+        if (reading := self._reads.get(import_id)) is not None:
+            reading.rank_ended(rank, error)
+
+    def _query(self, chain: tuple[bytes, ...], num_tokens: int, policy: KvPolicy | None) -> PrefixQuery:
+        return PrefixQuery(
+            chain=chain,
+            num_tokens=num_tokens,
+            groups=self._cache.shape.groups,
+            block_size=self._cache.block_size,
+            identity=self._cache.identity,
+            shares=self._shares if self.memories else None,
+            kv_policy=policy if isinstance(policy, WindowPolicy) else None,
+        )
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """Return the hit here of a request that continues the query's prefix; its one more token (`+ 1`) is never a hit."""
@@ -245,6 +289,22 @@ class TransferStore:
         most = max(1, min(MAX_PIECE_BYTES // max(1, of_source), PIECE_BYTES // max(1, *sizes)))
         pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
         return [(piece, of_source * len(piece.blocks)) for piece in pieces]
+
+
+class _Reading:
+    """A read of an import's blocks. `errors` has, by rank, None while bytes may still come, then why it failed, or ""."""
+
+    def __init__(self, num_ranks: int, on_end: Callable[[str], None]) -> None:
+        self.errors: list[str | None] = [None] * num_ranks
+        self._on_end = on_end
+
+    def rank_ended(self, rank: int, error: str) -> None:
+        """Note how one rank's part ended; after the last one, report the first error. Ranks may report on threads of their own, so
+        that the report may come twice."""
+        if self.errors[rank] is None:
+            self.errors[rank] = error
+        if None not in self.errors:
+            self._on_end(next(filter(None, self.errors), ""))
 
 
 def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -20,20 +20,15 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
-# The most bytes of one rank that a call of `read_blocks` or `write_blocks` moves, so that steps wait only a moment for it.
-PIECE_BYTES = 16 << 20
-
-
-# The states of a `RemoteRead` on a rank; any other text says why it failed. The last state is returned once, then GONE.
-RUNNING, DONE, GONE = "running", "done", "gone"
-
 
 class RemoteBlock(NamedTuple):
-    """A block to read: its group, its tier and id at the source, and the block of the host tier into which it is read."""
+    """A block to read: its group, its logical index in the prefix, its tier and id at the source, and those here."""
 
     group: int
+    logical: int
     tier: int
     source: int
+    target_tier: int
     target: int
 
 
@@ -41,13 +36,14 @@ class RemoteBlock(NamedTuple):
 class RemoteRead:
     """Tells all ranks to read blocks out of the memory of another worker's ranks, each rank its own heads.
 
-    `memories` are those of the source's ranks, and `shares` says what their blocks contain.
+    `memories` are those of the source's ranks, and `shares` says what their blocks contain. `digests` are `PrefixOffer.digests`.
     """
 
     read_id: str
     memories: tuple[RankMemory, ...]
     shares: KvShares
     blocks: tuple[RemoteBlock, ...]
+    digests: tuple[dict[int, tuple[bytes, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,11 +216,18 @@ class Executor(ABC):
         """Write contents, as `read_blocks` returns them, into blocks after all plans that were submitted so far. Raises the same
         errors."""
 
-    def order_read(self, order: RemoteRead | str) -> list[str]:
-        """Begin a read of another worker's memory after all plans that were submitted so far, or look after the one of this id;
-        return each rank's state of it. Only executors whose `ExecutorInfo` has `memories` can. Raises the errors of
-        `read_blocks`."""
+    def begin_read(self, read: RemoteRead) -> None:
+        """Let all ranks read another worker's memory after the plans that were submitted so far; does not wait for these. Only
+        executors whose `ExecutorInfo` has `memories` can. Raises StepFailed: the executor does not run.  RankLost."""
         raise StepFailed("These ranks cannot read the memory of other workers.")
+
+    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:  # noqa: B027
+        """Call `callback` with the rank, the id and the error of each rank's part of a read that is over; "" if all was read. Any
+        thread may call it."""
+
+    def take_read_ends(self) -> None:  # noqa: B027
+        """Take the reports of ended reads that have come; `receive` does so, too, which an idle engine does not call. Raises
+        StepFailed: the executor does not run.  RankLost."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
@@ -40,6 +40,7 @@ class LocalExecutor(Executor):
         self._launched: deque[LaunchedStep | Exception] = deque()  # launched plans, or the error of one that failed
         self._has_failed = False  # the last of `_launched` is an error; plans after it are dropped
         self._load_reports = LoadReports(num_ranks=1)
+        self._on_read_end: Callable[[int, str, str], None] = lambda rank, read_id, error: None
 
     def start(self) -> ExecutorInfo:
         """Load the model, size and allocate the arena, and warm up.
@@ -50,6 +51,7 @@ class LocalExecutor(Executor):
         setup = ModelSetup(self._config, loaded=self._loaded)
         with compile_progress():
             self._runner = setup.allocate(setup.pool_bytes(), join_parts(setup.contents))
+        self._runner.tiers.on_read_end(lambda read_id, error: self._on_read_end(0, read_id, error))
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:
@@ -87,9 +89,18 @@ class LocalExecutor(Executor):
         (own,) = data
         self._runner_after_plans().tiers.write(tier, group, blocks, own)
 
-    def order_read(self, order: RemoteRead | str) -> list[str]:
-        """Begin or poll a read after the queued plans, which are launched first."""
-        return [self._runner_after_plans().tiers.order_read(order)]
+    def begin_read(self, read: RemoteRead) -> None:
+        """Begin a read after the queued plans, which are launched first."""
+        self._runner_after_plans().tiers.begin_read(read)
+
+    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+        """Have `callback` called on the thread of the reads."""
+        self._on_read_end = callback
+
+    def take_read_ends(self) -> None:
+        """Do nothing, since the callback has got them already. Raises StepFailed if the executor does not run."""
+        if self._runner is None:
+            raise StepFailed("The rank has ended.")
 
     def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:

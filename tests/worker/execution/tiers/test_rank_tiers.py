@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
+from transom_core.contract.kv_transfer import PIECE_BYTES
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
-from transom_worker.execution.executor import PIECE_BYTES
 from transom_worker.execution.tiers import rank_tiers as rank_tiers_module
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
 from transom_worker.execution.tiers.rank_tiers import RankTiers

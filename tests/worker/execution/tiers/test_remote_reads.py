@@ -1,4 +1,4 @@
-"""A rank reads another worker's memory: the right bytes, and no state but RUNNING while a byte may still come.
+"""A rank reads another worker's memory: the right bytes, and no end while a byte may still come.
 
 The first tests have an agent without a wire. The last one reads another process by NIXL, which is stopped and killed.
 """
@@ -25,12 +25,14 @@ from tests.worker.kvcache.tiers.block_format.test_convert import FULL, shares, w
 from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError
+from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import DONE, GONE, RUNNING, RemoteBlock, RemoteRead
+from transom_worker.execution.executor import RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
-from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, RemoteReads
+from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, OTHER_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
+from transom_worker.kvcache.tiers.block_format.convert import block_digests
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 WAIT_S = 120.0
@@ -43,12 +45,17 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def state_of(reads: RemoteReads, read_id: str) -> str:
-    """The last state of a read."""
-    until(lambda: reads._states[read_id] != RUNNING)
-    state = reads.poll(read_id)
-    assert reads.poll(read_id) == GONE
-    return state
+class Ends:
+    """How reads have ended."""
+
+    def __init__(self, reads: RemoteReads) -> None:
+        self.by_id: dict[str, str] = {}
+        reads.on_end = self.by_id.__setitem__
+
+    def of(self, read_id: str) -> str:
+        """The error of a read, or ""."""
+        until(lambda: read_id in self.by_id)
+        return self.by_id.pop(read_id)
 
 
 class FakeAgent:
@@ -61,7 +68,7 @@ class FakeAgent:
         self.told: list[str] = []
         self.refusal: Exception | None = None
 
-    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans) -> Any:
+    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans, tier: int) -> Any:
         if self.refusal is not None:
             raise self.refusal
         handle = [source.agent, spans]
@@ -105,15 +112,23 @@ class Case:
         self.rows = np.zeros((5, self.wanted.shape[1] + 16), np.uint8)
         memory = RankMemory(agent=b"own", regions={HOST: region(self.rows)})
         self.agent = cast(Any, FakeAgent(memory))
-        self.reads = RemoteReads(self.agent, own, 0, HOST)
+        slab = torch.from_numpy(self.rows.reshape(-1))
+        self.reads = RemoteReads(self.agent, own, 0, {HOST: TierMemory(layout_of(own, self.rows.shape[1], 5), slab)})
+        self.ends = Ends(self.reads)
+        parts = block_digests(theirs, own, FULL, 0, list(self.wanted))
+        # The reads' logical indices are the source's blocks.
+        self.digests: Any = ({block: (part,) for block, part in enumerate(parts)}, {}, {})
         self.memories = tuple(
             RankMemory(agent=f"{rank}".encode(), regions={DEVICE: region(rows)}) for rank, rows in enumerate(self.there)
         )
         self.shares = theirs
 
     def read(self, read_id: str = "r") -> None:
-        blocks = tuple(RemoteBlock(FULL, DEVICE, source, target) for source, target in ((0, 4), (1, 0), (2, 2)))
-        self.reads.begin(RemoteRead(read_id=read_id, memories=self.memories, shares=self.shares, blocks=blocks))
+        blocks = tuple(
+            RemoteBlock(FULL, source, DEVICE, source, HOST, target) for source, target in ((0, 4), (1, 0), (2, 2))
+        )
+        memories, shares, digests = self.memories, self.shares, self.digests
+        self.reads.begin(RemoteRead(read_id=read_id, memories=memories, shares=shares, blocks=blocks, digests=digests))
 
     def has_come(self) -> bool:
         size = self.wanted.shape[1]
@@ -133,11 +148,17 @@ def test_a_rank_reads_its_heads_from_the_ranks_that_have_them_until_no_byte_can_
     case.read()
     until(lambda: case.agent.in_flight)
     time.sleep(0.05)
-    assert case.reads.poll("r") == RUNNING
+    assert not case.ends.by_id
     case.agent.state_of_all = "DONE"
-    assert state_of(case.reads, "r") == DONE
+    assert case.ends.of("r") == ""
     assert case.has_come()
     assert not case.agent.in_flight
+
+
+def test_other_bytes_than_the_source_has_are_noticed(case: Case) -> None:
+    case.there[1][2] ^= 1
+    case.read()
+    assert case.ends.of("r") == OTHER_BYTES
 
 
 def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: Case) -> None:
@@ -145,29 +166,29 @@ def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: C
     case.read()
     until(lambda: len(case.agent.in_flight) >= 2)
     case.agent.state_of_all = "ERR"
-    assert "ended as ERR" in state_of(case.reads, "r")
+    assert "ended as ERR" in case.ends.of("r")
     until(lambda: len(case.agent.told) == 2)
     assert sorted(case.agent.told) == ["disconnect 0", "disconnect 1"]
     case.agent.state_of_all = "DONE"
     case.read("again")
-    assert state_of(case.reads, "again") == DONE
+    assert case.ends.of("again") == ""
     assert case.has_come()
 
 
 def test_what_cannot_be_read_is_said(case: Case) -> None:
     case.agent.refusal = ConnectionError("the source is gone")
     case.read()
-    assert state_of(case.reads, "r") == "ConnectionError: the source is gone"
+    assert case.ends.of("r") == "ConnectionError: the source is gone"
     case.agent.refusal = None
     case.read("again")
-    assert state_of(case.reads, "again") == DONE
+    assert case.ends.of("again") == ""
 
 
 def test_without_nixl_calls_move_the_blocks_unless_the_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)  # an import of it then fails
-    assert open_agent(TransferConfig(is_on=True), {}, HOST) is None
+    assert open_agent(TransferConfig(is_on=True), {}) is None
     with pytest.raises(ConfigError, match=r"transom\[transfer\]"):
-        open_agent(TransferConfig(is_on=True, wire="nixl"), {}, HOST)
+        open_agent(TransferConfig(is_on=True, wire="nixl"), {})
 
 
 NUM_BLOCKS, BLOCK_BYTES = 10, HANDLE_BYTES // 2
@@ -175,15 +196,22 @@ NUM_BLOCKS, BLOCK_BYTES = 10, HANDLE_BYTES // 2
 
 def slab_memory(slab: torch.Tensor) -> TierMemory:
     """`NUM_BLOCKS` blocks of the group FULL, whose strides are far larger than they are."""
-    layouts = shares(1).groups[0]
-    groups = tuple(replace(one, block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES) for one in layouts)
-    return TierMemory(ArenaLayout(page_bytes=BLOCK_BYTES, num_pages=NUM_BLOCKS - 1, groups=groups), slab)
+    return TierMemory(layout_of(shares(1), BLOCK_BYTES, NUM_BLOCKS, is_full=True), slab)
+
+
+def layout_of(one: KvShares, stride: int, num_blocks: int, *, is_full: bool = False) -> ArenaLayout:
+    """The arena of the first rank, whose blocks all have this stride, and are as large if it `is_full`."""
+    groups = tuple(
+        replace(group, stride_bytes=stride, block_bytes=stride if is_full else group.block_bytes)
+        for group in one.groups[0]
+    )
+    return ArenaLayout(page_bytes=stride, num_pages=num_blocks - 1, groups=groups)
 
 
 def source_process() -> None:
     """Lends sevens, until its standard input closes."""
     slab = torch.full((NUM_BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
-    agent = NixlAgent({DEVICE: slab_memory(slab)}, HOST)
+    agent = NixlAgent({DEVICE: slab_memory(slab)})
     sys.stdout.write(f"memory {pickle.dumps(agent.memory).hex()}\n")
     sys.stdout.flush()
     sys.stdin.read()
@@ -200,8 +228,9 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     assert source.stdout is not None
     line = next(line for line in source.stdout if line.startswith("memory "))
     there: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
-    agent, kept = NixlAgent({HOST: memory}, HOST), replace(shares(1), groups=(memory.layout.groups,))
-    reads, start = RemoteReads(agent, kept, 0, HOST), agent.start
+    agent, kept = NixlAgent({HOST: memory}), replace(shares(1), groups=(memory.layout.groups,))
+    reads, start = RemoteReads(agent, kept, 0, {HOST: memory}), agent.start
+    ends = Ends(reads)
 
     def noted(*args: Any) -> Any:
         handle = start(*args)
@@ -209,9 +238,9 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         return handle
 
     def read(read_id: str) -> None:
-        blocks = tuple(RemoteBlock(FULL, DEVICE, block, NUM_BLOCKS - 1 - block) for block in range(NUM_BLOCKS))
+        blocks = tuple(RemoteBlock(FULL, 0, DEVICE, block, HOST, NUM_BLOCKS - 1 - block) for block in range(NUM_BLOCKS))
         started.clear()
-        reads.begin(RemoteRead(read_id=read_id, memories=(there,), shares=kept, blocks=blocks))
+        reads.begin(RemoteRead(read_id=read_id, memories=(there,), shares=kept, blocks=blocks, digests=({}, {}, {})))
 
     def hang(read_id: str) -> None:
         """Stop the source, and read it."""
@@ -220,25 +249,25 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         read(read_id)
         assert started.wait(WAIT_S)
         for _ in range(10):
-            assert reads.poll(read_id) == RUNNING
+            assert not ends.by_id
             time.sleep(0.05)
 
     monkeypatch.setattr(agent, "start", noted)
     try:
         read("first")
-        assert state_of(reads, "first") == DONE
+        assert ends.of("first") == ""
         assert bool((slab == 7).all())
         hang("goes on")
         source.send_signal(signal.SIGCONT)
-        assert state_of(reads, "goes on") == DONE
+        assert ends.of("goes on") == ""
         assert bool((slab == 7).all())
         hang("dies")
         source.send_signal(signal.SIGKILL)
-        assert state_of(reads, "dies") not in (DONE, RUNNING, GONE)
+        assert ends.of("dies")
         before = slab.clone()
         read("dead")
-        assert state_of(reads, "dead") not in (DONE, RUNNING, GONE)
-        assert torch.equal(slab, before)  # nothing comes after the last state
+        assert ends.of("dead")
+        assert torch.equal(slab, before)  # nothing comes after the end
     finally:
         reads.close()
         source.kill()

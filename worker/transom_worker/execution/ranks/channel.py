@@ -66,6 +66,10 @@ class ExecutorChannel:
         identity, data = self._socket.recv_multipart()
         return int(identity.split()[1]), decode(data)
 
+    def has_message(self) -> bool:
+        """Return whether a message has come."""
+        return bool(self._socket.poll(0))
+
     def wake(self) -> None:
         """Make the current call of `receive`, or the next one, return at once."""
         # If the socket is full, `receive` wakes anyway; if it is closed, no call of `receive` is left to wake.
@@ -98,15 +102,15 @@ class ExecutorChannel:
 
 
 class RankChannel:
-    """A rank's end of the connection."""
+    """A rank's end of the connection. Of several connections of a rank, all but one have a `suffix` of their own."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, suffix: bytes = b"") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
+        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.IPV6, int("[" in setup.endpoint))
-        self._socket.setsockopt(zmq.ROUTING_ID, _identity(setup.rank))
+        self._socket.setsockopt(zmq.ROUTING_ID, _identity(setup.rank) + suffix)
         public, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, setup.server_key)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)

@@ -88,6 +88,10 @@ class RankGroup:
             if time.monotonic() > deadline_s:
                 raise RankLost("The ranks did not answer in time: one of them hangs.", loss_cause="hung")
 
+    def has_message(self) -> bool:
+        """Return whether `receive` would return at once."""
+        return self._channel.has_message()
+
     def check(self) -> None:
         """Raise RankLost, as `receive` does, if a rank's process has ended."""
         if self._ended is not None:

@@ -17,8 +17,10 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
     RankUsage ...       ->                    what the rank has used, once a second while it works
     StepResult ...      ->                    results, from the first rank only
     LoadsEnded ...      ->                    loads that have ended, from every other rank
-                        <-  ReadBlocks, WriteBlocks, OrderRead    to every rank, between plans
+                        <-  ReadBlocks, WriteBlocks               to every rank, between plans
     BlocksDone          ->
+                        <-  BeginRead                             to every rank, between plans
+    ReadEnded           ->                                        at any time, from the rank's thread of reads
     RankFailed          ->                    at any time, instead of the next message
 
 Messages are plain data, and are pickled. That is safe because both ends are the same program, and the channel's keys keep other
@@ -170,17 +172,23 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderRead:
-    """Begins or polls a read of another worker's memory."""
+class BeginRead:
+    """Begins a read of another worker's memory."""
 
-    call: int
-    order: RemoteRead | str
+    read: RemoteRead
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A read of another worker's memory is over; `error` says why not all was read, and is "" if all was."""
+
+    read_id: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksDone:
-    """The answer to `ReadBlocks` (with the contents), `WriteBlocks` (without) or `OrderRead` (with the state as text); `refusal`
-    says why the call was wrong."""
+    """The answer to `ReadBlocks` (with the contents) or `WriteBlocks` (without); `refusal` says why the call was wrong."""
 
     call: int
     data: bytes = b""

@@ -24,6 +24,7 @@ from transom_core.machine.cores import keep_to_share
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
+    BeginRead,
     BlocksDone,
     Busy,
     Hello,
@@ -34,10 +35,10 @@ from transom_worker.execution.ranks.messages import (
     LoadsEnded,
     Measure,
     OpenRendezvous,
-    OrderRead,
     RankFailed,
     RankSetup,
     ReadBlocks,
+    ReadEnded,
     RendezvousOpened,
     RunStep,
     WriteBlocks,
@@ -91,6 +92,7 @@ class _Rank:
         self._epoch = 0
         self._usage_sent_s = -USAGE_PERIOD_S
         self._launched: LaunchedStep | None = None  # the step that the device computes
+        self._read_channel: RankChannel | None = None
 
     def run(self) -> None:
         self._device = choose_device(self._setup.config.model.device).type
@@ -104,9 +106,12 @@ class _Rank:
         """Execute what the executor sends, until an error ends the rank."""
         while True:
             message = self._next_message()
-            if isinstance(message, ReadBlocks | WriteBlocks | OrderRead):
+            if isinstance(message, ReadBlocks | WriteBlocks):
                 self._finish_launched()
                 self._channel.send(self._blocks_done(message))
+            elif isinstance(message, BeginRead):
+                self._finish_launched()
+                self._runner.tiers.begin_read(message.read)
             elif message.epoch == self._epoch:
                 self._execute(message)
             else:  # the executor submitted this plan before it learned of the failed step
@@ -155,9 +160,17 @@ class _Rank:
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
             self._runner = setup.allocate(message.pool_bytes, message.contents)
+        self._runner.tiers.on_read_end(self._send_read_end)
         gc.collect()
         gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._channel.send(self._runner.info)
+
+    def _send_read_end(self, read_id: str, error: str) -> None:
+        """Send the end of a read. The thread of the reads calls this, and has a connection of its own for it, since only one thread
+        may use a socket."""
+        if self._read_channel is None:
+            self._read_channel = RankChannel(self._setup, b" reads")
+        self._read_channel.send(ReadEnded(read_id, error))
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
@@ -215,11 +228,9 @@ class _Rank:
             ended = (tuple(result.loaded), tuple(result.load_s), tuple(result.failed))
             self._channel.send(LoadsEnded(step.plan.step_id, *ended))
 
-    def _blocks_done(self, message: ReadBlocks | WriteBlocks | OrderRead) -> BlocksDone:
+    def _blocks_done(self, message: ReadBlocks | WriteBlocks) -> BlocksDone:
         """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""
         try:
-            if isinstance(message, OrderRead):
-                return BlocksDone(message.call, self._runner.tiers.order_read(message.order).encode())
             if isinstance(message, ReadBlocks):
                 return BlocksDone(message.call, self._runner.tiers.read(message.tier, message.group, message.blocks))
             self._runner.tiers.write(message.tier, message.group, message.blocks, message.data)

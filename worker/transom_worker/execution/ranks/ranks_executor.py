@@ -24,11 +24,12 @@ from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, 
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import (
+    BeginRead,
     BlocksDone,
     LoadsEnded,
-    OrderRead,
     RankFailed,
     ReadBlocks,
+    ReadEnded,
     RunStep,
     WriteBlocks,
 )
@@ -66,6 +67,7 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
+        self._on_read_end: Callable[[int, str, str], None] = lambda rank, read_id, error: None
         # The error of a step that all ranks refused, which `receive` raises next.
         self._refused: Exception | None = None
         self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
@@ -144,11 +146,21 @@ class RanksExecutor(Executor):
         ids = tuple(blocks)
         self._call([WriteBlocks(self._num_calls, tier, group, ids, part) for part in data])
 
-    def order_read(self, order: RemoteRead | str) -> list[str]:
-        """Begin or poll a read on every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
-        self._num_calls += 1
-        states = self._call([OrderRead(self._num_calls, order)] * self._config.ranks.size)
-        return [state.decode() for state in states]
+    def begin_read(self, read: RemoteRead) -> None:
+        """Let every rank begin a read, after the plans in flight. Raises RankLost."""
+        self.check()
+        assert self._group is not None
+        self._group.send_all(BeginRead(read))
+
+    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+        """Have `callback` called by the engine's thread, while it handles messages."""
+        self._on_read_end = callback
+
+    def take_read_ends(self) -> None:
+        """Handle the messages that have come. Raises RankLost."""
+        self.check()
+        while self._group is not None and self._group.has_message():
+            self._take_message()
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of every rank of the last start; a rank reports its usage once a second while it works."""
@@ -230,6 +242,8 @@ class RanksExecutor(Executor):
         elif isinstance(message, BlocksDone):
             if message.call == self._num_calls:
                 self._blocks[rank] = message
+        elif isinstance(message, ReadEnded):
+            self._on_read_end(rank, message.read_id, message.error)
         elif isinstance(message, RankUsage):
             self._usages[rank] = message
         else:
@@ -248,7 +262,7 @@ class RanksExecutor(Executor):
         if step_id in self._without_rows:
             self._without_rows[step_id] -= 1
 
-    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks | OrderRead]) -> list[bytes]:
+    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks]) -> list[bytes]:
         """Send one message to each rank, and return the data of their answers in order of rank."""
         self.check()
         assert self._group is not None
@@ -256,16 +270,20 @@ class RanksExecutor(Executor):
             self._group.send(rank, message)
         self._blocks, self._call_sent_s = {}, time.monotonic()
         while len(self._blocks) < self._group.size:
-            try:
-                self._kill_if_lost(self._handle_message)
-            except RankLost:  # a subclass of StepFailed
-                raise
-            except (StepFailed, OutOfMemory) as error:
-                self._refused = error  # the refusal of a plan, which `receive` raises
+            self._take_message()
         refusals = [answer.refusal for answer in self._blocks.values() if answer.refusal]
         if refusals:
             raise ValueError(refusals[0])
         return [self._blocks[rank].data for rank in range(self._group.size)]
+
+    def _take_message(self) -> None:
+        """Handle the next message outside of `receive`, which raises the refusal of a plan later. Raises RankLost."""
+        try:
+            self._kill_if_lost(self._handle_message)
+        except RankLost:  # a subclass of StepFailed
+            raise
+        except (StepFailed, OutOfMemory) as error:
+            self._refused = error
 
     def _deadline_s(self) -> float:
         """Return when to stop waiting for a message, on the monotonic clock.

@@ -186,9 +186,9 @@ class ModelSetup:
         if self._config.cache.disk_cache is not None:
             fingerprint = self._cache.disk_fingerprint(identity, self._parallel.rank)
             folder = open_disk_folder(self._config.cache, layout, fingerprint)
-        agent, remote = open_agent(self._config.transfer, memories, TIER_HOST), None
+        agent, remote = open_agent(self._config.transfer, memories), None
         if agent is not None:
-            remote = RemoteReads(agent, self._cache.shares(), self._parallel.rank, TIER_HOST)
+            remote = RemoteReads(agent, self._cache.shares(), self._parallel.rank, memories)
         return RankTiers(memories, folder, remote)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:

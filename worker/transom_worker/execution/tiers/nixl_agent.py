@@ -1,9 +1,9 @@
 """`NixlAgent`: lets other workers' ranks read this rank's memory, and reads theirs, by NIXL (https://github.com/ai-dynamo/nixl).
 
-    agent = open_agent(transfer, memories)       registers the slabs once; None where NIXL is not installed or not wanted
-    handle = agent.start(source, kind, spans)    begins to read; on one host the bytes may have come when it returns
-    agent.state(handle)                          "PROC" while bytes may still arrive, then once "DONE" or why it failed
-    agent.disconnect(source)                     only while nothing is read from the source
+    agent = open_agent(transfer, memories)             registers the slabs once; None where NIXL is not installed or not wanted
+    handle = agent.start(source, kind, spans, tier)    begins to read; on one host the bytes may have come when it returns
+    agent.state(handle)                                "PROC" while bytes may still arrive, then once "DONE" or why it failed
+    agent.disconnect(source)                           only while nothing is read from the source
 
 A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its handle was released, and even after the source's
 agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So a caller that gives a
@@ -34,12 +34,12 @@ Spans = NDArray[np.uint64]
 
 
 class NixlAgent:
-    """The NIXL agent of one rank, which reads into `target_tier`. `memory` is what other ranks need to read this one's.
+    """The NIXL agent of one rank, whose tiers are `memories`. `memory` is what other ranks need to read this one's.
 
     One thread calls it. Any method but `state` may raise any exception.
     """
 
-    def __init__(self, memories: Mapping[int, TierMemory], target_tier: int) -> None:
+    def __init__(self, memories: Mapping[int, TierMemory]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each agent to the standard output
@@ -52,17 +52,16 @@ class NixlAgent:
             )
             for tier, memory in memories.items()
         ]
-        self._target = regions.get(target_tier)
         self.memory = RankMemory(agent=self._agent.get_agent_metadata(), regions=regions)
         self._names: dict[bytes, str] = {}  # metadata of another agent -> its name, while it is connected
 
-    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans) -> Any:
-        """Begin to read from a region of this kind and device, and return the read's handle."""
+    def start(self, source: RankMemory, kind: tuple[str, int], spans: Spans, tier: int) -> Any:
+        """Begin to read from a region of this kind and device into a tier of this rank, and return the read's handle."""
         name = self._names.get(source.agent)
         if name is None:
             name = self._names[source.agent] = self._agent.add_remote_agent(source.agent).decode()
-        assert self._target is not None
-        here = self._descriptors(spans[:, 1], spans[:, 2], self._target.kind, self._target.device)
+        target = self.memory.regions[tier]
+        here = self._descriptors(spans[:, 1], spans[:, 2], target.kind, target.device)
         theirs = self._descriptors(spans[:, 0], spans[:, 2], *kind)
         handle = self._agent.initialize_xfer("READ", here, theirs, name)
         try:
@@ -103,7 +102,7 @@ class NixlAgent:
         return self._agent.get_xfer_descs(np.stack([addresses, sizes, np.full_like(sizes, device)], axis=1), kind)
 
 
-def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory], target_tier: int) -> NixlAgent | None:
+def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory]) -> NixlAgent | None:
     """Return the agent of a rank; None if KV transfer is off, or goes through Ray.
 
     Raises:
@@ -112,7 +111,7 @@ def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory], tar
     if not transfer.is_on or transfer.wire == "ray":
         return None
     try:
-        return NixlAgent(memories, target_tier)
+        return NixlAgent(memories)
     except Exception as error:  # of a library that may be missing, or that this machine may not suit
         if transfer.wire == "nixl":
             raise ConfigError(f"--kv-transfer-wire is nixl, which transom[transfer] installs: {error}") from error

@@ -9,7 +9,7 @@ A plan's copies are made once, even if the plan fails or is dropped: `run` may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from transom_core.config import CacheConfig
-from transom_core.contract.kv_transfer import RankMemory
+from transom_core.contract.kv_transfer import PIECE_BYTES, RankMemory
 from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.execution.executor import PIECE_BYTES, DiskUsage, RemoteRead
+from transom_worker.execution.executor import DiskUsage, RemoteRead
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.execution.tiers.remote_reads import RemoteReads
@@ -146,18 +146,16 @@ class RankTiers:
         """Return what other workers' ranks need to read this rank's memory, alone in a tuple; empty if they cannot."""
         return () if self._remote is None else (self._remote.memory,)
 
-    def order_read(self, order: RemoteRead | str) -> str:
-        """Begin or poll a read of another worker's memory into the host tier, and return its state.
-
-        Raises:
-            ValueError: this rank cannot read other workers' memory, or not in this format.
-        """
-        if self._remote is None:
-            raise ValueError("this rank has no NIXL agent.")
-        if isinstance(order, str):
-            return self._remote.poll(order)
+    def begin_read(self, read: RemoteRead) -> None:
+        """Begin a read of another worker's memory; this rank must have `shared_memories`."""
+        assert self._remote is not None
         self._finish_spills()  # copies that were decided before may still use the blocks that are read into
-        return self._remote.begin(order)
+        self._remote.begin(read)
+
+    def on_read_end(self, callback: Callable[[str, str], None]) -> None:
+        """Have `callback` called, on another thread, with the id of each read that is over, and its error or ""."""
+        if self._remote is not None:
+            self._remote.on_end = callback
 
     def close(self) -> None:
         """Wait for the running load, drop the loads after it, and write the blocks that are queued for the disk; idempotent."""

@@ -95,20 +95,27 @@ class Imports:
         self.opened: list[BlockImport] = []
 
     def begin(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+        self,
+        chain: Sequence[bytes],
+        hit: PrefixHit,
+        retentions: RetentionSet | None = None,
+        *,
+        with_windows: bool = True,
     ) -> BlockImport | None:
         """Take host blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
         Nodes of the host tier are dropped to make room, except those of this prefix. Return None if no block is missing, or there
-        is still no room. `retentions` say which blocks the hit needs; None: those of sequences without a KV policy. Copies that are
-        queued now may still read the taken blocks, so the caller must write the contents after these copies. Then it must call
-        `publish` and `end`, or `end` alone.
+        is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
+        blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
+        blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
         """
         if not self._host.exists:
             return None
         locked = self._lock(chain, hit.num_hash_blocks)
         needed = [
             needed_blocks(retention, chain, hit, block_size=self._block_size)
+            if with_windows or retention.keeps_everything
+            else []
             for retention in retentions or self._retentions
         ]
         in_host = [

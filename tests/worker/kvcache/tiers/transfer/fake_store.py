@@ -13,6 +13,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.layout import GroupLayout
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.kvcache.tiers.transfer.transfer_report import ExportOutcome, FetchReport, TransferObserver
 
@@ -20,8 +21,9 @@ T = TypeVar("T")
 
 BLOCK = 4
 BLOCK_BYTES = 8
-SHARES = KvShares(groups=((),), heads=((),))
 GROUPS = (GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),)
+LAYOUT = GroupLayout(spec=GROUPS[0], block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES, layers=())
+SHARES = KvShares(groups=((LAYOUT,),), heads=((),))
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
@@ -45,10 +47,12 @@ class FakeStore:
     imports: dict[str, dict[bytes, Bytes]] = field(default_factory=dict)
     chains: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by import
     kept_for: list[str] = field(default_factory=list)  # request ids
-    # By reads of another worker's memory: how many looks they take, and what they bring of a block. `reads` are those in flight.
+    # Reads of another worker's memory: how many looks they take, and what they bring of a block. `reads` has those in flight, by
+    # import: the offer, and what is to be called at the end.
     num_looks: int | None = None  # None: this worker does not read memory
     bring: Callable[[bytes], Bytes] = contents
-    reads: set[str] = field(default_factory=set)
+    reads: dict[str, tuple[PrefixOffer, Callable[[str], None]]] = field(default_factory=dict)
+    num_digests: int = 0  # of blocks, as a source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
@@ -64,22 +68,36 @@ class FakeStore:
             start=BLOCK * len(held),
             blocks=blocks,
             shares=SHARES,
-            memories=(RankMemory(agent=b"", regions={}),) if query.reads_memory else (),
+            memories=() if query.shares is None else (RankMemory(agent=b"", regions={}),),
+            digests=({len(held) - 1: (contents(held[-1]).tobytes(),)},),
         )
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         digests = self.exports[export_id]
         return [b"".join(contents(digests[i]).tobytes() for i in blocks.blocks)]
 
+    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
+        self.num_digests += len(blocks.blocks)
+        return {i: (contents(self.exports[export_id][i]).tobytes(),) for i in blocks.blocks}
+
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
+
+    def published(self, request_id: str) -> PrefixQuery | None:
+        digests = self.requests.get(request_id)
+        if digests is None:
+            return None
+        return PrefixQuery(chain=digests[: self._length(digests)], num_tokens=0, groups=self.groups, block_size=BLOCK)
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        return replace(query, is_early=True) if query.groups == self.groups else None
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         digests = self.requests.get(request_id, ())[: num_tokens // BLOCK]
         if not digests:
             return None
-        reads_memory = self.num_looks is not None
-        return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK, reads_memory=reads_memory)
+        shares = None if self.num_looks is None else SHARES
+        return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK, shares=shares)
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
@@ -114,27 +132,26 @@ class FakeStore:
         self.kept_for.append(request_id)
 
     def drop_import(self, import_id: str) -> bool:
-        if import_id in self.reads and self.num_looks:
-            self.num_looks -= 1
+        self.take_read_ends()
+        if import_id in self.reads:
             return False
-        self.reads.discard(import_id)
         self.num_free += len(self.imports.pop(import_id, {}))
         return True
 
-    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
-        self.reads.add(import_id)
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+        self.reads[import_id] = offer, on_end
 
-    def is_reading(self, import_id: str) -> bool:
+    def take_read_ends(self) -> None:
         if self.num_looks:
             self.num_looks -= 1
-            return True
-        self.reads.discard(import_id)
-        self.imports[import_id] = {digest: self.bring(digest) for digest in self.imports[import_id]}
-        return False
-
-    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
-        found = [self.imports[import_id][self.chains[import_id][i]] for i in blocks.blocks]
-        return np.array_equal(np.concatenate(found), data[0])
+            return
+        while self.reads:
+            import_id, (offer, on_end) = self.reads.popitem()
+            chain = self.chains[import_id]
+            found = self.imports[import_id] = {digest: self.bring(digest) for digest in self.imports[import_id]}
+            wanted = {chain[i]: digest for i, (digest,) in offer.digests[0].items() if chain[i] in found}
+            is_equal = all(found[name].tobytes() == digest for name, digest in wanted.items())
+            on_end("" if is_equal else "other bytes")
 
     def put(self, digests: Sequence[bytes]) -> None:
         """Cache blocks."""

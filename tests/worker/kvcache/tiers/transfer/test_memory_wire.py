@@ -13,6 +13,7 @@ import pytest
 from tests.worker.kvcache.tiers.transfer.fake_store import contents
 from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
 from transom_core.config import TransferConfig
+from transom_core.contract.kv_transfer import PrefixOffer
 from transom_worker.kvcache.tiers.transfer.kv_store import SourceLost
 
 
@@ -23,8 +24,8 @@ def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair
     return pair
 
 
-@pytest.mark.parametrize(("verify", "num_calls"), [("sample", 1), ("all", 4)])
-async def test_memory_is_read_and_a_sample_is_compared(verify: Literal["sample", "all"], num_calls: int) -> None:
+@pytest.mark.parametrize(("verify", "num_digests"), [("sample", 0), ("all", 10)])
+async def test_memory_is_read_with_two_calls(verify: Literal["sample", "all"], num_digests: int) -> None:
     calls: list[str] = []
     pair = reading_pair(config=replace(CONFIG, verify=verify))
     pair.before = calls.append
@@ -34,8 +35,8 @@ async def test_memory_is_read_and_a_sample_is_compared(verify: Literal["sample",
     assert pair.target.cached.keys() == set(CHAIN)
     assert (pair.ended["r"].wire, pair.ended["r"].num_bytes) == ("nixl", 56)
     await pair.until_quiet()
-    assert calls == ["open", *["read"] * num_calls, "close"]
-    assert pair.source_notes.num_bytes >= 56
+    assert calls == ["open", "close"]
+    assert (pair.source_notes.num_bytes, pair.source.num_digests) == (56, num_digests)
     assert pair.source_notes.exports == ["read"]
 
 
@@ -55,22 +56,27 @@ async def test_other_bytes_are_not_published_and_calls_bring_the_next_ones_until
         await pair.until_ended(wire)
         assert (pair.ended[wire].outcome, pair.ended.pop(wire).wire) == ("fetched", wire)
         assert pair.target.cached.keys() == set(CHAIN)
-        pair.fetches.memory_wire.away.until_s = {source: 0.0 for source in pair.fetches.memory_wire.away.until_s}
+        away = pair.fetches.memory_wire._away
+        away.until_s = {source: 0.0 for source in away.until_s}
 
 
 def refuses(pair: Pair) -> None:
-    def fail(import_id: str) -> bool:
-        raise SourceLost("the agent cannot connect")
+    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect")  # type: ignore[method-assign]
 
-    pair.target.is_reading = fail  # type: ignore[method-assign]
+
+def cannot_begin(pair: Pair) -> None:
+    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+        raise SourceLost("the ranks do not run")
+
+    pair.target.begin_read = fail  # type: ignore[method-assign]
 
 
 def loses_its_lease(pair: Pair) -> None:
     """What was read may have been overwritten: the source had not heard of the target for too long."""
-    pair.before = lambda name: pair.close_exports() if name == "read" else None
+    pair.before = lambda name: pair.close_exports() if name == "close" else None
 
 
-@pytest.mark.parametrize("how", [refuses, loses_its_lease])
+@pytest.mark.parametrize("how", [refuses, cannot_begin, loses_its_lease])
 async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pair], None]) -> None:
     pair = reading_pair(num_looks=0)
     how(pair)
@@ -79,10 +85,11 @@ async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pai
     assert pair.ended["r"].outcome == "source_lost"
     await pair.until_quiet()
     assert (pair.target.cached, pair.target.num_free) == ({}, 100)
+    assert pair.fetches.calls.budget.used_bytes == 0
 
 
 @pytest.mark.parametrize("by", ["timeout", "client"])
-async def test_blocks_and_export_stay_while_an_abandoned_read_is_in_flight(by: str) -> None:
+async def test_blocks_bytes_and_export_stay_while_an_abandoned_read_is_in_flight(by: str) -> None:
     pair = reading_pair(10**9, config=replace(CONFIG, timeout_s=0.05) if by == "timeout" else CONFIG)
     pair.start()
     while not pair.target.reads:
@@ -94,9 +101,13 @@ async def test_blocks_and_export_stay_while_an_abandoned_read_is_in_flight(by: s
         await pair.until_ended("r")
         assert pair.ended["r"].outcome == "timeout"
     await asyncio.sleep(0.2)
-    assert pair.target.num_free == 90
+    assert (pair.target.num_free, pair.fetches.calls.budget.used_bytes) == (90, 80)
     assert len(pair.source.exports) == len(pair.exports) == 1
+    pair.fetches.memory_wire._away.until_s.clear()
+    assert not pair.fetches.memory_wire.is_asked("a")  # so that such reads cannot fill the budget
     pair.target.num_looks = 0  # the source goes on, or dies
     await pair.until_quiet()
     assert (pair.target.cached, pair.target.num_free) == ({}, 100)
     assert pair.source_notes.exports == ["read"]
+    assert pair.fetches.calls.budget.used_bytes == 0
+    assert pair.fetches.memory_wire.is_asked("a")

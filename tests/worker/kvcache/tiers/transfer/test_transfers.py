@@ -19,6 +19,7 @@ from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
 from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
+from transom_worker.kvcache.tiers.transfer.handovers import Handovers
 from transom_worker.kvcache.tiers.transfer.served_exports import MAX_EXPORTS, PrefixExports
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
@@ -43,6 +44,10 @@ class Pair:
         await self._called("open")
         return await self.exports.open(query)
 
+    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        await self._called("early")
+        await self.fetches.fetch_early(source, query, sharer)
+
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         self.bytes_in_flight += BLOCK_BYTES * len(blocks.blocks)
         self.most_bytes = max(self.most_bytes, self.bytes_in_flight)
@@ -52,9 +57,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        self.exports.close(export_id, read_bytes)
+        return self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)
@@ -117,6 +122,49 @@ async def test_choices_of_one_prompt_fetch_it_once() -> None:
     await pair.until_ended(*"abc")
     assert sorted(one.outcome for one in pair.ended.values()) == ["fetched", "present", "present"]
     assert pair.source_notes.num_bytes == 10 * BLOCK_BYTES
+
+
+async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -> None:
+    pair = Pair()
+    pair.source.cached.clear()
+    pair.source.requests["p"] = CHAIN
+    counts: list[int] = []
+    pair.before = lambda name: counts.append(len(pair.target.cached)) if name == "early" else None
+    handovers = Handovers("a", pair, pair.source, on_loop)
+    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0, decoder="b")
+    handovers.start([request, replace(request, request_id="no decoder", decoder=None)])
+    for end in (3, 5, 9):
+        pair.source.put(CHAIN[:end])
+        async with asyncio.timeout(60):
+            while len(pair.target.cached) < end:
+                await asyncio.sleep(0)
+    assert counts == [0, 3, 5]
+    await pair.until_quiet()
+    pair.source.put(CHAIN)  # with the last chunk comes the first token, and the request ends here
+    del pair.source.requests["p"]
+    pair.start()
+    await pair.until_ended("r")
+    assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
+    assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
+    async with asyncio.timeout(60):
+        while handovers._tasks:
+            await asyncio.sleep(0)
+
+
+async def test_a_decoder_that_is_lost_does_not_matter_to_the_prompt() -> None:
+    pair = Pair()
+    pair.source.requests["p"] = CHAIN
+
+    def fail(name: str) -> None:
+        raise ConnectionError("the decoder is gone")
+
+    pair.before = fail
+    handovers = Handovers("a", pair, pair.source, on_loop)
+    handovers.start([Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0, decoder="b")])
+    async with asyncio.timeout(60):
+        while handovers._tasks:
+            await asyncio.sleep(0)
+    assert not pair.target.cached
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from transom_worker.kvcache.tiers.block_format.segments import block_segments
 
 Bytes = NDArray[np.uint8]
 Data = bytes | bytearray | memoryview | Bytes
+
+DIGEST_BYTES = 16
 
 
 def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
@@ -35,18 +38,18 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
     return [block.reshape(-1) for block in out]
 
 
-def same_contents(
-    source: KvShares, target: KvShares, group: int, found: Sequence[Data], wanted: Sequence[Data]
-) -> bool:
-    """Return whether blocks of each of the target's ranks are equal, apart from the padding between segments, which is not read."""
-    for rank, pair in enumerate(zip(found, wanted, strict=True)):
-        own, other = (
-            np.frombuffer(data, np.uint8).reshape(-1, target.groups[rank][group].block_bytes) for data in pair
-        )
-        for _, _, at, size in block_segments(source, target, group, rank):
-            if not np.array_equal(own[:, at : at + size], other[:, at : at + size]):
-                return False
-    return True
+def block_digests(
+    source: KvShares, target: KvShares, group: int, rank: int, blocks: Sequence[bytes | Bytes]
+) -> list[bytes]:
+    """Return a digest of each block of the target's `rank`. It covers the segments that were read from the source, and not the
+    padding between them."""
+    segments, digests = block_segments(source, target, group, rank), []
+    for block in blocks:
+        digest, data = blake2b(digest_size=DIGEST_BYTES), np.frombuffer(block, np.uint8)
+        for one in segments:
+            digest.update(data[one.target : one.target + one.size].data)
+        digests.append(digest.digest())
+    return digests
 
 
 def _as_blocks(shares: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import NamedTuple
 
 from transom_core.client_queue import NO_CLIENT, ClientQueue, Sharer
@@ -27,22 +28,35 @@ class ByteBudget:
         self._waiting: ClientQueue[_Wanted] = ClientQueue()
         self.used_bytes = 0
 
-    @contextlib.asynccontextmanager
-    async def taken(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> AsyncIterator[None]:
-        """Hold `num_bytes` of the budget while the context is open."""
+    async def take(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> Callable[[], None]:
+        """Wait for `num_bytes` of the budget, and return a function that gives them back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wanted = _Wanted(sharer, num_bytes, turn)
         self._waiting.add(sharer.client, wanted)
         self._admit()
         try:
             await turn
+        except BaseException:
+            self._waiting.remove(sharer.client, wanted)
+            if turn.cancelled():
+                self._admit()
+            else:  # the bytes were granted, but the caller was cancelled right after
+                self._give_back(num_bytes)
+            raise
+        return partial(self._give_back, num_bytes)
+
+    @contextlib.asynccontextmanager
+    async def taken(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> AsyncIterator[None]:
+        """Hold `num_bytes` of the budget while the context is open."""
+        give_back = await self.take(num_bytes, sharer)
+        try:
             yield
         finally:
-            self._waiting.remove(sharer.client, wanted)
-            # The bytes were granted, even if the caller was cancelled right after.
-            if turn.done() and not turn.cancelled():
-                self.used_bytes -= min(num_bytes, self._limit_bytes)
-            self._admit()
+            give_back()
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.used_bytes -= min(num_bytes, self._limit_bytes)
+        self._admit()
 
     def _admit(self) -> None:
         """Grant bytes to the callers that wait, by turns, until the first one that does not fit."""

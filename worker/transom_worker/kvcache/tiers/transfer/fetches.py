@@ -21,10 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from transom_core.client_queue import Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
@@ -101,31 +103,39 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
-        """Fetch a prefix, and report the outcome. However `_fetch` ends, both sides release their blocks.
+    async def fetch_early(self, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+        """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
+        own = await self._on_engine(lambda: self._store.own_query(query))
+        if own is not None and self.calls.away.is_asked(source):
+            await self._reported(source, self._import("", sharer, source, own), self._config.timeout_s)
 
-        A cancelled fetch reports nothing: `CancelledError` passes through.
-        """
+    async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
+        """Fetch the prefix of a held request. A cancelled fetch reports nothing: `CancelledError` passes through."""
+        report = await self._reported(source.worker, self._fetch(request, source), limit_s)
+        self._on_end(request.request_id, report)
+
+    async def _reported(self, source: str, fetch: Awaitable[tuple[ImportPlan, str]], limit_s: float) -> FetchReport:
+        """Wait for a fetch, and report its outcome. However it ends, both sides release their blocks."""
         begin_s = time.monotonic()
         plan: ImportPlan | None = None
         wire = ""
         outcome: FetchOutcome = "failed"
         try:
             async with asyncio.timeout(limit_s):
-                plan, wire = await self._fetch(request, source)
+                plan, wire = await fetch
             outcome = "fetched"
         except TimeoutError:
             outcome = "timeout"
         except _Ended as ended:
             outcome = ended.outcome
         except SourceLost as error:
-            logger.warning("A prefix could not be fetched from worker %s: %s", source.worker, error)
+            logger.warning("A prefix could not be fetched from worker %s: %s", source, error)
             outcome = "source_lost"
         except Exception:  # a bug; the request must not be held for ever
-            logger.exception("A prefix from worker %s could not be imported.", source.worker)
-        report = _report(source.worker, outcome, plan, wire, seconds=time.monotonic() - begin_s)
+            logger.exception("A prefix from worker %s could not be imported.", source)
+        report = _report(source, outcome, plan, wire, seconds=time.monotonic() - begin_s)
         self._observer.fetched(report)
-        self._on_end(request.request_id, report)
+        return report
 
     async def _fetch(self, request: Request, source: PrefixSource) -> tuple[ImportPlan, str]:
         """Bring the blocks of the prefix that are missing here; return the plan of the import and the name of the wire.
@@ -133,52 +143,58 @@ class PrefixFetches:
         Raises:
             _Ended: there is nothing to import, or no room for it.  SourceLost: the source was lost.
         """
-        query = await self._on_engine(lambda: self._store.query(request.request_id, source.num_tokens))
+        query, is_present = await self._on_engine(lambda: self._asked(request.request_id, source.num_tokens))
         if query is None:
             raise _Ended("cancelled")
         key = source.worker, query.chain[-1]
         turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+        must_look_again = turn.locked()  # the holder of the lock may bring the prefix
         async with turn:
-            # An earlier holder of the lock may have brought the prefix.
-            if await self._on_engine(lambda: self._store.has(request.request_id, query)):
+            if must_look_again:
+                is_present = await self._on_engine(lambda: self._store.has(request.request_id, query))
+            if is_present:
                 raise _Ended("present")
-            offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
-            if not isinstance(offer, PrefixOffer):
-                raise _Ended("refused" if offer == "refused" else "not_found")
-            return await self._import(request, source.worker, query, offer)
+            return await self._import(request.request_id, request.sharer, source.worker, query)
 
-    async def _import(
-        self, request: Request, source: str, query: PrefixQuery, offer: PrefixOffer
-    ) -> tuple[ImportPlan, str]:
-        """Bring all pieces of an offer that are missing here, publish them, and close the export; returns what `_fetch` returns."""
-        import_id, read_bytes, is_complete = uuid4().hex, 0, False
+    def _asked(self, request_id: str, num_tokens: int) -> tuple[PrefixQuery | None, bool]:
+        """Return the query for a request's prefix, and whether the prefix is here already. Runs on the engine's thread."""
+        query = self._store.query(request_id, num_tokens)
+        if query is None:
+            return None, False
+        return replace(query, verifies_all=self._config.verify == "all"), self._store.has(request_id, query)
+
+    async def _import(self, request_id: str, sharer: Sharer, source: str, query: PrefixQuery) -> tuple[ImportPlan, str]:
+        """Bring all pieces of an offer that are missing here, publish them, and close the export. Returns and raises what `_fetch`
+        does."""
+        offer = await self.calls.ask(source, self._peers.open_export(source, query))
+        if not isinstance(offer, PrefixOffer):
+            raise _Ended("refused" if offer == "refused" else "not_found")
+        import_id, must_close, is_complete = uuid4().hex, True, False
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
-            reads_memory = bool(offer.memories) and self.memory_wire.away.is_asked(source)
+            reads_memory = bool(offer.memories) and self.memory_wire.is_asked(source)
             wire = self.memory_wire if reads_memory else self.calls
-            await wire.bring(request.sharer, source, offer, import_id, plan)
-            await self._on_engine(lambda: self._store.publish_import(import_id, request.request_id))
+            await wire.bring(sharer, source, offer, import_id, plan)
+            must_close = not reads_memory  # the memory wire has closed the export
+            await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
             is_complete = True
-            if reads_memory:
-                read_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
             return plan, wire.name
         finally:
-            task = asyncio.create_task(
-                self._end(source, offer.export_id, None if is_complete else import_id, read_bytes)
-            )
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            if must_close or not is_complete:
+                task = asyncio.create_task(self._end(source, offer.export_id, None if is_complete else import_id))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
-    async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
+    async def _end(self, source: str, export_id: str, import_id: str | None) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine
         ignores an import that never began or has ended. If the message is lost, the export ends when its lease expires."""
         try:
             while import_id is not None and not await self._on_engine(lambda: self._store.drop_import(import_id)):
                 await asyncio.sleep(DROP_AGAIN_S)
             async with asyncio.timeout(self._config.timeout_s):
-                await self._peers.close_export(source, export_id, read_bytes)
+                await self._peers.close_export(source, export_id, 0)
         except Exception as error:
             logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 

@@ -2,7 +2,7 @@
 
 The source calls `open_export`, `read_export` for each piece, then `close_export`. The target calls `query`, `has`, `begin_import`,
 brings the blocks, then calls `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and
-`write_import` for each piece, or by `begin_read`, `is_reading` until that is False, and `is_equal` for some (`wires`).
+`write_import` for each piece, or by `begin_read` (`wires`).
 
 All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
 and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
@@ -62,10 +62,21 @@ class KvStore(Protocol):
         """Return, for each rank, the bytes of these blocks of an export, one after the other. Raises KeyError: the export has
         ended."""
 
+    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
+        """Return digests of blocks of an export, as `PrefixOffer.digests` has them for a group. Raises KeyError: the export has
+        ended."""
+
     def close_export(self, export_id: str) -> None:
         """Release the blocks of an export."""
 
+    def published(self, request_id: str) -> PrefixQuery | None:
+        """Return a query, as another worker may ask it early, for the part of a request's prompt that is cached here; None if the
+        request has ended."""
+
     # Target
+
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         """Return the query for the first `num_tokens` tokens of a held request; None if the request has ended or its prefix has no
@@ -96,12 +107,16 @@ class KvStore(Protocol):
         """Free the blocks of an import that is not complete, and return True. Return False while bytes may still be read into
         them: then the import publishes nothing any more, and the caller must call again."""
 
-    def begin_read(self, import_id: str, offer: PrefixOffer) -> None:
-        """Let the ranks begin to read all blocks of an import out of the memory of the offer's ranks. Raises KeyError: the import
-        has ended.  ValueError: the formats do not allow it."""
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+        """Let the ranks read all blocks of an import out of the memory of the offer's ranks.
 
-    def is_reading(self, import_id: str) -> bool:
-        """Return whether blocks of an import are still being read. Raises SourceLost: not all of them could be."""
+        When no byte can come any more, `on_end` is called on any thread, once or more often, with the reason why the blocks are not
+        what the source offered, or "" if they are.
 
-    def is_equal(self, import_id: str, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> bool:
-        """Return whether blocks that were read are those of the source, which `read_export` gave as `data`. Raises KeyError."""
+        Raises:
+            KeyError: the import has ended.
+        """
+
+    def take_read_ends(self) -> None:
+        """Let reports of ended reads come in, for which an engine with work need not be asked. Raises StepFailed: the ranks do not
+        run."""

@@ -4,20 +4,22 @@
 - **lease**: an export ends if its target calls nothing for `TransferConfig.timeout_s`, because the target or its connection was
   lost.
 
-The target calls `open`, `read` for each piece, then `close`. All methods run on the worker's event loop; they touch the cache on
-the engine's thread, between two steps.
+The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`. All methods run on the worker's event
+loop; they touch the cache on the engine's thread, between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
+from functools import partial
 from uuid import uuid4
 
 import numpy as np
 
 from transom_core.config import TransferConfig
-from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
 from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserver
@@ -62,7 +64,7 @@ class PrefixExports:
             self._observer.exported("not_found")
             return "not_found"
         self._renew(export_id)
-        return offer
+        return await self._with_all_digests(offer, query) if offer.memories and query.verifies_all else offer
 
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an open export, for each rank.
@@ -79,14 +81,29 @@ class PrefixExports:
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
-    def close(self, export_id: str, read_bytes: int = 0) -> None:
-        """End an export whose target has read everything or gives up; unknown ids are ignored. `read_bytes` of its blocks were read
-        out of the ranks' memory, and not by `read`."""
-        if export_id in self._leases:
-            if read_bytes:
-                self._observer.sent(read_bytes)
-            self._observer.exported("read")
-            self._end(export_id)
+    def close(self, export_id: str, read_bytes: int = 0) -> bool:
+        """End an export whose target has read everything or gives up; return whether it was open. `read_bytes` of its blocks were
+        read out of the ranks' memory, and not by `read`."""
+        if export_id not in self._leases:
+            return False
+        if read_bytes:
+            self._observer.sent(read_bytes)
+        self._observer.exported("read")
+        self._end(export_id)
+        return True
+
+    async def _with_all_digests(self, offer: PrefixOffer, query: PrefixQuery) -> PrefixOffer:
+        """Return an offer with the digests of all its blocks, which are read by pieces, as by `read`."""
+        digests = []
+        for group, logicals in enumerate(offer.blocks):
+            at_once = max(1, PIECE_BYTES // max(groups[group].block_bytes for groups in offer.shares.groups))
+            found: dict[int, tuple[bytes, ...]] = {}
+            for first in range(0, len(logicals), at_once):
+                blocks = BlockRange(group, logicals[first : first + at_once])
+                found |= await self._on_engine(partial(self._store.digest_export, offer.export_id, query, blocks))
+                self._renew(offer.export_id)
+            digests.append(found)
+        return replace(offer, digests=tuple(digests))
 
     def _renew(self, export_id: str) -> None:
         """Let an export's lease begin again. Raises KeyError: the export has ended."""

@@ -10,10 +10,10 @@ The export of the source keeps the blocks as they are while a wire reads them. B
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
+import contextlib
+from collections import Counter
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transom_core.client_queue import Sharer
 from transom_core.config import TransferConfig
@@ -23,10 +23,7 @@ from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
 
-logger = logging.getLogger("transom.worker")
-
-FIRST_LOOK_S = 1e-3  # 4 MiB take 1 ms on one host
-LAST_LOOK_S = 0.02
+LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
 
 T = TypeVar("T")
 
@@ -67,47 +64,66 @@ class CallWire:
 
 
 class MemoryWire:
-    """Lets the ranks read the blocks out of the memory of the source's ranks, and compares some of them with the source's, which it
-    gets by `calls`.
+    """Lets the ranks read the blocks out of the memory of the source's ranks, and compare some of them with digests in the offer.
 
-    The comparison comes last: the source answers it only while the export is open, so the blocks were there all the time.
+    Closing the export comes last: if the source then says that it was open until now, the blocks were there all the time.
     """
 
     name = "nixl"
 
     def __init__(self, calls: CallWire, config: TransferConfig) -> None:
         self._calls, self._store, self._on_engine = calls, calls.store, calls.on_engine
-        self._compares_all = config.verify == "all"
-        self.away = AwaySources(config.timeout_s)
+        self._away = AwaySources(config.timeout_s)
+        self._abandoned: Counter[str] = Counter()  # by source: reads that were given up and are not over
+
+    def is_asked(self, source: str) -> bool:
+        """Return whether the next blocks of a source should come by this wire. Not while a read that was given up may still bring
+        bytes: so a source that hangs keeps a bounded share of the budget and of the blocks here."""
+        return not self._abandoned[source] and self._away.is_asked(source)
 
     async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> None:
-        """Read all blocks at once, look whether they have come, and compare. Raises the errors of `CallWire.bring`."""
-        async with self._calls.budget.taken(sum(num_bytes for _, num_bytes in plan.pieces), sharer):
-            with self.away.noted(source):
-                await self._read(offer, import_id)
-                await all_of([self._compare(source, offer, import_id, blocks) for blocks in self._compared(plan)])
+        """Read all blocks at once, and close the export. Raises the errors of `CallWire.bring`."""
+        num_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        give_back = await self._calls.budget.take(num_bytes, sharer)
+        ended.add_done_callback(lambda _: give_back())
+        try:
+            with self._away.noted(source):
+                await self._read(offer, import_id, ended)
+                if error := ended.result():
+                    raise SourceLost(f"its memory could not be read: {error}")
+                was_open = self._calls.peers.close_export(source, offer.export_id, num_bytes)
+                if not await self._calls.ask(source, was_open):
+                    raise SourceLost("it gave the blocks up while they were read")
+        finally:
+            if not ended.done():
+                self._abandoned[source] += 1
+                ended.add_done_callback(lambda _: self._abandoned.subtract([source]))
 
-    async def _read(self, offer: PrefixOffer, import_id: str) -> None:
-        pause_s = FIRST_LOOK_S
-        await self._on_engine(lambda: self._store.begin_read(import_id, offer))
-        while await self._on_engine(lambda: self._store.is_reading(import_id)):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_LOOK_S)
+    async def _read(self, offer: PrefixOffer, import_id: str, ended: asyncio.Future[str]) -> None:
+        """Let the ranks read, and wait until `ended` has the result, which it gets even if this is cancelled."""
+        loop = asyncio.get_running_loop()
 
-    async def _compare(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange) -> None:
-        data = await self._calls.ask(source, self._calls.peers.read_export(source, offer.export_id, blocks))
-        if not await self._on_engine(lambda: self._store.is_equal(import_id, offer, blocks, data)):
-            logger.error("Blocks that NIXL read from worker %s differ from that worker's; they are not used.", source)
-            raise SourceLost("blocks came with other bytes")
+        def end(error: str) -> None:
+            if not ended.done():
+                ended.set_result(error)
 
-    def _compared(self, plan: ImportPlan) -> list[BlockRange]:
-        """Return the blocks to compare: all, or one of each group, chosen at random."""
-        if self._compares_all:
-            return [blocks for blocks, _ in plan.pieces]
-        by_group: dict[int, list[int]] = {}
-        for blocks, _ in plan.pieces:
-            by_group.setdefault(blocks.group, []).extend(blocks.blocks)
-        return [BlockRange(group, (random.choice(some),)) for group, some in by_group.items()]
+        def on_end(error: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end, error)
+
+        begun = asyncio.ensure_future(self._on_engine(lambda: self._store.begin_read(import_id, offer, on_end)))
+        begun.add_done_callback(lambda done: None if done.exception() is None else end(repr(done.exception())))
+        await asyncio.shield(begun)
+        while not ended.done():
+            await asyncio.wait([ended], timeout=LOOK_S)
+            # Ranks in processes of their own report when the engine listens, which it does in a step anyway.
+            look = asyncio.ensure_future(self._on_engine(self._store.take_read_ends))
+            look.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # if the ranks end, so does the read
+            waits: list[asyncio.Future[Any]] = [ended, look]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def all_of(steps: list[Awaitable[None]]) -> None:

@@ -1,0 +1,53 @@
+"""`Handovers`: lets the worker that will decode a prompt fetch its prefix while a prefill worker still computes it.
+
+    router          places a prompt at a prefill worker, and names the worker that will probably continue (`Request.decoder`)
+    prefill worker  after each step that published blocks, tells the decoder what it has (`PrefixPeers.fetch_early`); one call of a
+                    request at a time, so that a slow decoder gets fewer and larger parts
+    decoder         fetches the blocks that it lacks of the groups that keep every token (`PrefixFetches.fetch_early`)
+
+When the first token is there, the router places the request again, and the decoder fetches what is left: the blocks of the last
+chunk, and the windows, which would have slid on meanwhile. If any of this fails, it fetches everything then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from transom_core.contract import Request
+from transom_core.contract.prefix_peers import PrefixPeers
+from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
+
+logger = logging.getLogger("transom.worker")
+
+LOOK_S = 5e-3  # between two looks for new blocks; while a step is computed, a look waits for its end
+
+
+class Handovers:
+    """The handovers of one prefill worker, `own_id`. All methods run on its event loop."""
+
+    def __init__(self, own_id: str, peers: PrefixPeers, store: KvStore, on_engine: OnEngine) -> None:
+        self._own_id, self._peers, self._store, self._on_engine = own_id, peers, store, on_engine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begin to hand over those of the admitted requests that name a decoder."""
+        for request in requests:
+            # Under a KV policy that is a window, no group keeps every token.
+            if request.decoder is not None and request.kv_policy is None:
+                task = asyncio.create_task(self._run(request, request.decoder))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request: Request, decoder: str) -> None:
+        num_told = 0
+        try:
+            while (query := await self._on_engine(lambda: self._store.published(request.request_id))) is not None:
+                if len(query.chain) > num_told:
+                    num_told = len(query.chain)
+                    await self._peers.fetch_early(decoder, self._own_id, query, request.sharer)
+                else:
+                    await asyncio.sleep(LOOK_S)
+        except Exception as error:
+            logger.info("Worker %s cannot fetch a prompt while it is computed: %r", decoder, error)
