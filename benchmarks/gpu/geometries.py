@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from transom_kernels.moe import MxTensor
 from transom_worker.models.weights.checkpoint import GROUP, Mxfp4Tensors, Weights
-from transom_worker.models.weights.dequantise import dequantise_mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -79,7 +79,7 @@ class RandomWeights(Weights):
             self._last = None
             if MXFP4_EXPERTS.search(name):
                 blocks, scales = self._make_mxfp4(name, shape)
-                whole = dequantise_mxfp4(blocks.unflatten(-1, (-1, GROUP // 2)), scales, slice(None)).transpose(-1, -2)
+                whole = MxTensor(blocks=blocks, scales=scales).dequantised().bfloat16().transpose(-1, -2)
             else:
                 whole = self._make(name, shape)
             self._last = name, whole

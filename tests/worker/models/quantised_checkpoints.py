@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.worker.models.quantised_formats import FORMATS
 
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits say; the fourth is the sign
 _GROUP = 32
-_LARGEST_FP8 = 448.0
 _FILE = "model.safetensors"
-_NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+_NOT_QUANTISED = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,19 +31,19 @@ def to_mxfp4(plain: Path, packed: Path) -> None:
     _write(plain, packed, tensors, rounded, {"quant_method": "mxfp4"})
 
 
-def to_fp8(plain: Path, packed: Path, block: int = _GROUP) -> None:
-    """Copy a checkpoint with its linear layers in fp8 by square blocks; those of `plain` are rounded likewise."""
-    tensors, rounded = load_file(plain / _FILE), {}
-    matrices = [name for name in tensors if name.endswith(".weight") and not any(part in name for part in _NOT_IN_FP8)]
-    for name in matrices:
-        blocks = tensors[name].unflatten(1, (-1, block)).unflatten(0, (-1, block))
-        scales = blocks.abs().amax((1, 3), keepdim=True) / _LARGEST_FP8
-        values = (blocks / scales).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
-        tensors |= {name: values, f"{name}_scale_inv": scales[:, 0, :, 0].contiguous()}
-        rounded[name] = Fp8Dequantize(SimpleNamespace())._dequantize_one(
-            values, tensors[f"{name}_scale_inv"], torch.float32
-        )
-    _write(plain, packed, tensors, rounded, {"quant_method": "fp8", "weight_block_size": [block, block]})
+def to_format(plain: Path, packed: Path, name: str) -> None:
+    """Copy a checkpoint with its linear layers in one of `FORMATS`; those of `plain` are rounded likewise."""
+    tensors, rounded, format = load_file(plain / _FILE), {}, FORMATS[name]
+    matrices = [
+        name for name in tensors if name.endswith(".weight") and not any(part in name for part in _NOT_QUANTISED)
+    ]
+    for matrix in matrices:
+        stored, rounded[matrix] = format.stored(tensors.pop(matrix))
+        tensors |= {matrix.removesuffix(".weight") + key: tensor for key, tensor in stored.items()}
+    _write(plain, packed, tensors, rounded, format.config)
+
+
+to_fp8 = partial(to_format, name="fp8 blocks")
 
 
 def pack_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,9 @@ def load(weights: Weights, form: str, parallel: Parallel, kernels: Kernels) -> E
     with prefer(kernels):
         if form == "stacks":
             return experts_by_stack(loader, MIXTURE, HIDDEN, interleaved=True, biased=True)
-        return experts_by_name(loader, ["{}.w1.weight", "{}.w3.weight", "{}.w2.weight"], MIXTURE, HIDDEN)
+        found = experts_by_name(loader, ["{}.w1.weight", "{}.w3.weight", "{}.w2.weight"], MIXTURE, HIDDEN)
+        assert isinstance(found, ExpertTensors)
+        return found
 
 
 @pytest.mark.parametrize("form", ["stacks", "matrices"])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from tests.worker.models.quantised_checkpoints import to_mxfp4
+from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.test_deepseek_v4_checkpoints import PUBLISHED, publish
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
@@ -38,8 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-NAMES = [*FAMILIES, "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
-DAILY = ["llama", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
+NAMES = [*FAMILIES, "llama in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
+DAILY = ["llama", "llama in gptq order", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
 
 
 @pytest.fixture(scope="module", params=some_daily(NAMES, daily=DAILY))
@@ -52,7 +52,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     make_checkpoint(path / "plain", family, num_hidden_layers=2, **FAMILIES[family])
     if family == request.param:
         return path / "plain"
-    to_mxfp4(path / "plain", path / "packed")
+    if request.param.endswith("MXFP4"):
+        to_mxfp4(path / "plain", path / "packed")
+    else:
+        to_format(path / "plain", path / "packed", request.param.removeprefix(f"{family} in "))
     return path / "packed"
 
 

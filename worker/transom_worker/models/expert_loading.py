@@ -19,23 +19,32 @@ import torch
 
 from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import ExpertTensors, MxTensor
-from transom_worker.models.layers.experts import runs_grouped
-from transom_worker.models.loading import Loader
+from transom_kernels.quantised_linear import QuantisedRows, concatenated
+from transom_worker.models.layers.experts import StoredExperts, runs_grouped
+from transom_worker.models.loading import Loader, alike_rows
 from transom_worker.models.weights.checkpoint import ALL, Mxfp4Tensors, Part
 
 
-def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
-    """Load experts stored as one tensor per expert and matrix.
+def experts_by_name(
+    load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int
+) -> ExpertTensors | StoredExperts:
+    """Load experts stored as one tensor per expert and matrix: as stored, if layers take them so.
 
     `names` are those of the gate, up and down matrix, in which {} stands for the expert's number.
     """
-    gate, up, down = (load.prefix + name for name in names)
     inner, own = mixture.inner_size, load.share(mixture.inner_size)
+    into, out = (inner, hidden_size), (hidden_size, inner)
+    matrices: list[tuple[str, tuple[int, int], Part]] = [
+        (names[0], into, (own,)),
+        (names[1], into, (own,)),
+        (names[2], out, (ALL, own)),
+    ]
+    if stored := _stored_experts(load, mixture.num_experts, matrices):
+        return stored
+    gate, up, down = (load.prefix + name for name in names)
     if _takes_packed(load):
-        into, out = (inner, hidden_size), (hidden_size, inner)
         stacks = [
-            _packed_stack(load, mixture.num_experts, *matrix)
-            for matrix in ((gate, into, (own,)), (up, into, (own,)), (down, out, (ALL, own)))
+            _packed_stack(load, mixture.num_experts, load.prefix + name, shape, part) for name, shape, part in matrices
         ]
         if all(stacks):
             return _joined(*filter(None, stacks))
@@ -114,6 +123,23 @@ def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, 
     if gate_up is None or down is None:
         return None
     return ExpertTensors(gate_up=_on_device(load, gate_up), down=_on_device(load, down), interleaved=True)
+
+
+def _stored_experts(
+    load: Loader, num_experts: int, matrices: Sequence[tuple[str, tuple[int, int], Part]]
+) -> StoredExperts | None:
+    """Return experts as stored in groups; `matrices` has the names, shapes and parts of gates, ups and downs. None if an expert's
+    matrices are not stored so."""
+    gate_up: list[QuantisedRows] = []
+    down: list[QuantisedRows] = []
+    for expert in range(num_experts):
+        gate, up, back = (load.stored(name.format(expert), shape, part) for name, shape, part in matrices)
+        pair = alike_rows((gate, up))
+        if pair is None or back is None:
+            return None
+        gate_up.append(concatenated(pair))
+        down.append(back)
+    return StoredExperts(gate_up, down)
 
 
 def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, int], part: Part) -> MxTensor | None:

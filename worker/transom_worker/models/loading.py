@@ -21,7 +21,7 @@ from transom_worker.models.layers.embedding import Embedding, LmHead
 from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel
 from transom_worker.models.layers.mlp import GatedMlp
 from transom_worker.models.layers.norm import RmsNorm
-from transom_worker.models.layers.quantisation import Quantization, Weight, check_quantization
+from transom_worker.models.layers.quantisation import QUANTISED_DTYPES, Quantization, Weight, check_quantization
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights
 
@@ -89,10 +89,10 @@ class Loader:
     ) -> LmHead:
         """Load this rank's rows of the output head; `name` is the embedding's if the head is tied to it.
 
-        A tied head is read again if the GGUF file stores it quantised, because the embedding holds it in the model's dtype.
+        A tied head is read again if it is stored quantised, because the embedding holds it in the model's dtype.
         """
         part = (self.share(shape[0]),)
-        stored = self._stored(f"{name}.weight", shape, part)
+        stored = self.stored(f"{name}.weight", shape, part)
         rows_VN: Weight | None = stored
         if stored is not None:
             tied_to = None
@@ -117,8 +117,9 @@ class Loader:
         """
         kept = tuple(rows) or (ALL,) * len(names)
         parts = list(zip(names, shapes, kept, tuple(pairs_of) or (None,) * len(names), strict=True))
-        stored = [self._stored(f"{name}.weight", shape, (own,)) for name, shape, own, heads in parts if heads is None]
-        alike = _alike(stored) if len(stored) == len(parts) else None
+        alike = alike_rows(
+            [_reordered(self.stored(f"{name}.weight", shape, (own,)), heads) for name, shape, own, heads in parts]
+        )
         weight = (
             concatenated(alike)
             if alike
@@ -140,7 +141,7 @@ class Loader:
         hidden, inner = sizes
         load, own = self.under(prefix), self.share(inner)
         names = ("gate_proj.weight", "up_proj.weight")
-        alike = _alike([load._stored(name, (inner, hidden), (own,)) for name in names])
+        alike = alike_rows([load.stored(name, (inner, hidden), (own,)) for name in names])
         gate_up: Sequence[Weight] = alike or [load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names]
         down = load._matrix("down_proj.weight", (hidden, inner), (ALL, own))
         biases: list[torch.Tensor | None] | None = None
@@ -158,15 +159,19 @@ class Loader:
         return tensor if self.parallel.is_first else None
 
     def _matrix(self, name: str, shape: tuple[int, int], part: Part) -> Weight:
-        """Return a part of a matrix: as stored if `_stored` gives it, otherwise in the model's dtype."""
-        stored = self._stored(name, shape, part)
+        """Return a part of a matrix: as stored if `stored` gives it, otherwise in the model's dtype."""
+        stored = self.stored(name, shape, part)
         return self.tensor(name, shape=shape, part=part) if stored is None else stored
 
-    def _stored(self, name: str, shape: tuple[int, int], part: Part) -> QuantisedRows | None:
-        """Return a part of a matrix as a GGUF file stores it; None unless the quantisation is "gguf" and it is stored in groups."""
-        if self.quantization != "gguf":
+    def stored(self, name: str, shape: tuple[int, int], part: Part) -> QuantisedRows | None:
+        """Return a part of a matrix in groups, as its file stores it; None if it is not stored so, or layers do not take it so.
+
+        Layers take a GGUF file's groups if the quantisation is "gguf", and other checkpoints' if it is "none".
+        """
+        if self.quantization == "gguf":
+            check_quantization(self.quantization, self.device, self.dtype)
+        elif self.quantization != "none" or not self.weights.keeps_groups or self.dtype not in QUANTISED_DTYPES:
             return None
-        check_quantization(self.quantization, self.device, self.dtype)
         return self.weights.groups(self.prefix + name, shape=shape, part=part)
 
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
@@ -175,10 +180,19 @@ class Loader:
         return tensor if num_heads is None else _half_split(tensor, num_heads)
 
 
-def _alike(parts: Sequence[QuantisedRows | None]) -> list[QuantisedRows] | None:
+def alike_rows(parts: Sequence[QuantisedRows | None]) -> list[QuantisedRows] | None:
     """Return the parts if all are stored in one format, otherwise None."""
     found = [part for part in parts if part is not None]
     return found if found and len(found) == len(parts) and len({part.format for part in found}) == 1 else None
+
+
+def _reordered(rows: QuantisedRows | None, num_heads: int | None) -> QuantisedRows | None:
+    """Return rows in groups; with `num_heads`, reordered as `_half_split` does."""
+    if rows is None or num_heads is None:
+        return rows
+    minima = None if rows.minima is None else _half_split(rows.minima, num_heads)
+    levels, scales = _half_split(rows.levels, num_heads), _half_split(rows.scales, num_heads)
+    return replace(rows, levels=levels, scales=scales, minima=minima)
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

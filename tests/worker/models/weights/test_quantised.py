@@ -1,4 +1,4 @@
-"""MXFP4 and fp8 in blocks: the numbers are transformers' own, and whole checkpoints look as if they were not quantised."""
+"""Quantised checkpoints: the numbers are those of their writers, and whole checkpoints look as if they were not quantised."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.dequantise import dequantise_blockwise, dequantise_mxfp4
 from transom_worker.models.weights.load import load_weights
+from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTensor
 
 EXPERTS, IN, OUT = 3, 96, 40
 NAME = "model.layers.0.mlp.experts.down_proj"
 MATRIX = "model.layers.0.self_attn.q_proj"
 MXFP4 = {"quant_method": "mxfp4"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+ALL = slice(None)
+PARTS = [
+    (ALL, ALL),
+    (slice(3, 21),),
+    (slice(16, 32), slice(128, 256)),
+    (ALL, slice(32, 96)),
+    (slice(5, 6), slice(31, 70)),
+    (ALL, slice(96, 250)),
+]
 
 
 def packed(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -55,32 +65,31 @@ def open_weights(folder: Path, tensors: dict[str, torch.Tensor], quantization: A
     return load_weights(resolve_model(str(write(folder, tensors, quantization))))
 
 
-def test_mxfp4_is_transformers_bit_for_bit() -> None:
-    tensors = packed()
-    ours = dequantise_mxfp4(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"])
-    wanted = convert_moe_packed_tensors(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"])
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours.transpose(1, 2), wanted)
+def described(values: torch.Tensor, scales: torch.Tensor, group: tuple[int, int]) -> QuantisedTensor:
+    if values.dtype != torch.int8:
+        return QuantisedTensor(shape=tuple(values.shape), kind="fp8", numbers=values, scales=scales, group=group)
+    shape, numbers = (len(values), 2 * values.shape[1]), Packed(words=values, bits=4)
+    return QuantisedTensor(shape=shape, kind="fp4", numbers=numbers, scales=scales, group=group)
 
 
 def test_fp8_blocks_are_transformers() -> None:
     values, scales = torch.randn(64, 96).to(torch.float8_e4m3fn), torch.rand(4, 3)
-    ours = dequantise_blockwise(values, scales, (16, 32))
+    ours = described(values, scales, (16, 32)).dequantised()
     theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales, torch.float32)
     assert torch.equal(ours, theirs)
     exponents = torch.randint(110, 140, (4, 3), dtype=torch.uint8)
     for scale in (exponents, exponents.view(torch.float8_e8m0fnu)):
         theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, exponents, torch.float32)
-        assert torch.equal(dequantise_blockwise(values, scale, (16, 32)), theirs)
+        assert torch.equal(described(values, scale, (16, 32)).dequantised(), theirs)
 
 
 def test_4_bit_matrices_are_transformers() -> None:
     values = torch.randint(-128, 128, (10, 48), dtype=torch.int8)
     scales = torch.randint(110, 140, (10, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales.view(torch.uint8), torch.float32)
-    assert torch.equal(dequantise_blockwise(values, scales, (128, 128)), theirs)
+    assert torch.equal(described(values, scales, (1, 32)).dequantised(), theirs)
     odd = (slice(3, 8), slice(31, 70))
-    assert torch.equal(dequantise_blockwise(values, scales, (128, 128), odd), theirs[odd])
+    assert torch.equal(described(values, scales, (1, 32)).dequantised(odd), theirs[odd])
 
 
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 1), slice(31, 65), slice(89, 90)], ids=str)
@@ -91,14 +100,41 @@ def test_blocks_cut_off_at_the_edges(rows: slice, columns: slice) -> None:
     wanted = torch.tensor(
         [[float(values[i, j]) * float(scales[i // 16, j // 32]) for j in range(90)] for i in range(40)]
     )
-    torch.testing.assert_close(dequantise_blockwise(values, scales, (16, 32), (rows, columns)), wanted[rows, columns])
+    found = described(values, scales, (16, 32)).dequantised((rows, columns))
+    torch.testing.assert_close(found, wanted[rows, columns])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_what_its_tool_wrote(tmp_path: Path, name: str) -> None:
+    """Dequantised, whole and in parts that cut words and groups, and as the CPU kernels hold it where they can."""
+    wanted_format = FORMATS[name]
+    tensors, rounded = wanted_format.stored(torch.randn(48, 256, generator=torch.Generator().manual_seed(2)))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, wanted_format.config)
+    weights = load_weights(resolve_model(str(folder)), in_memory=True)
+    matrix, shape = f"{MATRIX}.weight", (48, 256)
+    assert weights.names == (matrix,)
+    assert weights.keeps_groups
+    torch.testing.assert_close(weights(matrix, shape=shape), rounded, rtol=1e-6, atol=0)
+    for part in PARTS:
+        torch.testing.assert_close(weights(matrix, shape=shape, part=part), rounded[part], rtol=1e-6, atol=0)
+        held = weights.groups(matrix, shape=shape, part=part)
+        start, stop, _ = (part[1] if len(part) > 1 else ALL).indices(256)
+        if wanted_format.held is None or start % 32 or stop % 32:
+            assert held is None
+            continue
+        assert held is not None
+        assert held.format == wanted_format.held
+        # float16 rounds scales of bfloat16 not at all, and minima by 2 ** -12
+        bound = 2**-11 * rounded.abs().max() if held.minima is not None else 1e-6
+        assert (held.dequantised() - rounded[part]).abs().max() <= bound
+    assert weights.unread == ()
 
 
 def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None:
     tensors = packed() | {"model.norm.weight": torch.ones(4)}
     weights = open_weights(tmp_path, tensors, MXFP4)
     assert weights.names == (NAME, "model.norm.weight")
-    wanted = convert_moe_packed_tensors(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"])
+    wanted = convert_moe_packed_tensors(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"], dtype=torch.float32)
     assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT)), wanted)
     assert torch.equal(weights(NAME, shape=(EXPERTS, IN, OUT), part=(slice(1, 2),)), wanted[1:2])
     odd = (slice(1, 2), slice(5, 33), slice(1, 4))
@@ -112,7 +148,7 @@ def test_both_names_of_a_scale(tmp_path: Path, scale: str) -> None:
     tensors = fp8(scale)
     weights = open_weights(tmp_path, tensors, FP8)
     assert weights.names == (f"{MATRIX}.weight",)
-    wanted = dequantise_blockwise(tensors[f"{MATRIX}.weight"], tensors[scale], (16, 32))
+    wanted = described(tensors[f"{MATRIX}.weight"], tensors[scale], (16, 32)).dequantised()
     assert torch.equal(weights(f"{MATRIX}.weight", shape=(40, 96)), wanted)
 
 
@@ -137,7 +173,7 @@ def test_broken_mxfp4_is_named(tmp_path: Path, change: dict[str, torch.Tensor], 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({f"{MATRIX}.weight_scale_inv": torch.ones(2, 3)}, r"need scales \[3, 3\], not \[2, 3\]"),
+        ({f"{MATRIX}.weight_scale_inv": torch.ones(2, 3)}, r"need scales \[3, 3\] .*, not \[2, 3\]"),
         (
             {f"{MATRIX}.weight": torch.zeros(96).to(torch.float8_e4m3fn)},
             r"q_proj\.weight' has shape \[96\].*\[40, 96\]",
@@ -154,10 +190,21 @@ def test_broken_fp8_is_named(tmp_path: Path, change: dict[str, torch.Tensor | No
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "awq"}, r"quantised by 'awq'; supported: 'mxfp4', 'fp8'"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"by 'bitsandbytes'; supported: 'mxfp4', 'fp8'.*'awq'",
+        ),
         ({}, "quantised by None"),
-        ("gptq", "quantised by 'gptq'"),
-        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size None"),
+        ("hqq", "quantised by 'hqq'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' .*supported: 'gemm'"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 .*supported: 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0"),
+        (compressed("marlin-24", 4, "group", group_size=128), "format 'marlin-24'"),
+        (compressed("pack-quantized", 3, "group", group_size=128), "bits 3"),
+        (compressed("pack-quantized", 4, "channel") | {"transform_config": {"u": 1}}, "transform_config"),
+        (compressed("pack-quantized", 4, "channel") | {"sparsity_config": {"format": "sparse-24"}}, "'sparse-24'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]"),
     ],

@@ -10,6 +10,8 @@ expert.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +20,17 @@ from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
 from transom_kernels.moe.op import gated
+from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.models.layers.linear import Linear, make_linear
-from transom_worker.models.layers.quantisation import Quantization
+from transom_worker.models.layers.quantisation import Quantization, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """The weights of all experts of a layer in 8 or 4 bits, as a checkpoint stores them: gates above ups, and downs."""
+
+    gate_up: Sequence[QuantisedRows]  # of each expert [2 I, N]
+    down: Sequence[QuantisedRows]  # [N, I]
 
 
 class Experts(ABC):
@@ -33,15 +44,28 @@ class Experts(ABC):
 
 
 def make_experts(
-    weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool = False
+    weights: ExpertTensors | StoredExperts, rule: GateRule, *, quantization: Quantization, scales_input: bool = False
 ) -> Experts:
     """Return the fastest implementation for the device and dtype of these weights.
 
     With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the expert's output.
     """
+    if isinstance(weights, StoredExperts):
+        return SequentialExperts(
+            weights.gate_up, weights.down, rule, quantization=quantization, scales_input=scales_input
+        )
     if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
         return GroupedExperts(weights, rule, scales_input=scales_input)
-    return SequentialExperts(weights, rule, quantization=quantization, scales_input=scales_input)
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert not weights.interleaved
+    return SequentialExperts(
+        weights.gate_up.unbind(),
+        weights.down.unbind(),
+        rule,
+        biases=(weights.gate_up_bias, weights.down_bias),
+        quantization=quantization,
+        scales_input=scales_input,
+    )
 
 
 def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
@@ -88,22 +112,24 @@ class SequentialExperts(Experts):
     """
 
     def __init__(
-        self, weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        rule: GateRule,
+        *,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        quantization: Quantization,
+        scales_input: bool,
     ) -> None:
-        """The weights must be plain tensors with all gates before all ups."""
-        assert isinstance(weights.gate_up, torch.Tensor)
-        assert isinstance(weights.down, torch.Tensor)
-        assert not weights.interleaved
+        """The weights are those of each expert, with all gates before all ups; `biases` are stacks of all experts'."""
 
-        def linears(stacked: torch.Tensor, biases: torch.Tensor | None) -> list[Linear]:
-            each = [None] * len(stacked) if biases is None else biases.unbind()
+        def linears(weights: Sequence[Weight], stacked: torch.Tensor | None) -> list[Linear]:
+            each = [None] * len(weights) if stacked is None else stacked.unbind()
             return [
-                make_linear(weight, bias, quantization=quantization)
-                for weight, bias in zip(stacked.unbind(), each, strict=True)
+                make_linear(weight, bias, quantization=quantization) for weight, bias in zip(weights, each, strict=True)
             ]
 
-        self._gate_up = linears(weights.gate_up, weights.gate_up_bias)
-        self._down = linears(weights.down, weights.down_bias)
+        self._gate_up, self._down = linears(gate_up, biases[0]), linears(down, biases[1])
         self._rule, self._scales_input = rule, scales_input
         self.weight_bytes = sum(linear.weight_bytes for linear in (*self._gate_up, *self._down))
 

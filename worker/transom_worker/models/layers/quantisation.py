@@ -2,6 +2,7 @@
 
 - int8, int4: weights are rounded when they are loaded, with a scale and a minimum for every group of 32 columns of a row.
 - gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as stored; others are dequantised.
+- none: matrices that a quantised checkpoint of another kind stores in groups that fit stay so on CPUs (`weights.load`).
 
 Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
 
@@ -20,6 +21,7 @@ from transom_kernels.quantised_linear import Format, QuantisedRows, quantise
 Quantization = Literal["none", "int8", "int4", "gguf"]
 Weight = torch.Tensor | QuantisedRows  # [N, K]
 
+QUANTISED_DTYPES = (torch.bfloat16, torch.float32)  # of models whose layers may have such weights
 _FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}
 
 
@@ -41,7 +43,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
     Raises:
         ConfigError: a quantisation was requested, and the layers are not on a CPU in bfloat16 or float32.
     """
-    if quantization != "none" and (device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32)):
+    if quantization != "none" and (device.type != "cpu" or dtype not in QUANTISED_DTYPES):
         raise ConfigError(
             f"quantization {quantization} was requested on {device.type} in {dtype}; it runs on CPUs in bfloat16 or float32. "
             "Use --device cpu --dtype bfloat16, or --quantization none."

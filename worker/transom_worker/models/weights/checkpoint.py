@@ -3,7 +3,8 @@
 `WeightsView` is the base of checkpoints that read from another one, for example under other names.
 
 - part: a range for each of a tensor's first axes, such as `(slice(0, 8), slice(64, 128))`; WHOLE is the whole tensor.
-- group: 32 neighbouring columns of a row with a common scale and, in some formats, a minimum (GGUF's Q8_0, Q4_0 and Q4_1).
+- group: 32 neighbouring columns of a row with a common scale and, in some formats, a minimum, as the CPU kernels hold them. GGUF
+  stores such groups (Q8_0, Q4_0 and Q4_1); larger ones, such as AWQ's of 128 columns, are held as several with equal scales.
 - MXFP4: a 4-bit format with one scale, a power of two, for each group of 32 elements of a row.
 """
 
@@ -19,7 +20,7 @@ from transom_kernels.quantised_linear import QuantisedRows
 Part = tuple[slice, ...]  # a part of a tensor: a range for each of its first axes
 # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
 Mxfp4Tensors = tuple[torch.Tensor, torch.Tensor]
-GROUP = 32  # columns that share a scale
+GROUP = 32  # columns that share a scale in GGUF and MXFP4
 ALL = slice(None)
 WHOLE: Part = ()
 
@@ -36,6 +37,12 @@ class Weights(ABC):
     @abstractmethod
     def unread(self) -> tuple[str, ...]:
         """Return the names of the files' tensors that have not been read yet."""
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Return whether layers take matrices as stored (`groups`) unless another quantisation is requested. A GGUF file's are
+        dequantised unless `gguf` is."""
+        return False
 
     @abstractmethod
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -58,7 +65,7 @@ class Weights(ABC):
         return None
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
-        """Return a matrix, or a part of it, as stored, if it is stored in groups and the part has whole groups; otherwise None.
+        """Return a matrix, or a part of it, in groups, if it is stored so and the part has whole groups; otherwise None.
 
         Raises ModelError as `__call__` does.
         """
@@ -79,6 +86,11 @@ class WeightsView(Weights):
     def unread(self) -> tuple[str, ...]:
         """See `Weights.unread`; these are the files' own names."""
         return self._weights.unread
+
+    @property
+    def keeps_groups(self) -> bool:
+        """See `Weights.keeps_groups`."""
+        return self._weights.keeps_groups
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """See `Weights.__call__`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transom_core.model_files.resolve import ModelFiles
+from transom_core.model_files.text_files import read_json
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.gguf_experts import with_hf_experts
 from transom_worker.models.weights.gguf_file import GgufWeights
@@ -10,12 +11,15 @@ from transom_worker.models.weights.quantised_checkpoint import open_quantised
 from transom_worker.models.weights.renamed_weights import text_decoder
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
+_MODELOPT_FILE = "hf_quant_config.json"  # where older versions of ModelOpt say how weights are quantised
+
 
 def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
     """Open a model's checkpoint; a tensor is read when it is requested.
 
-    With `in_memory`, tensors are copies instead of memory maps of their files (`SafetensorsWeights`). For a multimodal model, the
-    result gives the text decoder's weights the names that a text-only model has.
+    With `in_memory`, for models that compute on CPUs, tensors are copies instead of memory maps of their files
+    (`SafetensorsWeights`), and layers take quantised matrices whose format the CPU kernels hold as stored (`keeps_groups`). For a
+    multimodal model, the result gives the text decoder's weights the names that a text-only model has.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
@@ -25,4 +29,6 @@ def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
         return with_hf_experts(GgufWeights(files), family, num_experts=experts)
     plain = SafetensorsWeights(files.path, in_memory=in_memory)
     config = files.config.get("quantization_config")
-    return text_decoder(plain if config is None else open_quantised(plain, config))
+    if config is None and (files.path / _MODELOPT_FILE).exists():
+        config = read_json(files.path / _MODELOPT_FILE)
+    return text_decoder(plain if config is None else open_quantised(plain, config, keeps_groups=in_memory))

@@ -1,128 +1,295 @@
-"""Reads a safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks, and returns dequantised tensors.
+"""Reads a safetensors checkpoint whose larger tensors are quantised, as `quantisation_scheme` says, under unquantised names.
 
-- MXFP4 experts are stored as `X_blocks` and `X_scales`, each expert [out, in]. They appear as `X`, [experts, in, out], which is
-  how transformers stores them unquantised.
-- fp8 matrices are stored as `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, with `X.scale`. If `X.weight` is
-  int8, the matrix is MXFP4: each byte holds two numbers.
+Stored tensors `X.qweight`, `X.scales` and so on appear as `X.weight`, [out, in]. Stacks of experts in MXFP4, `X_blocks` and
+`X_scales`, each expert [out, in], appear as `X`, [experts, in, out], which is how transformers stores them unquantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from transom_core.errors import ModelError
-from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
-from transom_worker.models.weights.dequantise import GROUP, dequantise_blockwise, dequantise_mxfp4
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
+from transom_worker.models.weights.quantisation_scheme import Scheme, read_scheme
+from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTensor
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
-_METHODS = ("mxfp4", "fp8")
-_DEFAULT_BLOCK = (128, 128)
+Form = Literal["stack", "qweight", "packed", "scaled"]
+
+# Suffixes of stored tensors that show a form. The first form of a tensor whose suffixes are found is the one.
+_SHOWN_BY: dict[Form, tuple[str, ...]] = {
+    "stack": ("_blocks", "_scales"),
+    "qweight": (".qweight", ".qzeros", ".scales"),
+    "packed": (".weight_packed",),
+    "scaled": (".weight_scale_inv", ".weight_scale", ".scale"),
+}
+# Tensors beside a quantised weight that hold no weights: those that are not needed, and scales of activations and KV caches.
+_BESIDE = (
+    *(".g_idx", ".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_scale_2"),
+    *(".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".input_scale_ub"),
+    *(".k_scale", ".v_scale", ".q_scale", ".output_scale"),
+)
 
 
-def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
-    """Return the weights of `plain`, dequantised as the config.json's `quantization_config` (`config`) says.
+def open_quantised(plain: SafetensorsWeights, config: Any, *, keeps_groups: bool = False) -> QuantisedWeights:
+    """Return the weights of `plain`, quantised as the config.json's `quantization_config` (`config`) says.
 
     Raises:
         ModelError: the quantisation method, or one of its settings, is not supported.
     """
-    method = config.get("quant_method") if isinstance(config, Mapping) else config
-    if method not in _METHODS:
-        raise ModelError(
-            f"config.json says that the weights are quantised by {method!r}; supported: {', '.join(map(repr, _METHODS))}. "
-            "Give the unquantised checkpoint."
-        )
-    block = config.get("weight_block_size", _DEFAULT_BLOCK)
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-        raise ModelError(
-            f"config.json has weight_block_size {block!r} in its quantization_config; two numbers of rows and columns with one "
-            "scale are needed, such as [128, 128]."
-        )
-    return QuantisedWeights(plain, (block[0], block[1]))
+    return QuantisedWeights(plain, read_scheme(config), keeps_groups=keeps_groups)
 
 
 class QuantisedWeights(WeightsView):
-    """Weights that dequantise the tensors with scales, and give all others as stored."""
+    """Weights that dequantise the quantised tensors, or give them as stored, and give all others unchanged."""
 
-    def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
+    def __init__(self, plain: SafetensorsWeights, scheme: Scheme, *, keeps_groups: bool) -> None:
         super().__init__(plain)
-        self._plain, self._block = plain, block
-        stored_names = set(plain.names)
-        self._mxfp4_experts = {
-            name.removesuffix(part) for part in ("_blocks", "_scales") for name in stored_names if name.endswith(part)
+        self._plain, self._scheme, self._keeps_groups = plain, scheme, keeps_groups
+        self._stored = frozenset(plain.names)
+        self._forms: dict[str, Form] = {}
+        for name in plain.names:
+            for form, suffixes in _SHOWN_BY.items():
+                suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+                if suffix is not None and (form != "scaled" or f"{name.removesuffix(suffix)}.weight" in self._stored):
+                    self._forms.setdefault(name.removesuffix(suffix) + ("" if form == "stack" else ".weight"), form)
+        inner = {f"{_stem(name)}.weight_scale" for name, form in self._forms.items() if form == "packed"}
+        inner |= {
+            stem + suffix for name, form in self._forms.items() for stem in [_stem(name)] for suffix in _SHOWN_BY[form]
         }
-        self._scale_of = {name: scale for name in stored_names if (scale := _scale_name(name, stored_names))}
-        internal_names = set(self._scale_of.values()) | {
-            f"{name}_{part}" for name in self._mxfp4_experts for part in ("blocks", "scales")
-        }
-        self.names = tuple(sorted((stored_names - internal_names) | self._mxfp4_experts))
+        self.names = tuple(sorted({name for name in self._stored - inner if not _is_beside(name)} | self._forms.keys()))
+
+    @property
+    def keeps_groups(self) -> bool:
+        """See `Weights.keeps_groups`."""
+        return self._keeps_groups
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the stored tensors that were not read, without those beside weights, which may stay unread."""
+        return tuple(name for name in self._plain.unread if not _is_beside(name))
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor; see `Weights.__call__`."""
-        if name in self._mxfp4_experts:
-            return self._experts(name, shape, part)
-        if name in self._scale_of:
-            return self._matrix(name, shape, part)
-        return super().__call__(name, shape=shape, part=part)
+        if name not in self._forms:
+            return super().__call__(name, shape=shape, part=part)
+        tensor, part = self._find(name, shape, part)
+        elements = tensor.dequantised(part)
+        return elements.transpose(-1, -2) if self._forms[name] == "stack" else elements
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
         """Return one tensor as stored, if it is stored in MXFP4; see `Weights.mxfp4`."""
-        if name in self._mxfp4_experts:
-            experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
-            blocks, scales, _ = self._blocks_and_scales(name, shape)
-            return _whole_groups(blocks[experts, rows].flatten(-2), scales[experts, rows], columns)
-        if name not in self._scale_of or shape[1] % GROUP or (values := self._plain.read(name)).dtype != torch.int8:
+        if name not in self._forms:
             return None
-        check_shape(values, (shape[0], shape[1] // 2), name=name, file=self._plain.file_of(name))
-        scale = self._scale_of[name]
-        scales = check_shape(
-            self._plain.read(scale), (shape[0], shape[1] // GROUP), name=scale, file=self._plain.file_of(scale)
+        tensor, part = self._find(name, shape, part)
+        found = tensor.mxfp4(part)
+        return None if found is None else (self._plain.own(found[0]), self._plain.own(found[1]))
+
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """Return a matrix as the CPU kernels hold it, if they have its format; see `Weights.groups`."""
+        if name not in self._forms:
+            return None
+        tensor, part = self._find(name, shape, part)
+        return tensor.rows(part)
+
+    def _find(self, name: str, shape: tuple[int, ...] | None, part: Part) -> tuple[QuantisedTensor, Part]:
+        """Return the description of a tensor of this unquantised `shape`, and the part of it in its stored order of axes."""
+        stem, form = _stem(name), self._forms[name]
+        if form == "stack":
+            experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
+            return self._stack(name, shape), (experts, rows, columns)
+        if form == "scaled":
+            return self._scaled(stem, shape), part
+        if shape is None:
+            raise ValueError(f"{name} was requested without its shape, which its packed form does not tell.")
+        return (self._qweight if form == "qweight" else self._packed)(stem, shape), part
+
+    def _stack(self, name: str, shape: tuple[int, ...] | None) -> QuantisedTensor:
+        """Describe experts in MXFP4: bytes [E, out, in / 32, 16] of two numbers, and exponents [E, out, in / 32]."""
+        blocks, scales = self._plain.mapped(f"{name}_blocks"), self._plain.mapped(f"{name}_scales")
+        if shape is not None:
+            experts, width, rows = shape
+            stored = (experts, rows, width // GROUP, GROUP // 2)
+            check_shape(blocks, stored, name=f"{name}_blocks", file=self._file(f"{name}_blocks"))
+            check_shape(scales, stored[:-1], name=f"{name}_scales", file=self._file(f"{name}_scales"))
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            dtypes = f"blocks are {blocks.dtype} and scales {scales.dtype}"
+            raise self._error(f"{name}_blocks", f"{dtypes}; both must be uint8", tensor=name)
+        if blocks.shape != (*scales.shape, GROUP // 2):
+            raise self._error(
+                f"{name}_blocks", f"blocks {list(blocks.shape)} do not fit scales {list(scales.shape)}", tensor=name
+            )
+        return QuantisedTensor(
+            shape=(*scales.shape[:-1], GROUP * scales.shape[-1]),
+            kind="fp4",
+            numbers=Packed(words=blocks.flatten(-2), bits=4),
+            scales=scales,
+            group=(1, GROUP),
         )
-        rows, columns = (*part, *[ALL] * (2 - len(part)))
-        return _whole_groups(values.view(torch.uint8)[rows], scales.view(torch.uint8)[rows], columns)
 
-    def _experts(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
-        experts_part, into, out = (*part, *[ALL] * (3 - len(part)))
-        blocks, scales, file = self._blocks_and_scales(name, shape)
-        try:
-            return dequantise_mxfp4(blocks[experts_part, out], scales[experts_part, out], into).transpose(-1, -2)
-        except (ValueError, IndexError) as error:
-            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+    def _scaled(self, stem: str, shape: tuple[int, ...] | None) -> QuantisedTensor:
+        """Describe a matrix of fp8, of int8, or of bytes of two fp4 numbers."""
+        name = f"{stem}.weight"
+        values = self._plain.mapped(name)
+        is_fp4 = values.dtype == torch.uint8 or (values.dtype == torch.int8 and self._scheme.integers_are_fp4)
+        if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            raise self._error(name, f"a weight with scales holds {_dtype(values)}; fp8, int8 or uint8 is needed")
+        stored = None if shape is None else (*shape[:-1], shape[-1] // 2) if is_fp4 else shape
+        check_shape(values, stored, name=name, file=self._file(name))
+        if values.dim() != 2:
+            raise self._error(name, f"it has shape {list(values.shape)}; a matrix is needed")
+        whole = (len(values), (2 if is_fp4 else 1) * values.shape[1])
+        scale_name = next(f"{stem}{suffix}" for suffix in _SHOWN_BY["scaled"] if f"{stem}{suffix}" in self._stored)
+        groups = ((1, GROUP),) if values.dtype == torch.int8 and is_fp4 else self._scheme.groups
+        scales, group = self._scales(scale_name, whole, groups)
+        if is_fp4:
+            return self._fp4(stem, whole, values, scales, group)
+        if values.dtype != torch.int8:
+            return QuantisedTensor(shape=whole, kind="fp8", numbers=values, scales=scales, group=group)
+        zeros: Packed | int = 128
+        if f"{stem}.weight_zero_point" in self._stored and not self._scheme.is_symmetric:
+            stored_zeros = self._plain.mapped(f"{stem}.weight_zero_point").to(torch.int8).expand(scales.shape)
+            zeros = Packed(words=stored_zeros, bits=8, flips=0x80)
+        numbers = Packed(words=values, bits=8, flips=0x80)
+        return QuantisedTensor(shape=whole, kind="integer", numbers=numbers, scales=scales, group=group, zeros=zeros)
 
-    def _blocks_and_scales(self, name: str, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor, Path]:
-        """Return the blocks and scales of experts, and the file of the blocks; `shape` is [experts, in, out] of the experts."""
-        file = self._plain.file_of(f"{name}_blocks")
-        blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
-        if shape is not None:
-            experts, columns, rows_each = shape
-            packed_shape = (experts, rows_each, columns // GROUP, GROUP // 2)
-            check_shape(blocks, packed_shape, name=f"{name}_blocks", file=file)
-            check_shape(scales, packed_shape[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
-        return blocks, scales, file
+    def _packed(self, stem: str, shape: tuple[int, ...]) -> QuantisedTensor:
+        """Describe compressed-tensors' packed matrices: words of integers, or bytes of two fp4 numbers."""
+        name = f"{stem}.weight_packed"
+        words = self._plain.mapped(name)
+        scales, group = self._scales(f"{stem}.weight_scale", shape, self._scheme.groups)
+        if words.dtype == torch.uint8:
+            check_shape(words, (shape[0], shape[1] // 2), name=name, file=self._file(name))
+            return self._fp4(stem, shape, words, scales, group)
+        bits = self._bits(name, words, lambda bits: (shape[0], -(-shape[1] * bits // 32)))
+        zero_name, zeros = f"{stem}.weight_zero_point", None
+        if zero_name in self._stored and not self._scheme.is_symmetric:
+            zeros = self._plain.mapped(zero_name)
+            stored = (-(-scales.shape[0] * bits // 32), scales.shape[1])
+            check_shape(zeros, stored, name=zero_name, file=self._file(zero_name))
+        return self._integers(
+            shape, Packed(words=words, bits=bits), zeros, scales, group, order_name=f"{stem}.weight_g_idx"
+        )
 
-    def _matrix(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
-        file, values = self._plain.file_of(name), self._plain.read(name)
-        halves = 2 if values.dtype == torch.int8 else 1
-        if shape is not None:
-            check_shape(values, (*shape[:-1], shape[-1] // halves), name=name, file=file)
-        try:
-            return dequantise_blockwise(values, self._plain.read(self._scale_of[name]), self._block, part)
-        except ValueError as error:
-            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+    def _qweight(self, stem: str, shape: tuple[int, ...]) -> QuantisedTensor:
+        """Describe a matrix of AWQ or GPTQ, whose tensors are transposed."""
+        (num_rows, width), scheme, name = shape, self._scheme, f"{stem}.qweight"
+        words = self._plain.mapped(name)
+        bits = self._bits(
+            name,
+            words,
+            lambda bits: (
+                (width, -(-num_rows * bits // 32)) if scheme.packs_rows else (-(-width * bits // 32), num_rows)
+            ),
+        )
+        scales, group = self._scales(f"{stem}.scales", shape, scheme.groups, is_transposed=True)
+        zeros = self._plain.mapped(f"{stem}.qzeros")
+        stored = (scales.shape[1], -(-num_rows * bits // 32))
+        check_shape(zeros, stored, name=f"{stem}.qzeros", file=self._file(f"{stem}.qzeros"))
+        if (
+            scheme.zeros_less_one
+        ):  # they were subtracted, and are added, in whole words, so that a carry undoes a borrow
+            zeros = zeros + sum(1 << place for place in range(0, 32, bits))
+        numbers = Packed(words=words.T, bits=bits, axis=-2 if scheme.packs_rows else -1, order=scheme.order)
+        return self._integers(shape, numbers, zeros.T, scales, group, order_name=f"{stem}.g_idx")
+
+    def _integers(
+        self,
+        shape: tuple[int, ...],
+        numbers: Packed,
+        zero_words: torch.Tensor | None,
+        scales: torch.Tensor,
+        group: tuple[int, int],
+        *,
+        order_name: str,
+    ) -> QuantisedTensor:
+        """Return the description of packed integers. Zero points that are all the middle one, and groups that lie in order, are
+        left out; of tensors without data (`meta`) the config says whether they are."""
+        scheme, middle = self._scheme, 1 << (numbers.bits - 1)
+        found: Packed | int = middle
+        if zero_words is not None:
+            zeros = Packed(words=zero_words, bits=numbers.bits, axis=-2, order=scheme.order)
+            is_middle = zeros.words.is_meta or bool((zeros.take(slice(0, shape[0])) == middle).all())
+            found = middle if scheme.is_symmetric and is_middle else zeros
+        of_column = None
+        if group[1] < shape[1] and (scheme.has_order or order_name in self._stored):
+            order = check_shape(self._plain.mapped(order_name), shape[1:], name=order_name, file=self._file(order_name))
+            is_plain = (
+                not scheme.has_order if order.is_meta else order.equal(torch.arange(shape[1]).to(order) // group[1])
+            )
+            of_column = None if is_plain else order.long()
+        return QuantisedTensor(
+            shape=shape,
+            kind="integer",
+            numbers=numbers,
+            scales=scales,
+            group=group,
+            zeros=found,
+            group_of_column=of_column,
+        )
+
+    def _fp4(
+        self, stem: str, shape: tuple[int, ...], words: torch.Tensor, scales: torch.Tensor, group: tuple[int, int]
+    ) -> QuantisedTensor:
+        """Describe fp4 numbers. NVFP4 has a factor of the whole tensor, which compressed-tensors stores inverted."""
+        factor = None
+        if f"{stem}.weight_scale_2" in self._stored:
+            factor = self._plain.mapped(f"{stem}.weight_scale_2").float()
+        elif f"{stem}.weight_global_scale" in self._stored:
+            factor = 1 / self._plain.mapped(f"{stem}.weight_global_scale").float()
+        numbers = Packed(words=words.view(torch.uint8), bits=4)
+        return QuantisedTensor(shape=shape, kind="fp4", numbers=numbers, scales=scales, group=group, factor=factor)
+
+    def _scales(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        groups: tuple[tuple[int | None, int | None], ...],
+        *,
+        is_transposed: bool = False,
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return a matrix's scales [groups of rows, groups of columns], and its groups: those of `groups` that fit the scales."""
+        scales = self._plain.mapped(name)
+        found = list(scales.shape)
+        wanted = []
+        for rows, columns in groups:
+            group = (rows or shape[0], columns or shape[1])
+            each = (-(-shape[0] // group[0]), -(-shape[1] // group[1]))
+            if found == list(each[::-1] if is_transposed else each):
+                return (scales.T if is_transposed else scales), group
+            if scales.dim() < 2 and scales.numel() == each[0] * each[1] and 1 in each:
+                return scales.reshape(each), group
+            wanted.append(f"{list(each[::-1] if is_transposed else each)} (groups of {list(group)})")
+        if len(groups) == 1:
+            check_shape(scales, each[::-1] if is_transposed else each, name=name, file=self._file(name))
+        raise self._error(name, f"values {list(shape)} need scales {' or '.join(wanted)}, not {found}")
+
+    def _bits(self, name: str, words: torch.Tensor, shape_of: Any) -> int:
+        """Return the bits of the integers in `words`: those of the scheme whose shape the words have."""
+        if words.dtype != torch.int32:
+            raise self._error(name, f"packed integers are {_dtype(words)}; int32 is needed")
+        fitting = [bits for bits in self._scheme.bits if tuple(words.shape) == shape_of(bits)]
+        check_shape(words, None if fitting else shape_of(self._scheme.bits[0]), name=name, file=self._file(name))
+        return fitting[0]
+
+    def _file(self, name: str) -> Path:
+        return self._plain.file_of(name)
+
+    def _error(self, name: str, problem: str, *, tensor: str | None = None) -> ModelError:
+        return ModelError(f"{self._file(name)}: tensor {tensor or name!r} cannot be dequantised: {problem}.")
 
 
-def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Mxfp4Tensors | None:
-    """Return `columns` of an MXFP4 tensor as stored; None if they do not begin and end at groups of 32."""
-    start, stop, _ = columns.indices(2 * blocks.shape[-1])
-    if start % GROUP or stop % GROUP:
-        return None
-    return blocks[..., start // 2 : stop // 2], scales[..., start // GROUP : stop // GROUP]
+def _is_beside(name: str) -> bool:
+    return name.endswith(_BESIDE)
 
 
-def _scale_name(name: str, stored_names: set[str]) -> str | None:
-    """Return the name of the stored scales of a stored weight; None if it has none."""
-    candidates = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
-    return next((scale for scale in candidates if scale in stored_names), None) if name.endswith(".weight") else None
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -37,26 +37,24 @@ class SafetensorsWeights(Weights):
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor, or a part of it; see `Weights.__call__`."""
-        tensor = self._mapped(name)
+        tensor = self.mapped(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
                 f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
                 "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
             )
-        return self._own(check_shape(tensor, shape, name=name, file=self.file_of(name))[part])
+        return self.own(check_shape(tensor, shape, name=name, file=self.file_of(name))[part])
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor as stored, in any number format.
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a mapped tensor, or a part of one, as a copy if this checkpoint was opened with `in_memory`."""
+        return tensor.clone() if self._in_memory else tensor
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return one tensor as stored, in any number format, mapped from its file.
 
         Raises:
             ModelError: the tensor is missing or cut off.
         """
-        return self._own(self._mapped(name))
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self._in_memory else tensor
-
-    def _mapped(self, name: str) -> torch.Tensor:
         path = self.file_of(name)
         self._read.add(name)
         try:

@@ -1,0 +1,108 @@
+"""Whole models in the formats of published checkpoints answer as transformers does with the numbers that they stand for.
+
+`test_quantised` compares single matrices of every format; the tools' own writers agreed with these when the formats were written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import load_oracle, make_checkpoint, prompt
+from tests.engine_driver import make_request, run
+from tests.matrices import matrix
+from tests.thread_ranks import make_sharded_engine
+from tests.worker.models.quantised_checkpoints import to_format
+from tests.worker.models.quantised_formats import FORMATS
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import resolve_model
+from transom_kernels.quantised_linear import PackedPanels
+from transom_worker.models.layers.linear import KernelLinear
+from transom_worker.models.model import Model
+from transom_worker.models.parallel.communicator import Parallel
+from transom_worker.models.registry import build_model
+from transom_worker.models.weights.load import load_weights
+
+LENGTHS = (1, 5, 37)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "cohere2": {"sliding_window": 16},  # reorders the rows of its heads
+}
+CHECKED = ["awq 32", "gptq", "gptq order", "w4a16 channel asym", "w8a8", "ct fp8 tensor", "nvfp4"]
+
+
+def make(folder: Path, family: str, name: str) -> tuple[Path, Path]:
+    """A checkpoint in a format, and one with the same numbers that is not quantised."""
+    make_checkpoint(folder / "plain", family, num_hidden_layers=2, **FAMILIES[family])
+    to_format(folder / "plain", folder / "packed", name)
+    return folder / "packed", folder / "plain"
+
+
+def logits(model: Path, size: int) -> torch.Tensor:
+    """Logits of the token after each prompt, [prompts, vocabulary]."""
+    engine, ranks = make_sharded_engine(str(model), size, max_model_len=128, dtype="float32")
+    ranks.logits()
+    run(engine, [make_request(f"{n}", prompt(n), max_tokens=1) for n in LENGTHS])
+    found = torch.cat(ranks.logits()).float()
+    engine.shutdown()
+    return found
+
+
+def build(folder: Path, *, rank: int = 0, size: int = 1) -> Model:
+    files = resolve_model(str(folder))
+    weights = load_weights(files, in_memory=True)
+    parallel = Parallel(rank=rank, size=size)
+    return build_model(read_architecture(files.config), weights, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+
+
+@pytest.mark.parametrize(("name", "size"), matrix(CHECKED, [1, 2, 3], strength=1))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_answers_as_its_numbers_do(tmp_path: Path, family: str, name: str, size: int) -> None:
+    """On two ranks 96 columns are cut within a group of 32, on three ranks between groups."""
+    packed, plain = make(tmp_path, family, name)
+    oracle = load_oracle(plain)
+    with torch.inference_mode():
+        wanted = torch.cat([oracle(torch.tensor([prompt(n)]), logits_to_keep=1).logits[0] for n in LENGTHS])
+    got = logits(packed, size)
+    assert (got - wanted).norm() / wanted.norm() < (1e-5 if FORMATS[name].held is None else 2e-3)
+
+
+def held(model: Any) -> list[str]:
+    """The formats of the linear layers that CPU kernels compute in 8 or 4 bits."""
+    seen: list[str] = []
+
+    def visit(part: Any, depth: int = 0) -> None:
+        if isinstance(part, KernelLinear):
+            part = part.weight
+        if isinstance(part, PackedPanels):
+            seen.append(part.format)
+        elif isinstance(part, list | tuple):
+            for each in part:
+                visit(each, depth + 1)
+        elif depth < 12 and type(part).__module__.startswith("transom_worker"):
+            for each in vars(part).values() if hasattr(part, "__dict__") else ():
+                visit(each, depth + 1)
+
+    visit(model)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["awq 32", "w4a16 channel", "w8a8", "gptq order"])
+def test_layers_hold_what_kernels_can(tmp_path: Path, name: str) -> None:
+    """In both layers: the fused projection of queries, keys and values, the output's, gates with ups, and downs."""
+    packed, _ = make(tmp_path, "llama", name)
+    format = FORMATS[name].held
+    assert held(build(packed)) == [format] * (8 if format else 0)
+    assert held(build(packed, rank=1, size=2)) == [format] * (6 if format else 0)  # downs are cut within a group
+    assert held(build(packed, rank=1, size=3)) == [format] * (
+        6 if format else 0
+    )  # the output's, by heads of 16 columns
+
+
+def test_experts_are_held_too(tmp_path: Path) -> None:
+    packed, _ = make(tmp_path, "qwen3_moe", "gptq")
+    assert held(build(packed)) == ["int4"] * 2 * (2 + 2 * 4)
