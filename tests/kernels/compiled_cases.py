@@ -25,9 +25,8 @@ from transom_kernels.all_reduce.gpu import PeerMemory, one_shot_all_reduce_
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
-from transom_kernels.kv_write import Preparation
+from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.moe.gpu import moe_triton

@@ -9,8 +9,7 @@ import torch
 
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches
-from transom_kernels.kv_write import Preparation
-from transom_kernels.kv_write.inputs import QkvInputs
+from transom_kernels.kv_write import Preparation, QkvInputs
 
 SLOTS = torch.tensor([7, -1, 0, 19])  # the second token is not written
 HEADS, KV_HEADS = 6, 2

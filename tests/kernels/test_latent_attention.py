@@ -10,12 +10,7 @@ import torch
 
 from tests.kernels.latent_case import SIZE, filled_cache, latent_inputs, random_slots
 from tests.matrices import matrix
-from transom_kernels.latent_attention import (
-    latent_attention,
-    pool_rows,
-    reference,
-    select_entries,
-)
+from transom_kernels.latent_attention import latent_attention, pool_rows, reference, select_entries
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.reference import LatentInputs, latent_attention_reference
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.reference import (
     LatentInputs,
     latent_attention_reference,
@@ -37,11 +38,8 @@ def latent_attention(inputs: LatentInputs) -> torch.Tensor:
         from transom_kernels.latent_attention.gpu import latent_attention_triton
 
         return latent_attention_triton(inputs)
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
-
-        if fits_cpu_kernel(inputs):
-            return latent_attention_cpu(inputs)
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return latent_attention_cpu(inputs)
     return latent_attention_reference(inputs)
 
 

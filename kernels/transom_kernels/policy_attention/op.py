@@ -15,8 +15,13 @@ import torch
 
 from transom_kernels.cpu.recording import current_recorder, refuse_recording
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.policy_attention.inputs import PolicyInputs
-from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
+from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
+from transom_kernels.policy_attention.cpu.launcher import add_block_mass_cpu, policy_attention_cpu
+from transom_kernels.policy_attention.reference import (
+    PolicyInputs,
+    add_block_mass_reference,
+    policy_attention_reference,
+)
 
 
 def policy_attention(inputs: PolicyInputs) -> torch.Tensor:
@@ -37,12 +42,8 @@ def policy_attention(inputs: PolicyInputs) -> torch.Tensor:
         from transom_kernels.policy_attention.triton.launcher import policy_attention_triton
 
         return policy_attention_triton(inputs)
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
-        from transom_kernels.policy_attention.cpu.launcher import policy_attention_cpu
-
-        if fits_cpu_kernel(inputs):
-            return policy_attention_cpu(inputs)
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return policy_attention_cpu(inputs)
     refuse_recording("attention in torch reads block tables in Python")
     return policy_attention_reference(inputs)
 
@@ -79,12 +80,8 @@ def add_block_mass(mass: torch.Tensor, inputs: PolicyInputs) -> None:
 
         add_block_mass_triton(mass, inputs)
         return
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
-        from transom_kernels.policy_attention.cpu.launcher import add_block_mass_cpu
-
-        if fits_cpu_kernel(inputs):
-            add_block_mass_cpu(mass, inputs)
-            return
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        add_block_mass_cpu(mass, inputs)
+        return
     refuse_recording("attention in torch reads block tables in Python")
     add_block_mass_reference(mass, inputs)

@@ -36,21 +36,18 @@ def route(
         ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
     """
     _check(x, weight, routing, (bias, correction, expert_scale), chosen)
+    given = {"bias": bias, "correction": correction, "expert_scale": expert_scale, "chosen": chosen}
     if uses_triton(x):
         found: tuple[torch.Tensor, torch.Tensor] = implementation("route.gpu", "route_triton")(
-            x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
+            x, weight, routing, **given
         )
         return found
     if uses_cpu_kernels(x):
         from transom_kernels.route.cpu import fits_cpu, route_cpu
 
         if fits_cpu(x, weight):
-            return route_cpu(
-                x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
-            )
-    return route_reference(
-        x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
-    )
+            return route_cpu(x, weight, routing, **given)
+    return route_reference(x, weight, routing, **given)
 
 
 def router_layout(weight: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class ResultArguments(NamedTuple):
 
 
 class WorkArguments(NamedTuple):
-    """How the work of a step is cut into items (`plan.py`). A sequence decodes, or is computed in tiles of its query tokens.
+    """How the work of a step is cut into items (`launcher.Plan`). A sequence decodes, or is computed in tiles of its query tokens.
 
     `decode.py` defines slots and units.
     """

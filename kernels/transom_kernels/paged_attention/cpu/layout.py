@@ -143,7 +143,7 @@ def decode_layout(kind: AttentionKind) -> Any:
         "value_scales": 4 * UNIT_KEYS,
         "partial": kind.partial_bytes,  # a unit's partial result
         "total": kind.partial_bytes,  # the row's result so far
-        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+        "shift": 8,  # of compact tables (`policy_attention.cpu.kernel`)
         "sums": 4 * UNIT_KEYS,  # of a unit's attention probabilities (`policy_attention.cpu.mass`)
     }
     return memory_layout(sizes, parts)
@@ -183,6 +183,6 @@ def prompt_layout(kind: AttentionKind) -> Any:
         "keys": KEY_TILE // _LANES * sizes["key_panel"],
         "values": output_vectors * sizes["value_panel"],
         "tile_registers": VECTOR_BYTES,
-        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+        "shift": 8,  # of compact tables (`policy_attention.cpu.kernel`)
     }
     return memory_layout(sizes, parts)

@@ -22,7 +22,7 @@ from transom_kernels.quantised_kv.cpu_rows import cache_address, row_bytes
 
 class TableReader(NamedTuple):
     """Functions that read one kind of block table. Ordinary tables number keys by their positions, compact tables by their aligned
-    indices (`policy_attention.cpu.table`).
+    indices (`policy_attention.cpu.kernel`).
 
     - visible(arguments, sequence, position) -> (sinks_end, run_begin, shift): the row at `position` sees the keys [0, sinks_end)
       (sink tokens) and [run_begin, position + 1) (the run).

@@ -22,8 +22,8 @@ from transom_kernels.paged_attention.cpu.launcher import (
     scratch_bytes_of,
 )
 from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS
-from transom_kernels.policy_attention.cpu.table import PolicyArguments
-from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
+from transom_kernels.policy_attention.cpu.kernel import PolicyArguments
+from transom_kernels.policy_attention.reference import PolicyBatch, PolicyInputs
 
 
 def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:

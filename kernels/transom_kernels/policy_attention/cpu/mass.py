@@ -34,7 +34,7 @@ from transom_kernels.paged_attention.cpu.layout import MASKED, UNIT_KEYS, Attent
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible
 from transom_kernels.paged_attention.cpu.tables import clear_floats, make_find_groups, make_write_scales
 from transom_kernels.paged_attention.cpu.units import make_load_queries
-from transom_kernels.policy_attention.cpu.table import POLICY, make_table, visible_indices
+from transom_kernels.policy_attention.cpu.kernel import POLICY, make_table, visible_indices
 
 
 def make_add_mass(**parameters: Any) -> Any:
