@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.moe_case import GPT_OSS, biased, mx_experts, plain_experts, routes
 from tests.kernels.paged_case import Sequence, Shape, make_case
-from tests.kernels.policy_case import PolicySequence, make_policy_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches, quantised
-from tests.kernels.sample_case import params_of
+from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_experts, routes
+from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
+from tests.kernels.test_sample_cpu import params_of
 from transom_kernels import launch
 from transom_kernels.all_reduce.gpu import PeerMemory, one_shot_all_reduce_
 from transom_kernels.block_copy.gpu import copy_blocks_triton

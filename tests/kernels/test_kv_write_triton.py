@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.kv_write_case import PREPARATIONS, keys_alone, make_inputs
-from tests.kernels.quantised_case import FORMATS_BY_NAME
+from tests.kernels.test_kv_write import PREPARATIONS, keys_alone, make_inputs
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME
 from tests.matrices import matrix
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.gpu import prepare_qkv_triton

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.moe_case import GPT_OSS, PLAIN, Kernel, MoeTests, plain_experts, routes
+from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, Kernel, MoeTests, plain_experts, routes
 from tests.matrices import some_daily
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.op import moe

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.reference import paged_attention_reference

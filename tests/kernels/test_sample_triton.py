@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.sample_case import KINDS, Kernel, SampleTests, all_kinds, check_sample, params_of, some_rows
+from tests.kernels.test_sample_cpu import KINDS, Kernel, SampleTests, all_kinds, check_sample, params_of, some_rows
 from tests.matrices import matrix, some_daily
 from transom_kernels.sample import gpu
 from transom_kernels.sample.gpu import best_of_slice_triton, sample_triton

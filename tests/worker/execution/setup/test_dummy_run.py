@@ -11,12 +11,7 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.setup.dummy_run import (
-    prompt_steps,
-    warm_up,
-    worst_case_start,
-    worst_case_step,
-)
+from transom_worker.execution.setup.dummy_run import prompt_steps, warm_up, worst_case_start, worst_case_step
 from transom_worker.execution.tiers.slabs import allocate_slab, block_rows
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
