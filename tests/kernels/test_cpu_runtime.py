@@ -1,4 +1,4 @@
-"""The pool and the compiler of CPU kernels, the cache of their code, and recorded programs, tested with `rms_norm` and a small kernel."""
+"""The pool and the compiler of CPU kernels, the cache of their code, and recorded programs, with `rms_norm` and small kernels."""
 
 import os
 import subprocess

@@ -18,7 +18,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import RUNNABLE_FAMILIES, choose_max_model_len, read_architecture, runnable
 from transom_core.model_config.mixture import Mixture
-from transom_worker.models.frequencies import frequencies
+from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
 SMALL: dict[str, Any] = {

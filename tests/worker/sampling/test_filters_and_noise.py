@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2, gumbel, kept, random_bits
-from transom_worker.sampling.noise import MASK_64, choice_key, position_keys
+from transom_worker.sampling.sequence_state import MASK_64, choice_key, position_keys
 
 
 def kept_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:

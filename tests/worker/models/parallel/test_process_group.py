@@ -1,5 +1,5 @@
-"""nccl's way, without nccl: waiting returns before other ranks have taken part, and a rank that hangs is noticed all the same. Ranks
-map each other's memory all together or not at all.
+"""nccl's way, without nccl: waiting returns before other ranks have taken part, and a rank that hangs is noticed all the same.
+Ranks map each other's memory all together or not at all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from transom_core.errors import RankLost
 from transom_kernels.all_reduce import PeerMemory, region_bytes
 from transom_worker.models.parallel import peer_memory, process_group
-from transom_worker.models.parallel.collective_watch import LOOKS
 from transom_worker.models.parallel.peer_memory import CudaRuntime, Handle, PeerAllReduce, map_peers
-from transom_worker.models.parallel.process_group import ProcessGroup, listen
+from transom_worker.models.parallel.process_group import LOOKS, ProcessGroup, listen
 
 WAIT_S = 60
 
