@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.row_case import limit, strided
+from tests.kernels.test_small_operators_cpu import limit, strided
 from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program

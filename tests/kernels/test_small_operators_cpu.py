@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.row_case import limit, strided
 from tests.matrices import matrix, some_daily
 from transom_kernels import layer_norm as layer_norms
 from transom_kernels import position_scale as position_scales
@@ -24,6 +23,21 @@ from transom_kernels.rms_norm.op import rms_norm_reference
 from transom_kernels.rotary import op as rotary
 from transom_kernels.rotary import rotary_, rotary_tables
 from transom_kernels.rotary.op import rotary_reference
+
+
+def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows in the middle of wider rows of NaN."""
+    wide = torch.full((rows, width + 5), float("nan"))
+    wide[:, 2 : width + 2] = torch.randn(rows, width)
+    return wide.to(dtype)[:, 2 : width + 2]
+
+
+def limit(dtype: torch.dtype, *, exact: float = 1e-5, atol: float = 1e-3) -> dict[str, Any]:
+    """A rounding of the dtype; in float32, where sums have another order, `exact`."""
+    if dtype == torch.float32:
+        return {"rtol": exact, "atol": exact}
+    return {"rtol": 2**-10 if dtype == torch.float16 else 2**-7, "atol": atol}
+
 
 EPS = 1e-5
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
