@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
 def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,9 +37,8 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """
     _check_streams(x)
     if uses_triton(x):
-        from transom_kernels.hyper_connections.gpu import hc_norm_triton
-
-        return hc_norm_triton(x, eps)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_norm_triton")(x, eps)
+        return out
     if _uses_cpu_kernels(x):
         from transom_kernels.hyper_connections.cpu import hc_norm_cpu
 
@@ -106,9 +105,10 @@ def hc_head(
     _check_streams(x)
     _check_coefficients(x, x.shape[1], projected, scale, base)
     if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.hyper_connections.gpu import hc_head_triton
-
-        return hc_head_triton(x, projected, scale, base, eps=eps)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_head_triton")(
+            x, projected, scale, base, eps=eps
+        )
+        return out
     if _uses_cpu_kernels(x):
         from transom_kernels.hyper_connections.cpu import hc_head_cpu
 
@@ -134,9 +134,8 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
             "give [T, N] of the same dtype, [T, S] and [T, S, S]."
         )
     if uses_triton(x) and x.stride(2) == 1 and y.stride(1) == 1:
-        from transom_kernels.hyper_connections.gpu import hc_post_triton
-
-        return hc_post_triton(y, x, post, mix)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_post_triton")(y, x, post, mix)
+        return out
     if _uses_cpu_kernels(x) and y.stride(1) == 1:
         from transom_kernels.hyper_connections.cpu import hc_post_cpu
 

@@ -60,7 +60,7 @@ from transom_kernels.cpu.vector_code import (
     load,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
-from transom_kernels.route.rule import TINY, Routing
+from transom_kernels.route.op import TINY, Routing
 
 EXPERTS_PER_ITEM = 16
 TILE = 4 if cpu_target().avx512 else 2  # tokens of a tile, and its experts: TILE ** 2 sums fill the registers

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
-from transom_kernels.route.rule import TINY, Routing
+from transom_kernels.route.op import TINY, Routing
 
 MIN_SPLIT = 128  # least elements of N in a split
 # most partial logits of a token (16 KiB). They make 4096 / 32 = 128 programs, about one for each multiprocessor of an H200

@@ -20,16 +20,14 @@ from transom_kernels.cpu.arguments import Arguments, CacheArguments
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
-from transom_kernels.paged_attention.cpu.arguments import (
-    AttentionArguments,
-    PagedArguments,
-    ResultArguments,
-    WorkArguments,
-)
 from transom_kernels.paged_attention.cpu.layout import (
     MAX_DECODING_ROWS,
     UNIT_KEYS,
+    AttentionArguments,
     AttentionKind,
+    PagedArguments,
+    ResultArguments,
+    WorkArguments,
     decode_layout,
     prompt_layout,
 )

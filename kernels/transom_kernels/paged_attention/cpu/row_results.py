@@ -28,8 +28,7 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
 )
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import RESULT
-from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, AttentionKind, decode_layout
+from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, RESULT, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_vectors import first_lane
 
 

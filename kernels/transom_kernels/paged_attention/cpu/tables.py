@@ -14,8 +14,7 @@ import numpy as np
 
 from transom_kernels.cpu.simd import load_f32, load_i32, load_scalar_f32, splat, store_f32, store_i64, store_scalar_f32
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, PAGED
-from transom_kernels.paged_attention.cpu.layout import AttentionKind
+from transom_kernels.paged_attention.cpu.layout import AT, PAGED, AttentionKind
 from transom_kernels.paged_attention.cpu.row_vectors import make_move_row
 from transom_kernels.quantised_kv.cpu_rows import cache_address, row_bytes
 

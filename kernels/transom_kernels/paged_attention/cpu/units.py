@@ -41,9 +41,16 @@ from transom_kernels.cpu.simd import (
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import F32_16, I16, I32_16, LANES, function, store
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores, make_weighted_sum
-from transom_kernels.paged_attention.cpu.layout import MASKED, NO_MAXIMUM, AttentionKind, Words, decode_layout
+from transom_kernels.paged_attention.cpu.layout import (
+    AT,
+    MASKED,
+    NO_MAXIMUM,
+    RESULT,
+    AttentionKind,
+    Words,
+    decode_layout,
+)
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row, num_accumulators
 from transom_kernels.paged_attention.cpu.tables import clear_floats
 

@@ -20,10 +20,14 @@ import torch
 from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.simd import load_i32, load_i64, store_i64
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, AttentionArguments
-from transom_kernels.paged_attention.cpu.decode import make_decode, rows_of
-from transom_kernels.paged_attention.cpu.kernel import attend_over, combine_over
-from transom_kernels.paged_attention.cpu.layout import AttentionKind, decode_layout, prompt_layout
+from transom_kernels.paged_attention.cpu.kernel import attend_over, combine_over, make_decode, rows_of
+from transom_kernels.paged_attention.cpu.layout import (
+    AT,
+    AttentionArguments,
+    AttentionKind,
+    decode_layout,
+    prompt_layout,
+)
 from transom_kernels.paged_attention.cpu.tables import TableReader
 from transom_kernels.paged_attention.cpu.tile import make_tile
 
