@@ -88,6 +88,11 @@ def launchers_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(5)
+
+
 @pytest.fixture
 def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.empty` gives NaN, so that what a kernel leaves out is seen."""

@@ -37,11 +37,6 @@ def far(near: torch.Tensor) -> torch.Tensor:
     return cache
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
-
-
 def test_keys_and_values_are_written() -> None:
     near = [torch.zeros(IDS, 4, 2, 8, dtype=torch.float16) for _ in range(2)]
     there = [far(cache) for cache in near]

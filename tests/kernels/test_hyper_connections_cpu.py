@@ -91,21 +91,19 @@ def test_a_balanced_mix_neither_grows_nor_shrinks_the_streams() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     good = torch.zeros(2, 15), torch.zeros(15), torch.zeros(15)
-    with pytest.raises(ValueError, match="there are 15 coefficients"):
-        hc_pre(X, torch.zeros(2, 14), *good[1:], rounds=1, eps=1e-6)
-    with pytest.raises(ValueError, match="there are 3 coefficients"):
-        hc_head(X, *good, eps=1e-6)
-    with pytest.raises(ValueError, match="coefficients are float32"):
-        hc_pre(X, good[0].half(), *good[1:], rounds=1, eps=1e-6)
-    with pytest.raises(ValueError, match="at least 1"):
-        hc_pre(X, *good, rounds=0, eps=1e-6)
-    with pytest.raises(ValueError, match="give \\[tokens, streams, width\\]"):
-        hc_norm(Y, 1e-6)
-    with pytest.raises(ValueError, match=r"give \[M, S \* N\]"):
-        hc_project(X, torch.zeros(5, 11), 1e-6)
-    for y in (Y.half(), Y[:1]):
-        with pytest.raises(ValueError, match="of the same dtype"):
-            hc_post(y, X, torch.zeros(2, 3), torch.zeros(2, 3, 3))
+    post, mix = torch.zeros(2, 3), torch.zeros(2, 3, 3)
+    for call, words in (
+        (lambda: hc_pre(X, torch.zeros(2, 14), *good[1:], rounds=1, eps=EPS), "there are 15 coefficients"),
+        (lambda: hc_head(X, *good, eps=EPS), "there are 3 coefficients"),
+        (lambda: hc_pre(X, good[0].half(), *good[1:], rounds=1, eps=EPS), "coefficients are float32"),
+        (lambda: hc_pre(X, *good, rounds=0, eps=EPS), "at least 1"),
+        (lambda: hc_norm(Y, EPS), r"give \[tokens, streams, width\]"),
+        (lambda: hc_project(X, torch.zeros(5, 11), EPS), r"give \[M, S \* N\]"),
+        (lambda: hc_post(Y.half(), X, post, mix), "of the same dtype"),
+        (lambda: hc_post(Y[:1], X, post, mix), "of the same dtype"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def small_case() -> None:

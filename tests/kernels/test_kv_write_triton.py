@@ -18,11 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    torch.manual_seed(3)
-
-
 @pytest.mark.parametrize(("name", "rotated", "dtype"), matrix(list(PREPARATIONS), [0, 8, 16], DTYPES))
 def test_prepare_and_write(name, rotated, dtype):
     wanted, got = make_inputs(PREPARATIONS[name], 16, rotated, dtype=dtype)

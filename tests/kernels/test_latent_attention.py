@@ -62,11 +62,6 @@ TILES = [1, 500, 2**20]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
-
-
 def row(cache: torch.Tensor, slot: int) -> torch.Tensor:
     return cache[slot // SIZE, slot % SIZE, 0].double()
 

@@ -19,11 +19,6 @@ from transom_kernels.latent_attention.reference import (
 )
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
-
-
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     matrix([torch.float32, torch.bfloat16], [(1, 1, 1, 0), (5, 4, 7, 3), (3, 20, 36, 36)], strength=1),

@@ -143,15 +143,9 @@ def test_tables_with_gaps_windows_and_sinks(dtype):
 def test_groups_widths_and_block_sizes(heads, kv_heads, size, v_size, block_size):
     shape = Shape(heads=heads, kv_heads=kv_heads, size=size, v_size=v_size, block_size=block_size)
     sequences = [PolicySequence(start=300, window=77, sinks=9, dropped=(3, 4)), PolicySequence(start=99, count=11)]
-    how = {"soft_cap": 3.0, "sink_logits": torch.linspace(-2, 2, heads)}
-    check(make_policy_case(sequences, shape), with_sink_query=True, **how)
-
-
-@pytest.mark.parametrize(
-    "how", [{"soft_cap": 3.0}, {"sink_logits": torch.tensor([0.0, 40.0, float("-inf"), 3.0])}], ids=["cap", "sinks"]
-)
-def test_soft_cap_and_sink_logits(how):
-    check(make_policy_case(SEQUENCES, SHAPE), **how)
+    sinks = {"sink_logits": torch.tensor([40.0, float("-inf")] * heads)[:heads]}
+    for how in (sinks, {"soft_cap": 3.0}, {"soft_cap": 3.0, "sink_logits": torch.linspace(-2, 2, heads)}):
+        check(make_policy_case(sequences, shape), with_sink_query=True, **how)
 
 
 @pytest.mark.parametrize(

@@ -143,30 +143,30 @@ def attend(caches: QuantisedCaches, case: Any, **changes: Any) -> torch.Tensor:
 
 def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
     case = make_case([Sequence(start=9, count=1)], SMALL)
-    caches = quantised(case, INT8)
-    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale, beside numbers of torch.float32"):
-        attend(caches, case, k_scale=None, v_scale=None)
-    with pytest.raises(ValueError, match=r"v_cache is torch.int8 without v_scale"):
-        attend(caches, case, v_scale=None)
-    with pytest.raises(
-        ValueError, match=r"v_scale is \(6, 4\) of torch.float32.*one float32 for each token and KV head"
-    ):
-        attend(caches, case, v_scale=caches.v_scale[:, :, 0])
-    with pytest.raises(ValueError, match=r"k_scale is .* of torch.float64"):
-        attend(caches, case, k_scale=caches.k_scale.double())
-    with pytest.raises(ValueError, match=r"torch.float32, which has no scales: give None as k_scale"):
-        attend(caches, case, k_cache=case.k_cache, v_cache=case.v_cache)
-    with pytest.raises(ValueError, match=r"The caches are torch.int8 and torch.uint8; keys and values need one dtype"):
-        attend(caches, case, v_cache=caches.v.view(torch.uint8))
-    with pytest.raises(ValueError, match=r"of keys of 40 numbers"):
-        attend(caches, case, k_cache=caches.k.view(torch.uint8), v_cache=caches.v.view(torch.uint8))
-    rows = torch.zeros(1, 2, 20)
+    caches, rows = quantised(case, INT8), torch.zeros(1, 2, 20)
+    as_bytes = caches.k.view(torch.uint8), caches.v.view(torch.uint8)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"k_scale": None, "v_scale": None}, r"k_cache is torch.int8 without k_scale, beside numbers of torch.float32"),
+        ({"v_scale": None}, r"v_cache is torch.int8 without v_scale"),
+        (
+            {"v_scale": caches.v_scale[:, :, 0]},
+            r"v_scale is \(6, 4\) of torch.float32.*one float32 for each token and KV head",
+        ),
+        ({"k_scale": caches.k_scale.double()}, r"k_scale is .* of torch.float64"),
+        (
+            {"k_cache": case.k_cache, "v_cache": case.v_cache},
+            r"torch.float32, which has no scales: give None as k_scale",
+        ),
+        ({"v_cache": as_bytes[1]}, r"The caches are torch.int8 and torch.uint8; keys and values need one dtype"),
+        ({"k_cache": as_bytes[0], "v_cache": as_bytes[1]}, r"of keys of 40 numbers"),
+    ]
+    for changes, words in refused:
+        with pytest.raises(ValueError, match=words):
+            attend(caches, case, **changes)
     with pytest.raises(ValueError, match=r"v \(1, 2, 20\) does not fit v_cache .* of heads of 12 numbers"):
         prepare_qkv(QkvInputs(q=rows, k=rows, v=rows, slots=case.batch.slots, **caches.arguments))
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
         kv_write(rows, rows[..., :12], caches.k, caches.v, case.batch.slots)
-    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
-        prepare_qkv(QkvInputs(q=rows, k=rows, k_cache=caches.k, slots=case.batch.slots))
 
 
 @every_format

@@ -131,18 +131,22 @@ def test_corrections_choose_and_do_not_weigh() -> None:
             torch.testing.assert_close(weights[row], torch.tensor(shares))
 
 
-def test_equal_experts_are_chosen_in_their_order_and_nan_first() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0], [-math.inf] * 5, [math.nan] * 5])
-    found, _ = routes_of(logits, Routing(num_chosen=4))
-    assert found.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    found, _ = routes_of(torch.tensor([[1.0, 5.0, math.nan, math.inf]]), Routing(num_chosen=3, score="sigmoid"))
-    assert found.tolist() == [[2, 3, 1]]
-
-
-def test_saturated_scores_do_not_hide_which_logit_is_larger() -> None:
-    logits = torch.tensor([[50.0, 90.0, 70.0], [-300.0, -200.0, 0.0]])
-    assert routes_of(logits, Routing(num_chosen=2, score="sigmoid"))[0].tolist() == [[1, 2], [2, 1]]
-    assert routes_of(logits, Routing(num_chosen=3))[0].tolist() == [[1, 2, 0], [2, 1, 0]]
+@pytest.mark.parametrize(
+    ("logits", "routing", "chosen"),
+    [
+        ([1.0, 2.0, 2.0, 1.0, 2.0], Routing(num_chosen=4), [1, 2, 4, 0]),
+        ([0.0, -0.0, 0.0, -0.0, 0.0], Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([-math.inf] * 5, Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([math.nan] * 5, Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([1.0, 5.0, math.nan, math.inf], Routing(num_chosen=3, score="sigmoid"), [2, 3, 1]),
+        ([50.0, 90.0, 70.0], Routing(num_chosen=2, score="sigmoid"), [1, 2]),  # both scores are 1
+        ([-300.0, -200.0, 0.0], Routing(num_chosen=3), [2, 1, 0]),
+    ],
+)
+def test_equal_experts_are_chosen_in_their_order_and_nan_first(
+    logits: list[float], routing: Routing, chosen: list[int]
+) -> None:
+    assert routes_of(torch.tensor([logits]), routing)[0].tolist() == [chosen]
 
 
 def test_a_fixed_choice_and_the_experts_own_scale() -> None:

@@ -113,11 +113,6 @@ ROWS = 24
 NO_INTS, NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(5)
-
-
 @pytest.fixture
 def kernel() -> Kernel:
     return sample_cpu

@@ -24,11 +24,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
-
-
 @pytest.mark.parametrize(
     ("dtype", "weights", "shape", "parts"),
     matrix(

@@ -103,14 +103,6 @@ def change(tensors: Tensors, target: Path, name: str, tensor: torch.Tensor | Non
     save_file(changed, target / FILE, metadata={"format": "pt"})
 
 
-LLAMA4 = {
-    "num_local_experts": 4,
-    "intermediate_size_mlp": 80,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 16,
-}
-
-
 def rewrite(folder: Path, rename: Callable[[str], str], more: dict[str, torch.Tensor]) -> None:
     tensors = {rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
@@ -133,7 +125,7 @@ def continuation(folder: Path) -> list[int]:
 def test_a_model_that_also_sees_runs_as_its_text_decoder(
     tmp_path: Path, rename: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_checkpoint(tmp_path, "llama4_text", **LLAMA4)
+    make_checkpoint(tmp_path, "llama4_text", **FAMILIES["llama4_text"])
     alone = continuation(tmp_path)
     rewrite(tmp_path, rename, {"vision_model.layers.0.weight": torch.zeros(4)})
     config = json.loads((tmp_path / "config.json").read_text())

@@ -164,14 +164,6 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert [top.rank for top in entry.top] == [1, 2, 3, 4]
 
 
-def test_a_mask_that_bans_every_token_still_gives_a_token() -> None:
-    sampler = Sampler()
-    for seq_id, kind in enumerate(["greedy", "plain", "top_p"]):
-        add(sampler, seq_id, [1], 1, KINDS[kind])
-    logits = torch.full((3, VOCABULARY), -torch.inf)
-    assert all(0 <= token < VOCABULARY for token in sampler.sample(logits, [0, 1, 2]).token_ids)
-
-
 NUM_BYTES = -(-VOCABULARY // 8)
 
 

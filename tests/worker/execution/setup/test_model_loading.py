@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worker.models.test_architecture import SMALL
 from transom_core.config import ModelConfig
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
@@ -16,16 +17,7 @@ from transom_kernels.launch import has_triton
 from transom_worker.execution.setup import load_progress, model_loading
 from transom_worker.execution.setup.load_progress import compile_progress
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+LLAMA = SMALL | {"num_hidden_layers": 3}
 
 
 def files(config: dict[str, object], generation_config: dict[str, object] | None = None) -> ModelFiles:
