@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,13 +130,14 @@ def test_what_does_not_fit_is_refused():
     x, weight, quantised = torch.randn(2, 8), torch.randn(5, 8), quantise(torch.randn(5, 8), "int8")
     packed = pack_weight(weight)
     for plain, gated in ((packed, pack_weight(weight, up=weight)), (pack(quantised), pack_gated(quantised, quantised))):
-        for arguments, options, words in (
+        refused: tuple[tuple[Any, Any, str], ...] = (
             ((torch.randn(2, 7), plain), {}, "does not fit"),
             ((x, plain, torch.randn(2, 4)), {}, "residual"),
             ((x, plain, torch.randn(2, 5).bfloat16()), {}, "residual"),
             ((x, plain), {"out_dtype": torch.bfloat16}, "out_dtype"),
             ((x, gated), {}, "is gated"),
-        ):
+        )
+        for arguments, options, words in refused:
             with pytest.raises(ValueError, match=words):
                 linear(*arguments, **options)
         with pytest.raises(ValueError, match="not gated"):

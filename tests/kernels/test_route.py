@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
-from transom_kernels.route.op import route_reference, routes_of
+from transom_kernels.route.reference import route_reference, routes_of
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 Pair = tuple[torch.Tensor, torch.Tensor]
