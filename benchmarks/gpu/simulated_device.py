@@ -19,7 +19,7 @@ from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.parallel.communicator import Communicator
-from transom_worker.sampling import fused_sampling, sampler, sharded
+from transom_worker.sampling import sampler, sharded
 
 VOCABULARY, HEADS = 1024, 4
 SPIN_S = 2e-4  # sleeping is not exact
@@ -146,5 +146,5 @@ def simulate(runner: ModelRunner, device: SimulatedDevice, *, max_rows: int) -> 
     runner._forward._replay = None
     runner._builder._kernels_read_tables = True  # else lists are made, which no GPU needs
     ids = torch.zeros(max_rows, dtype=torch.int64)  # what the sampling kernel gives; its parameters are prepared
-    fused_sampling.sample = lambda logits_SV, _: ids[: len(logits_SV)]
+    sampler.sample = lambda logits_SV, _: ids[: len(logits_SV)]
     sampler.uses_cpu_kernels = sharded.uses_cpu_kernels = lambda _: False

@@ -173,11 +173,11 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def split_width(width: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a width into a power of two and a padded remainder (0: none): 80 is (64, 16), 128 is (128, 0), 192 is (128, 64)."""
-    first = max(least, 1 << (width.bit_length() - 1))
+def split_width(width: int) -> tuple[int, int]:
+    """Split a width into a power of two and a remainder padded to 16 or more (0: none): 80 is (64, 16), 192 is (128, 64)."""
+    first = max(16, 1 << (width.bit_length() - 1))
     rest = max(0, width - first)
-    return first, max(least, next_power_of_two(rest)) if rest else 0
+    return first, max(16, next_power_of_two(rest)) if rest else 0
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

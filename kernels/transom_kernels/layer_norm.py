@@ -63,31 +63,23 @@ def make_layer_norm(dtype: str) -> Any:
 
     Argument words: 0 x, 1 weight, 2 out, contiguous, 3 T, 4 rows of an item, 5 N, 6 x's row stride in bytes, 7 eps.
     """
-    load, load_part, store, store_part, size = row_access(dtype)
+    load, store, size = row_access(dtype)
 
     @helper
     def normalise(x, weight, out, width, eps):
-        full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
-        for k in range(0, full, 16):
-            total = total + load(x + k * size)
-        if rest:
-            total = total + load_part(x + full * size, rest)
+        for k in range(0, width, 16):
+            total = total + load(x + k * size, width - k)
         mean = splat(lane_sum(total) / width)
         total = splat(0.0)
-        for k in range(0, full, 16):
-            centred = load(x + k * size) - mean
-            total = fma(centred, centred, total)
-        if rest:
+        for k in range(0, width, 16):
             # lanes after the row must add nothing: they would be -mean
-            centred = keep_part(load_part(x + full * size, rest) - mean, rest, 0.0)
+            centred = keep_part(load(x + k * size, width - k) - mean, width - k, 0.0)
             total = fma(centred, centred, total)
         scale = splat(1.0 / sqrt(lane_sum(total) / width + eps))
-        for k in range(0, full, 16):
-            store(out + k * size, (load(x + k * size) - mean) * scale * load(weight + k * size))
-        if rest:
-            lanes = (load_part(x + full * size, rest) - mean) * scale * load_part(weight + full * size, rest)
-            store_part(out + full * size, lanes, rest)
+        for k in range(0, width, 16):
+            lanes = (load(x + k * size, width - k) - mean) * scale * load(weight + k * size, width - k)
+            store(out + k * size, lanes, width - k)
 
     @each_item
     def layer_norm(arguments, thread, item):

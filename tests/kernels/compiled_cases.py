@@ -15,19 +15,18 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.moe_case import GPT_OSS, biased, mx_experts, plain_experts, routes
 from tests.kernels.paged_case import Sequence, Shape, make_case
-from tests.kernels.policy_case import PolicySequence, make_policy_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches, quantised
-from tests.kernels.sample_case import params_of
+from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_experts, routes
+from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
+from tests.kernels.test_sample_cpu import params_of
 from transom_kernels import launch
 from transom_kernels.all_reduce.gpu import PeerMemory, one_shot_all_reduce_
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
-from transom_kernels.kv_write import Preparation
+from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.moe.gpu import moe_triton

@@ -9,46 +9,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 
 from tests.how_many import ALL_TESTS
-from tests.kernels import (
-    test_block_copy_cpu,
-    test_hyper_connections_cpu,
-    test_kv_write,
-    test_latent_attention,
-    test_linear_cpu,
-    test_moe_cpu,
-    test_paged_attention_cpu,
-    test_policy_attention,
-    test_quantised_linear_cpu,
-    test_route,
-    test_sample_cpu,
-    test_small_operators_cpu,
-)
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.target import CPU_VARIABLE, cpu_target, named_target
 from transom_kernels.linear.cpu import method_of
 
+# test modules of operators, each with a `small_case`
 MODULES = (
-    test_block_copy_cpu,
-    test_hyper_connections_cpu,
-    test_kv_write,
-    test_latent_attention,
-    test_linear_cpu,
-    test_moe_cpu,
-    test_paged_attention_cpu,
-    test_policy_attention,
-    test_quantised_linear_cpu,
-    test_route,
-    test_sample_cpu,
-    test_small_operators_cpu,
+    *(
+        "block_copy_cpu",
+        "hyper_connections_cpu",
+        "kv_write",
+        "latent_attention",
+        "linear_cpu",
+        "moe_cpu",
+        "paged_attention_cpu",
+    ),
+    *("policy_attention", "quantised_linear_cpu", "route", "sample_cpu", "small_operators_cpu"),
 )
-
 
 # processor -> how it multiplies bfloat16 in linear layers
 PROCESSORS = {
@@ -67,8 +52,8 @@ def small_cases() -> None:
     if processor:
         assert method_of(torch.bfloat16) == PROCESSORS[processor]
     for module in MODULES:
-        print(module.__name__)
-        module.small_case()
+        print(module)
+        import_module(f"tests.kernels.test_{module}").small_case()
     if CHECKED:
         a_kernel_that_touches_other_memory_raises()
 

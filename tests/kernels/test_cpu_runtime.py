@@ -1,4 +1,4 @@
-"""The pool and the compiler of CPU kernels, and the cache of their code, tested with `rms_norm` and a small kernel."""
+"""The pool and the compiler of CPU kernels, the cache of their code, and recorded programs, with `rms_norm` and small kernels."""
 
 import os
 import subprocess
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from transom_kernels import launch
 from transom_kernels.cpu import kernel_sources
 from transom_kernels.cpu.kernel import CpuKernel, cache_key, cpu_kernel, object_code, statistics
 from transom_kernels.cpu.kernel_sources import used_modules
+from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.pool import pool
+from transom_kernels.cpu.program import ReplayMemory, record_program
+from transom_kernels.cpu.recording import NotRecordable, current_recorder, host_call, refuse_recording
 from transom_kernels.cpu.target import cpu_target
+from transom_kernels.launch import has_cpu_kernels, kernels_on
 from transom_kernels.rms_norm import rms_norm
 
 
@@ -124,15 +127,15 @@ def test_without_kernels_torch_computes_and_the_log_says_why(monkeypatch, caplog
         raise OSError("CPU kernels run on Linux, not on Plan 9")
 
     monkeypatch.setattr("transom_kernels.cpu.pool.pool", no_pool)
-    launch.has_cpu_kernels.cache_clear()
+    has_cpu_kernels.cache_clear()
     try:
         x, weight = torch.randn(3, 20), torch.randn(20)
         for _ in range(2):
             got = rms_norm(x, weight, 1e-5)[0]
         torch.testing.assert_close(got, torch.nn.functional.rms_norm(x, (20,), weight, 1e-5))
-        assert launch.kernels_on(x.device) == "torch"
+        assert kernels_on(x.device) == "torch"
     finally:
-        launch.has_cpu_kernels.cache_clear()
+        has_cpu_kernels.cache_clear()
     (record,) = caplog.records
     assert "CPU kernels cannot be used" in record.message
     assert "not on Plan 9" in record.message
@@ -167,3 +170,83 @@ def test_a_kernel_that_raises_is_refused():
 def test_too_many_arguments_are_refused():
     with pytest.raises(ValueError, match="arguments"):
         pool().run_one(cpu_kernel("tests.kernels.double_kernel", "make_double"), 1, list(range(100)), [], 0)
+
+
+@pytest.fixture
+def memory():
+    """Of recorded programs: a replay does what the function does, over what the inputs hold now."""
+    with torch.inference_mode():
+        yield ReplayMemory()
+
+
+def triple(x):
+    x.mul_(3.0)
+
+
+def test_a_replay_reads_the_inputs_anew(memory):
+    x, weight, rows = torch.randn(4, 50), torch.randn(50), torch.tensor([3, 1])
+
+    def function():
+        y = norm(norm(x, weight), weight) * 2  # torch's product is a call between kernels
+        y = norm(y, weight)
+        y.add_(1.0)
+        host_call(lambda: triple(y))
+        return norm(y[rows].view(2, 50), weight)
+
+    program, result = record_program(function, memory)
+    assert (program.num_instructions, program.num_calls) == (4, 4)
+    for shift in range(3):
+        x.normal_()
+        rows.copy_(torch.tensor([shift, 3 - shift]))
+        expected = function()
+        result.fill_(float("nan"))
+        program.replay()
+        assert torch.equal(result, expected)
+
+
+def test_results_that_were_dropped_share_memory(memory):
+    x, weight = torch.randn(1000, 1000), torch.randn(1000)
+
+    def function():
+        y = x
+        for _ in range(20):
+            y = norm(y, weight)
+        return y
+
+    record_program(function, memory)
+    assert sum(map(len, memory.chunks)) <= 3 * x.nbytes + (1 << 24)
+
+
+def test_two_programs_share_the_memory_of_results(memory):
+    x, weight = torch.randn(3, 40), torch.randn(40)
+    programs = [record_program(lambda: norm(norm(x, weight), weight), memory) for _ in range(5)]
+    assert len(memory.chunks) == 1
+    expected = norm(norm(x, weight), weight)
+    for program, result in programs:
+        program.replay()
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("read", [lambda x: int(x.sum()), lambda x: x.nonzero(), lambda x: bool((x > 0).all())])
+def test_a_function_that_reads_values_cannot_be_recorded(memory, read):
+    with pytest.raises(NotRecordable):
+        record_program(lambda: read(torch.ones(3)), memory)
+    assert current_recorder() is None
+
+
+def test_an_operator_can_refuse(memory):
+    refuse_recording("outside of a recording this does nothing")
+    with pytest.raises(NotRecordable, match="reads a list"):
+        record_program(lambda: refuse_recording("reads a list"), memory)
+
+
+def test_the_number_of_items_may_be_read_at_replay(memory):
+    x, count, out = torch.randn(96), torch.tensor([2]), torch.zeros(96)
+    kernel = cpu_kernel("tests.kernels.double_kernel", "make_double")
+    program, _ = record_program(lambda: launch(kernel, count, [x, out, 96]), memory)
+    assert torch.equal(out[:32], 2 * x[:32])
+    assert not out[32:].any()
+    count.fill_(5)
+    program.replay()
+    assert torch.equal(out[:80], 2 * x[:80])
+    assert not out[80:].any()

@@ -14,8 +14,8 @@ import torch
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from transom_kernels.block_copy.gpu import copy_blocks_triton
+from transom_kernels.kv_write import QkvInputs
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.launch import INTERPRETED
@@ -35,11 +35,6 @@ def far(near: torch.Tensor) -> torch.Tensor:
     cache = torch.frombuffer(memory, dtype=near.dtype).as_strided(near.shape, (STRIDE, *near.stride()[1:]))
     cache.copy_(near)
     return cache
-
-
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
 
 
 def test_keys_and_values_are_written() -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.kv_write_case import PREPARATIONS, keys_alone, make_inputs
-from tests.kernels.quantised_case import FORMATS_BY_NAME
+from tests.kernels.test_kv_write import PREPARATIONS, keys_alone, make_inputs
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME
 from tests.matrices import matrix
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
@@ -16,11 +16,6 @@ from transom_kernels.quantised_kv import dequantise_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    torch.manual_seed(3)
 
 
 @pytest.mark.parametrize(("name", "rotated", "dtype"), matrix(list(PREPARATIONS), [0, 8, 16], DTYPES))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.latent_case import filled_cache, latent_inputs, random_slots
+from tests.kernels.test_latent_attention import filled_cache, latent_inputs, random_slots
 from tests.matrices import matrix
 from transom_kernels.latent_attention import gpu
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
@@ -17,11 +17,6 @@ from transom_kernels.latent_attention.reference import (
     pool_rows_reference,
     select_entries_reference,
 )
-
-
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
 
 
 @pytest.mark.parametrize(

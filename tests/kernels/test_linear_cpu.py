@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.row_case import limit, strided
+from tests.kernels.test_small_operators_cpu import limit, strided
 from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program
@@ -128,28 +130,27 @@ def test_what_does_not_fit_is_refused():
     x, weight, quantised = torch.randn(2, 8), torch.randn(5, 8), quantise(torch.randn(5, 8), "int8")
     packed = pack_weight(weight)
     for plain, gated in ((packed, pack_weight(weight, up=weight)), (pack(quantised), pack_gated(quantised, quantised))):
-        with pytest.raises(ValueError, match="does not fit"):
-            linear(torch.randn(2, 7), plain)
-        with pytest.raises(ValueError, match="residual"):
-            linear(x, plain, torch.randn(2, 4))
-        with pytest.raises(ValueError, match="residual"):
-            linear(x, plain, torch.randn(2, 5).bfloat16())
-        with pytest.raises(ValueError, match="out_dtype"):
-            linear(x, plain, out_dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="is gated"):
-            linear(x, gated)
+        refused: tuple[tuple[Any, Any, str], ...] = (
+            ((torch.randn(2, 7), plain), {}, "does not fit"),
+            ((x, plain, torch.randn(2, 4)), {}, "residual"),
+            ((x, plain, torch.randn(2, 5).bfloat16()), {}, "residual"),
+            ((x, plain), {"out_dtype": torch.bfloat16}, "out_dtype"),
+            ((x, gated), {}, "is gated"),
+        )
+        for arguments, options, words in refused:
+            with pytest.raises(ValueError, match=words):
+                linear(*arguments, **options)
         with pytest.raises(ValueError, match="not gated"):
             gated_linear(x, plain, "silu")
-    with pytest.raises(ValueError, match="does not fit"):
-        linear(x.bfloat16(), packed)
-    with pytest.raises(ValueError, match="bias"):
-        pack_weight(torch.randn(5, 8), torch.randn(4))
-    with pytest.raises(ValueError, match="alike"):
-        pack_weight(torch.randn(5, 8), up=torch.randn(5, 9))
-    with pytest.raises(ValueError, match="packed"):
-        pack_weight(torch.zeros(5, 8, dtype=torch.int8))
-    with pytest.raises(ValueError, match="int64"):
-        embedding_rows(torch.zeros(3, dtype=torch.int32), packed)
+    for call, words in (
+        (lambda: linear(x.bfloat16(), packed), "does not fit"),
+        (lambda: pack_weight(weight, torch.randn(4)), "bias"),
+        (lambda: pack_weight(weight, up=torch.randn(5, 9)), "alike"),
+        (lambda: pack_weight(weight.to(torch.int8)), "packed"),
+        (lambda: embedding_rows(torch.zeros(3, dtype=torch.int32), packed), "int64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def small_case() -> None:

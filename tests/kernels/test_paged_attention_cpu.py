@@ -12,7 +12,7 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.how_many import ALL_TESTS
 from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import some_daily
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv

@@ -10,8 +10,8 @@ import torch
 
 from tests.how_many import ALL_TESTS
 from tests.kernels.paged_case import Shape
-from tests.kernels.policy_case import PolicyCase, PolicySequence, check_policy, make_policy_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
+from tests.kernels.test_policy_attention import PolicyCase, PolicySequence, check_policy, make_policy_case
+from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import prefer
 from transom_kernels.policy_attention import add_block_mass, policy_attention

@@ -1,19 +1,91 @@
-"""Quantised KV caches: the formats, what operators refuse, and attention in torch."""
+"""Quantised KV caches: the formats, what operators refuse, and attention in torch.
+
+A `quantised` case is a slab of blocks with keys, values and their scales, poisoned where no token is.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, quantised
 from transom_kernels.kv_write import QkvInputs, kv_write, prepare_qkv
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.reference import paged_attention_reference
-from transom_kernels.quantised_kv import dequantise_rows, quantise_rows
+from transom_kernels.quantised_kv import FORMATS, KvFormat, dequantise_rows, quantise_rows
 from transom_kernels.quantised_kv.format import INT4, INT8
+
+FORMATS_BY_NAME = {kv_format.name: kv_format for kv_format in FORMATS.values()}
+_POISON = 0x7F  # NaN as an 8-bit float, the largest number of int8
+
+
+@dataclass(kw_only=True)
+class QuantisedCaches:
+    """Caches [ids, P, KVH, elements] and scales [ids, P, KVH]: views of one slab."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k_scale, self.v_scale
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"k_cache": self.k, "v_cache": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+def poisoned_caches(
+    kv_format: KvFormat, ids: int, block_size: int, kv_heads: int, widths: tuple[int, int], *, head_major: bool = True
+) -> QuantisedCaches:
+    """Every number that reads as NaN where the format has one, and every scale NaN.
+
+    A block has a gap, K, V, the scales of K and of V, and a gap; scales lie as [heads, tokens], as in a worker's blocks.
+    """
+    elements = [width // kv_format.numbers_per_element for width in widths]
+    rows = block_size * kv_heads
+    starts, end = [], 16
+    for size in (rows * elements[0], rows * elements[1], 4 * rows, 4 * rows):
+        starts.append(end)
+        end = -(-(end + size) // 16) * 16
+    stride = end + 16
+    slab = torch.full((ids * stride,), _POISON, dtype=torch.uint8)
+    floats = slab.view(torch.float32)
+
+    def values(start: int, width: int) -> torch.Tensor:
+        token, head = (width, block_size * width) if head_major else (kv_heads * width, width)
+        view = slab.as_strided((ids, block_size, kv_heads, width), (stride, token, head, 1), start)
+        return view.view(kv_format.dtype)
+
+    def scales(start: int) -> torch.Tensor:
+        view = floats.as_strided((ids, block_size, kv_heads), (stride // 4, 1, block_size), start // 4)
+        return view.fill_(float("nan"))
+
+    return QuantisedCaches(
+        k=values(starts[0], elements[0]),
+        v=values(starts[1], elements[1]),
+        k_scale=scales(starts[2]),
+        v_scale=scales(starts[3]),
+    )
+
+
+def quantised(case: Any, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
+    """Quantised keys and values of a case that has `k_cache` and `v_cache`."""
+    ids, block_size, kv_heads, width = case.k_cache.shape
+    widths = (width, case.v_cache.shape[3])
+    caches = poisoned_caches(kv_format, ids, block_size, kv_heads, widths, head_major=head_major)
+    for source, cache, scale in ((case.k_cache, caches.k, caches.k_scale), (case.v_cache, caches.v, caches.v_scale)):
+        elements, scales = quantise_rows(source, kv_format)
+        bytes_of, is_row = cache.view(torch.uint8), scales.isfinite()
+        bytes_of[is_row] = elements.view(torch.uint8)[is_row]
+        scale[is_row] = scales[is_row]
+    return caches
+
 
 SMALL = Shape(size=20, v_size=12)
 ERROR_OF_LARGEST = {"fp8": 1 / 27, "int8": 0.51 / 127, "int4": 0.51 / 7}  # of a row's largest magnitude
@@ -71,30 +143,30 @@ def attend(caches: QuantisedCaches, case: Any, **changes: Any) -> torch.Tensor:
 
 def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
     case = make_case([Sequence(start=9, count=1)], SMALL)
-    caches = quantised(case, INT8)
-    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale, beside numbers of torch.float32"):
-        attend(caches, case, k_scale=None, v_scale=None)
-    with pytest.raises(ValueError, match=r"v_cache is torch.int8 without v_scale"):
-        attend(caches, case, v_scale=None)
-    with pytest.raises(
-        ValueError, match=r"v_scale is \(6, 4\) of torch.float32.*one float32 for each token and KV head"
-    ):
-        attend(caches, case, v_scale=caches.v_scale[:, :, 0])
-    with pytest.raises(ValueError, match=r"k_scale is .* of torch.float64"):
-        attend(caches, case, k_scale=caches.k_scale.double())
-    with pytest.raises(ValueError, match=r"torch.float32, which has no scales: give None as k_scale"):
-        attend(caches, case, k_cache=case.k_cache, v_cache=case.v_cache)
-    with pytest.raises(ValueError, match=r"The caches are torch.int8 and torch.uint8; keys and values need one dtype"):
-        attend(caches, case, v_cache=caches.v.view(torch.uint8))
-    with pytest.raises(ValueError, match=r"of keys of 40 numbers"):
-        attend(caches, case, k_cache=caches.k.view(torch.uint8), v_cache=caches.v.view(torch.uint8))
-    rows = torch.zeros(1, 2, 20)
+    caches, rows = quantised(case, INT8), torch.zeros(1, 2, 20)
+    as_bytes = caches.k.view(torch.uint8), caches.v.view(torch.uint8)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"k_scale": None, "v_scale": None}, r"k_cache is torch.int8 without k_scale, beside numbers of torch.float32"),
+        ({"v_scale": None}, r"v_cache is torch.int8 without v_scale"),
+        (
+            {"v_scale": caches.v_scale[:, :, 0]},
+            r"v_scale is \(6, 4\) of torch.float32.*one float32 for each token and KV head",
+        ),
+        ({"k_scale": caches.k_scale.double()}, r"k_scale is .* of torch.float64"),
+        (
+            {"k_cache": case.k_cache, "v_cache": case.v_cache},
+            r"torch.float32, which has no scales: give None as k_scale",
+        ),
+        ({"v_cache": as_bytes[1]}, r"The caches are torch.int8 and torch.uint8; keys and values need one dtype"),
+        ({"k_cache": as_bytes[0], "v_cache": as_bytes[1]}, r"of keys of 40 numbers"),
+    ]
+    for changes, words in refused:
+        with pytest.raises(ValueError, match=words):
+            attend(caches, case, **changes)
     with pytest.raises(ValueError, match=r"v \(1, 2, 20\) does not fit v_cache .* of heads of 12 numbers"):
         prepare_qkv(QkvInputs(q=rows, k=rows, v=rows, slots=case.batch.slots, **caches.arguments))
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
         kv_write(rows, rows[..., :12], caches.k, caches.v, case.batch.slots)
-    with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
-        prepare_qkv(QkvInputs(q=rows, k=rows, k_cache=caches.k, slots=case.batch.slots))
 
 
 @every_format

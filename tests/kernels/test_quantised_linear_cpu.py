@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.row_case import strided
+from tests.kernels.test_small_operators_cpu import strided
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import gated_linear, linear
 from transom_kernels.quantised_linear import Format, concatenated, pack, pack_gated, quantise

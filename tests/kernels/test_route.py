@@ -1,8 +1,12 @@
-"""The router's reference against obvious code in float64, the CPU kernels against the reference, and errors for wrong arguments."""
+"""The router's reference against obvious code in float64, the CPU kernels against the reference, and errors for wrong arguments.
+
+The Triton kernels have the tests of `RouteTests`, too: a test module inherits it and gives the fixture `kernel`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +14,70 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.route_case import SCORES, Kernel, RouteTests, check_route
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
-from transom_kernels.route.op import route_reference, routes_of
+from transom_kernels.route.reference import route_reference, routes_of
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+Pair = tuple[torch.Tensor, torch.Tensor]
+Kernel = Callable[..., Pair]
+
+
+def check_route(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
+    """Chosen as by the reference and weighed alike; memory is NaN before."""
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, weights = kernel(x, weight, routing, **parts)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wanted, shares = route_reference(x, weight, routing, **parts)
+    assert found.equal(wanted)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, shares, atol=1e-6, rtol=1e-5, equal_nan=True)
+    return found, weights
+
+
+def logits_of(*rows: list[float]) -> Pair:
+    """Inputs and weights whose logits are these, each a single product."""
+    return torch.eye(len(rows)), torch.tensor(rows).T.contiguous()
+
+
+class RouteTests:
+    """Which experts are chosen where logits are equal, extreme or no numbers."""
+
+    def test_equal_experts_are_chosen_in_their_order(self, kernel: Kernel) -> None:
+        x, weight = logits_of([1.0, 2.0, 2.0, 1.0, 2.0, 0.0] * 4, [0.0, -0.0, 0.0, -0.0, 0.0, 0.0] * 4)
+        found, _ = check_route(kernel, x, weight, Routing(num_chosen=13))
+        assert found.tolist() == [[1, 2, 4, 7, 8, 10, 13, 14, 16, 19, 20, 22, 0], list(range(13))]
+        correction = torch.tensor([0.0, 1, 0, 1, 0, 1] * 4)
+        check_route(kernel, x, weight, Routing(num_chosen=6, score="sigmoid"), correction=correction)
+
+    @pytest.mark.filterwarnings("ignore:(invalid|divide|overflow)")  # numpy's, in the interpreter
+    @pytest.mark.parametrize("score", SCORES)
+    def test_infinite_logits_and_nan_choose_experts_that_are_there(self, kernel: Kernel, score: Any) -> None:
+        x, weight, inf = torch.zeros(4, 3), torch.randn(5, 3), math.inf
+        x[0, 0], x[1], x[2] = math.nan, inf, 1.0
+        routing, correction = Routing(num_chosen=4, score=score), torch.tensor([0.0, math.nan, -inf, 3, inf])
+        for bias in ([0.0, -inf, 2, -inf, 1], [-inf] * 5, [0.0, 1, math.nan, 2, inf]):
+            for corrected in (correction, None) if score == "softmax" else (correction,):
+                found, _ = kernel(x, weight, routing, bias=torch.tensor(bias), correction=corrected)
+                assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 5 for row in found.tolist())
+            if score == "softmax":
+                check_route(kernel, x[2:], weight, routing, bias=torch.tensor(bias))
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_scores_where_a_formula_overflows_or_cancels(self, kernel: Kernel, score: Any) -> None:
+        x, weight = logits_of([-40.0, -20.0, -17.0, -9.0], [19.99, 20.01, 45.0, 88.0], [-1e-4, 0.0, 1e-4, 1.0])
+        check_route(kernel, x, weight, Routing(num_chosen=4, score=score))
+        check_route(kernel, x, weight, Routing(num_chosen=2, score=score, normalise=False))
+
+    def test_a_fixed_choice(self, kernel: Kernel) -> None:
+        x, weight, scale = torch.randn(5, 30), torch.randn(7, 30), torch.rand(7)
+        chosen = torch.randint(0, 7, (5, 3))
+        chosen[2] = 6
+        routing = Routing(num_chosen=3, score="sqrt_softplus", scale=1.5)
+        check_route(kernel, x, weight, routing, chosen=chosen, expert_scale=scale)
 
 
 def obvious(logits: list[float], routing: Routing, correction: list[float] | None) -> tuple[list[int], list[float]]:
@@ -67,18 +131,22 @@ def test_corrections_choose_and_do_not_weigh() -> None:
             torch.testing.assert_close(weights[row], torch.tensor(shares))
 
 
-def test_equal_experts_are_chosen_in_their_order_and_nan_first() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0], [-math.inf] * 5, [math.nan] * 5])
-    found, _ = routes_of(logits, Routing(num_chosen=4))
-    assert found.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    found, _ = routes_of(torch.tensor([[1.0, 5.0, math.nan, math.inf]]), Routing(num_chosen=3, score="sigmoid"))
-    assert found.tolist() == [[2, 3, 1]]
-
-
-def test_saturated_scores_do_not_hide_which_logit_is_larger() -> None:
-    logits = torch.tensor([[50.0, 90.0, 70.0], [-300.0, -200.0, 0.0]])
-    assert routes_of(logits, Routing(num_chosen=2, score="sigmoid"))[0].tolist() == [[1, 2], [2, 1]]
-    assert routes_of(logits, Routing(num_chosen=3))[0].tolist() == [[1, 2, 0], [2, 1, 0]]
+@pytest.mark.parametrize(
+    ("logits", "routing", "chosen"),
+    [
+        ([1.0, 2.0, 2.0, 1.0, 2.0], Routing(num_chosen=4), [1, 2, 4, 0]),
+        ([0.0, -0.0, 0.0, -0.0, 0.0], Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([-math.inf] * 5, Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([math.nan] * 5, Routing(num_chosen=4), [0, 1, 2, 3]),
+        ([1.0, 5.0, math.nan, math.inf], Routing(num_chosen=3, score="sigmoid"), [2, 3, 1]),
+        ([50.0, 90.0, 70.0], Routing(num_chosen=2, score="sigmoid"), [1, 2]),  # both scores are 1
+        ([-300.0, -200.0, 0.0], Routing(num_chosen=3), [2, 1, 0]),
+    ],
+)
+def test_equal_experts_are_chosen_in_their_order_and_nan_first(
+    logits: list[float], routing: Routing, chosen: list[int]
+) -> None:
+    assert routes_of(torch.tensor([logits]), routing)[0].tolist() == [chosen]
 
 
 def test_a_fixed_choice_and_the_experts_own_scale() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.route_case import SCORES, Kernel, Pair, RouteTests, check_route
+from tests.kernels.test_route import SCORES, Kernel, Pair, RouteTests, check_route
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.route import Routing, gpu, route, router_layout
 from transom_kernels.route.gpu import FEW_TOKENS, MIN_SPLIT, partial_logits_triton, route_triton, split_of

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.latent_case import latent_inputs
-from tests.kernels.moe_case import GPT_OSS, mx_experts, plain_experts, routes
-from tests.kernels.sample_case import sample_cpu, some_rows
-from tests.kernels.test_sample_cpu import random_params
+from tests.kernels.test_latent_attention import latent_inputs
+from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
+from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.gated_mlp import op as gated_mlp_kernel

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.hyper_connections_case import SIZES, Sizes, check, streams_of
+from tests.kernels.test_hyper_connections_cpu import SIZES, Sizes, check_operators, streams_of
 from tests.matrices import matrix
 from transom_kernels.block_copy import gpu as block_copy_gpu
 from transom_kernels.block_copy.gpu import copy_blocks_triton
@@ -22,11 +22,6 @@ from transom_kernels.rotary.op import rotary_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(3)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +98,7 @@ def test_numbers_of_blocks_are_where_the_kernel_runs(to_host: bool, monkeypatch:
 
 def check_streams(x: torch.Tensor, *, rounds: int) -> None:
     kernels = {"hc_norm": hc_norm_triton, "hc_pre": hc_pre_triton, "hc_head": hc_head_triton, "hc_post": hc_post_triton}
-    check(SimpleNamespace(**kernels), x, rounds=rounds)
+    check_operators(SimpleNamespace(**kernels), x, rounds=rounds)
 
 
 @pytest.mark.usefixtures("memory_full_of_nan")

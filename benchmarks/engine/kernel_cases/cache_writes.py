@@ -16,8 +16,8 @@ from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, 
 from benchmarks.engine.kernel_cases.paged import BLOCK, Heads, random_caches
 from benchmarks.engine.kernel_cases.rows import rotary_tables
 from transom_kernels.block_copy import block_copy_between
+from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.kv_write.reference import prepare_qkv_reference
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 from transom_kernels.quantised_kv.format import dequantise_rows

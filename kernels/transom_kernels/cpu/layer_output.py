@@ -40,7 +40,7 @@ def make_store_output(dtype: str, at: OutputArguments) -> Any:
 
     `at` has the numbers of the words of `OutputArguments`.
     """
-    load, load_part, store, store_part, size = row_access(dtype)
+    load, store, size = row_access(dtype)
 
     @helper
     def store_output(arguments, sums, row, column):
@@ -52,10 +52,7 @@ def make_store_output(dtype: str, at: OutputArguments) -> Any:
         before = row_address(arguments, at.residual, row) + column * size
         place = row_address(arguments, at.out, row) + column * size
         count = argument(arguments, at.num_outputs) - column
-        if count >= 16:
-            store(place, y + load(before) if has_residual else y)
-        else:
-            store_part(place, y + load_part(before, count) if has_residual else y, count)
+        store(place, y + load(before, count) if has_residual else y, count)
 
     return store_output
 
@@ -65,7 +62,7 @@ def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
 
     `at` has the numbers of the words of `OutputArguments`.
     """
-    _, _, store, store_part, size = row_access(dtype)
+    _, store, size = row_access(dtype)
     gated = make_gated(activation)
 
     @helper
@@ -75,10 +72,6 @@ def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
             # the biases of gates [column, column + 16) follow those of `column` gates and ups; their ups' are 64 bytes further
             gate, up = gate + load_f32(bias + 8 * column), up + load_f32(bias + 8 * column + 64)
         place = row_address(arguments, at.out, row) + column * size
-        count = argument(arguments, at.num_outputs) - column
-        if count >= 16:
-            store(place, gated(gate, up))
-        else:
-            store_part(place, gated(gate, up), count)
+        store(place, gated(gate, up), argument(arguments, at.num_outputs) - column)
 
     return store_gated

@@ -15,8 +15,7 @@ from llvmlite import ir
 from transom_kernels.cpu.language import INT, NOTHING, emits, helper, inlined
 from transom_kernels.cpu.simd import (
     ADD_PAIRS,
-    LOAD,
-    LOAD_PART,
+    LOAD_LANES,
     NUM_BYTES,
     fma,
     keep_nan,
@@ -52,17 +51,13 @@ _GELU_CUBE = 0.044715 * _GELU_SLOPE
 
 def make_inverse_rms(dtype: str) -> Any:
     """Build inverse_rms(x, N, eps) = 1 / sqrt(mean(x ** 2) + eps) of a row."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    load, size = LOAD_LANES[dtype], NUM_BYTES[dtype]
 
     @helper
     def inverse_rms(x, width, eps):
-        full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
-        for k in range(0, full, 16):
-            lanes = load(x + k * size)
-            total = fma(lanes, lanes, total)
-        if rest:
-            lanes = load_part(x + full * size, rest)
+        for k in range(0, width, 16):
+            lanes = load(x + k * size, width - k)
             total = fma(lanes, lanes, total)
         return 1.0 / sqrt(lane_sum(total) / width + eps)
 
@@ -110,39 +105,26 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
     For each pair (i, j): x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j]. Pairs are
     (i, i + R / 2), or (2i, 2i + 1) if `interleaved`.
     """
-    load, load_part, store, store_part, size = row_access(dtype)
-    load_table, load_table_part, table_size = LOAD[table_dtype], LOAD_PART[table_dtype], NUM_BYTES[table_dtype]
+    (load, store, size), (load_table, _, table_size) = row_access(dtype), row_access(table_dtype)
 
     @helper
     def rotate_halves(x, cos, signed_sin, rotated):
         half = rotated // 2
-        full, rest = half // 16 * 16, half % 16
-        for k in range(0, full, 16):
-            i, j = x + k * size, x + (half + k) * size
-            first, second = load(i), load(j)
+        for k in range(0, half, 16):
+            i, j, count = x + k * size, x + (half + k) * size, half - k
+            first, second = load(i, count), load(j, count)
             t, u = k * table_size, (half + k) * table_size
-            store(i, fma(first, load_table(cos + t), second * load_table(signed_sin + t)))
-            store(j, fma(second, load_table(cos + u), first * load_table(signed_sin + u)))
-        if rest:
-            i, j = x + full * size, x + (half + full) * size
-            first, second = load_part(i, rest), load_part(j, rest)
-            t, u = full * table_size, (half + full) * table_size
-            other = second * load_table_part(signed_sin + t, rest)
-            store_part(i, fma(first, load_table_part(cos + t, rest), other), rest)
-            other = first * load_table_part(signed_sin + u, rest)
-            store_part(j, fma(second, load_table_part(cos + u, rest), other), rest)
+            other = second * load_table(signed_sin + t, count)
+            store(i, fma(first, load_table(cos + t, count), other), count)
+            other = first * load_table(signed_sin + u, count)
+            store(j, fma(second, load_table(cos + u, count), other), count)
 
     @helper
     def rotate_neighbours(x, cos, signed_sin, rotated):
-        full, rest = rotated // 16 * 16, rotated % 16
-        for k in range(0, full, 16):
-            lanes = load(x + k * size)
-            other = swap_neighbours(lanes) * load_table(signed_sin + k * table_size)
-            store(x + k * size, fma(lanes, load_table(cos + k * table_size), other))
-        if rest:
-            lanes = load_part(x + full * size, rest)
-            other = swap_neighbours(lanes) * load_table_part(signed_sin + full * table_size, rest)
-            store_part(x + full * size, fma(lanes, load_table_part(cos + full * table_size, rest), other), rest)
+        for k in range(0, rotated, 16):
+            lanes, count = load(x + k * size, rotated - k), rotated - k
+            other = swap_neighbours(lanes) * load_table(signed_sin + k * table_size, count)
+            store(x + k * size, fma(lanes, load_table(cos + k * table_size, count), other), count)
 
     return rotate_neighbours if interleaved else rotate_halves
 

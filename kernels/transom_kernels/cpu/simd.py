@@ -16,7 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from transom_kernels.cpu.language import BOOL, DOUBLE, FLOAT, FLOATS, INT, INTS, NOTHING, emits
+from transom_kernels.cpu.language import BOOL, DOUBLE, FLOAT, FLOATS, INT, INTS, NOTHING, emits, inlined
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
     F32,
@@ -88,9 +88,36 @@ load_f32, load_part_f32, load_scalar_f32 = LOAD["f32"], LOAD_PART["f32"], LOAD_S
 store_f32, store_part_f32, store_bf16 = STORE["f32"], STORE_PART["f32"], STORE["bf16"]
 
 
-def row_access(dtype: str) -> tuple[Any, Any, Any, Any, int]:
-    """Return load, load_part, store and store_part of a dtype, and the bytes of a number."""
-    return LOAD[dtype], LOAD_PART[dtype], STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
+def _load_lanes(dtype: str) -> Any:
+    load_all, load_part = LOAD[dtype], LOAD_PART[dtype]
+
+    @inlined
+    def load_lanes(address, count):
+        return load_all(address) if count >= 16 else load_part(address, count)
+
+    return load_lanes
+
+
+def _store_lanes(dtype: str) -> Any:
+    store_all, store_part = STORE[dtype], STORE_PART[dtype]
+
+    @inlined
+    def store_lanes(address, x, count):
+        if count >= 16:
+            store_all(address, x)
+        else:
+            store_part(address, x, count)
+
+    return store_lanes
+
+
+LOAD_LANES, STORE_LANES = _of_dtypes(_load_lanes), _of_dtypes(_store_lanes)
+"""load(address, count) and store(address, x, count) of the first `count` of 16 numbers, or of all if `count` is 16 or more."""
+
+
+def row_access(dtype: str) -> tuple[Any, Any, int]:
+    """Return LOAD_LANES and STORE_LANES of a dtype, for loops over a row of any width, and the bytes of a number."""
+    return LOAD_LANES[dtype], STORE_LANES[dtype], NUM_BYTES[dtype]
 
 
 @emits(INTS, INT)

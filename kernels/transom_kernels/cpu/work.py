@@ -25,15 +25,7 @@ from collections.abc import Callable
 
 from transom_kernels.cpu.language import helper as helper
 from transom_kernels.cpu.language import inlined
-from transom_kernels.cpu.layout import (
-    DONE,
-    ITEM_BITS,
-    ITEM_MASK,
-    ITEMS_OF,
-    SCRATCH_OF,
-    SYNC_OF,
-    TAG_OF,
-)
+from transom_kernels.cpu.layout import DONE, ITEM_BITS, ITEM_MASK, ITEMS_OF, SCRATCH_OF, SYNC_OF, TAG_OF
 from transom_kernels.cpu.simd import argument as argument
 from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, unchecked_i64
 

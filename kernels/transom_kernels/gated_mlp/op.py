@@ -106,7 +106,7 @@ def make_activate(dtype: str, activation: str, limited: bool) -> Any:
     Argument words: 0 gate, 1 up, 2 out (contiguous), 3 N, 4 width of an item (a multiple of 16), 5 row stride of gate in bytes,
     6 that of up, 7 limit.
     """
-    load, load_part, store, store_part, size = row_access(dtype)
+    load, store, size = row_access(dtype)
     gated = make_gated(activation)
 
     @helper
@@ -124,11 +124,8 @@ def make_activate(dtype: str, activation: str, limited: bool) -> Any:
         up = argument(arguments, 1) + row * argument(arguments, 6)
         out = argument(arguments, 2) + row * width * size
         last = min(first + step, width)
-        full = last // 16 * 16
-        for n in range(first, full, 16):
-            store(out + n * size, activated(load(gate + n * size), load(up + n * size), limit))
-        if last > full:
-            at, rest = full * size, last - full
-            store_part(out + at, activated(load_part(gate + at, rest), load_part(up + at, rest), limit), rest)
+        for n in range(first, last, 16):
+            at, count = n * size, last - n
+            store(out + at, activated(load(gate + at, count), load(up + at, count), limit), count)
 
     return activate

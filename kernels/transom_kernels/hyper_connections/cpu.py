@@ -21,10 +21,10 @@ from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.rows import make_row_products
 from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
+    LOAD_LANES,
     NUM_BYTES,
     ROUND,
+    STORE_LANES,
     exp,
     float_argument,
     fma,
@@ -228,7 +228,7 @@ def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch
 
 def make_normalise_streams(dtype: str) -> Any:
     """Build the kernel of `hc_norm_cpu`. A work item is one stream of a token, and reads all of the token's streams."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    load, store, size = LOAD_LANES[dtype], STORE_LANES["f32"], NUM_BYTES[dtype]
     inverse_rms = _make_inverse_rms(dtype)
 
     @each_item
@@ -237,12 +237,8 @@ def make_normalise_streams(dtype: str) -> Any:
         factor = splat(inverse_rms(arguments, item // streams, float_argument(arguments, NORM.eps)))
         x = _stream_address(arguments, item // streams, item % streams)
         out = argument(arguments, NORM.out) + item * width * 4
-        for n in range(0, width - LANES + 1, LANES):
-            store_f32(out + 4 * n, load(x + n * size) * factor)
-        rest = width % LANES
-        if rest:
-            n = width - rest
-            store_part_f32(out + 4 * n, load_part(x + n * size, rest) * factor, rest)
+        for n in range(0, width, LANES):
+            store(out + 4 * n, load(x + n * size, width - n) * factor, width - n)
 
     return normalise_streams
 
@@ -291,19 +287,16 @@ def _stream_address(arguments, token, stream):
 
 def _make_inverse_rms(dtype: str) -> Any:
     """Build inverse_rms(arguments, token, eps) = 1 / sqrt(mean(x ** 2) + eps), over all streams of a token."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    load, size = LOAD_LANES[dtype], NUM_BYTES[dtype]
 
     @helper
     def inverse_rms(arguments, token, eps):
         streams, width = argument(arguments, NORM.streams.num_streams), argument(arguments, NORM.streams.width)
-        total, rest = splat(0.0), width % LANES
+        total = splat(0.0)
         for stream in range(streams):
             x = _stream_address(arguments, token, stream)
-            for n in range(0, width - LANES + 1, LANES):
-                lanes = load(x + n * size)
-                total = fma(lanes, lanes, total)
-            if rest:
-                lanes = load_part(x + (width - rest) * size, rest)
+            for n in range(0, width, LANES):
+                lanes = load(x + n * size, width - n)
                 total = fma(lanes, lanes, total)
         return 1.0 / sqrt(lane_sum(total) / (streams * width) + eps)
 
@@ -347,7 +340,7 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
 
     In a sublayer each token has one more item, its first, which computes post and mix. Scratch: S + 1 rows of 16 float32.
     """
-    load, load_part, store, store_part, num_bytes = row_access(dtype)
+    load, store, num_bytes = row_access(dtype)
 
     @each_item
     def pre_and_mix(arguments, thread, item):
@@ -370,15 +363,11 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
         store_f32(rows, keep_nan(sigmoid(logits), logits) + splat(eps))
         out = argument(arguments, PRE.out) + token * width * num_bytes
         for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
-            total, rest = splat(0.0), min(LANES, width - n)
+            total = splat(0.0)
             for stream in range(size):
-                at = _stream_address(arguments, token, stream) + n * num_bytes
-                values = load(at) if rest == LANES else load_part(at, rest)
+                values = load(_stream_address(arguments, token, stream) + n * num_bytes, width - n)
                 total = fma(splat(load_scalar_f32(rows + 4 * stream)), values, total)
-            if rest == LANES:
-                store(out + n * num_bytes, total)
-            else:
-                store_part(out + n * num_bytes, total, rest)
+            store(out + n * num_bytes, total, width - n)
 
     return pre_and_mix
 
@@ -388,8 +377,7 @@ def make_post_and_mix(dtype: str, chunk: int) -> Any:
 
     Values are rounded wherever separate operators would have written a tensor. Scratch: S + 1 rows of 16 float32.
     """
-    load, load_part, store, store_part, num_bytes = row_access(dtype)
-    rounded = ROUND[dtype]
+    (load, store, num_bytes), rounded = row_access(dtype), ROUND[dtype]
 
     @each_item
     def post_and_mix(arguments, thread, item):
@@ -405,19 +393,13 @@ def make_post_and_mix(dtype: str, chunk: int) -> Any:
         y = argument(arguments, POST.y) + token * argument(arguments, POST.y_stride)
         out = argument(arguments, POST.out) + token * size * width * num_bytes
         for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
-            rest = min(LANES, width - n)
-            addend = load(y + n * num_bytes) if rest == LANES else load_part(y + n * num_bytes, rest)
+            addend = load(y + n * num_bytes, width - n)
             for to in range(size):
                 total = splat(0.0)
                 for stream in range(size):
-                    at = _stream_address(arguments, token, stream) + n * num_bytes
-                    values = load(at) if rest == LANES else load_part(at, rest)
+                    values = load(_stream_address(arguments, token, stream) + n * num_bytes, width - n)
                     total = fma(splat(load_scalar_f32(rows + stream * _ROW + 4 * to)), values, total)
                 total = fma(splat(load_scalar_f32(post + 4 * to)), addend, rounded(total))
-                place = out + (to * width + n) * num_bytes
-                if rest == LANES:
-                    store(place, total)
-                else:
-                    store_part(place, total, rest)
+                store(out + (to * width + n) * num_bytes, total, width - n)
 
     return post_and_mix

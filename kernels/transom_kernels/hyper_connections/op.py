@@ -26,7 +26,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.hyper_connections.cpu import (
+    fits_cpu,
+    hc_head_cpu,
+    hc_norm_cpu,
+    hc_post_cpu,
+    hc_pre_cpu,
+    hc_project_cpu,
+)
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
 def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,12 +45,9 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """
     _check_streams(x)
     if uses_triton(x):
-        from transom_kernels.hyper_connections.gpu import hc_norm_triton
-
-        return hc_norm_triton(x, eps)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_norm_triton")(x, eps)
+        return out
     if _uses_cpu_kernels(x):
-        from transom_kernels.hyper_connections.cpu import hc_norm_cpu
-
         return hc_norm_cpu(x, eps)
     return hc_norm_reference(x, eps)
 
@@ -59,8 +64,6 @@ def hc_project(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
             f"weight {tuple(weight.shape)} {weight.dtype} does not fit streams {tuple(x.shape)}; give [M, S * N] in float32."
         )
     if _uses_cpu_kernels(x) and weight.is_contiguous():
-        from transom_kernels.hyper_connections.cpu import hc_project_cpu
-
         return hc_project_cpu(x, weight, eps)
     if uses_triton(x):
         return F.linear(hc_norm(x, eps), weight)
@@ -89,8 +92,6 @@ def hc_pre(
 
         return hc_pre_triton(x, projected, scale, base, rounds=rounds, eps=eps)
     if _uses_cpu_kernels(x):
-        from transom_kernels.hyper_connections.cpu import hc_pre_cpu
-
         return hc_pre_cpu(x, projected, scale, base, rounds=rounds, eps=eps)
     return hc_pre_reference(x, projected, scale, base, rounds=rounds, eps=eps)
 
@@ -106,12 +107,11 @@ def hc_head(
     _check_streams(x)
     _check_coefficients(x, x.shape[1], projected, scale, base)
     if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.hyper_connections.gpu import hc_head_triton
-
-        return hc_head_triton(x, projected, scale, base, eps=eps)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_head_triton")(
+            x, projected, scale, base, eps=eps
+        )
+        return out
     if _uses_cpu_kernels(x):
-        from transom_kernels.hyper_connections.cpu import hc_head_cpu
-
         return hc_head_cpu(x, projected, scale, base, eps=eps)
     return hc_head_reference(x, projected, scale, base, eps=eps)
 
@@ -134,12 +134,9 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
             "give [T, N] of the same dtype, [T, S] and [T, S, S]."
         )
     if uses_triton(x) and x.stride(2) == 1 and y.stride(1) == 1:
-        from transom_kernels.hyper_connections.gpu import hc_post_triton
-
-        return hc_post_triton(y, x, post, mix)
+        out: torch.Tensor = implementation("hyper_connections.gpu", "hc_post_triton")(y, x, post, mix)
+        return out
     if _uses_cpu_kernels(x) and y.stride(1) == 1:
-        from transom_kernels.hyper_connections.cpu import hc_post_cpu
-
         return hc_post_cpu(y, x, post, mix)
     return hc_post_reference(y, x, post, mix)
 
@@ -180,11 +177,7 @@ def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix:
 
 def _uses_cpu_kernels(x: torch.Tensor) -> bool:
     """Return whether the CPU kernels compute on these streams."""
-    if not uses_cpu_kernels(x):
-        return False
-    from transom_kernels.hyper_connections.cpu import fits_cpu
-
-    return fits_cpu(x)
+    return uses_cpu_kernels(x) and fits_cpu(x)
 
 
 def _check_streams(x: torch.Tensor) -> None:

@@ -13,8 +13,7 @@ import torch
 from transom_kernels.cpu.arguments import CacheArguments, RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.kv_write.inputs import QkvInputs
-from transom_kernels.kv_write.reference import block_of
+from transom_kernels.kv_write.reference import QkvInputs, block_of
 from transom_kernels.quantised_kv import STORED
 
 ITEM_ELEMENTS = 2048  # about as many elements as one work item prepares

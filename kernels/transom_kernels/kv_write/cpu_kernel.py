@@ -17,12 +17,10 @@ from typing import Any
 
 from transom_kernels.cpu.rows import make_hadamard, make_inverse_rms, make_rotate
 from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
+    LOAD_LANES,
     LOAD_SCALAR,
     NUM_BYTES,
-    STORE,
-    STORE_PART,
+    STORE_LANES,
     float_of_bits,
     fma,
     lane_sum,
@@ -134,31 +132,23 @@ def _make_load(dtype: str, weight_dtype: str) -> Any:
 
     `work` is a whole number of 16-lane vectors; the lanes after the head are 0.
     """
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
-    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    load, size = LOAD_LANES[dtype], NUM_BYTES[dtype]
+    load_weight, weight_size = LOAD_LANES[weight_dtype], NUM_BYTES[weight_dtype]
 
     @helper
     def load_row(row, work, width, norm, weight, eps):
-        full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
-        for k in range(0, full, 16):
-            lanes = load(row + k * size)
+        for k in range(0, width, 16):
+            lanes = load(row + k * size, width - k)
             store_f32(work + k * 4, lanes)
-            total = fma(lanes, lanes, total)
-        if rest:
-            lanes = load_part(row + full * size, rest)
-            store_f32(work + full * 4, lanes)
             total = fma(lanes, lanes, total)
         if norm:
             scale = splat(1.0 / sqrt(lane_sum(total) / width + eps))
-            for k in range(0, full, 16):
+            for k in range(0, width, 16):
                 lanes = load_f32(work + k * 4) * scale
-                store_f32(work + k * 4, lanes * load_weight(weight + k * weight_size) if weight else lanes)
-            if rest:
-                lanes = load_f32(work + full * 4) * scale
                 if weight:
-                    lanes = lanes * load_weight_part(weight + full * weight_size, rest)
-                store_f32(work + full * 4, lanes)
+                    lanes = lanes * load_weight(weight + k * weight_size, width - k)
+                store_f32(work + k * 4, lanes)
 
     return load_row
 
@@ -178,14 +168,11 @@ def _make_cache_store(stored: str) -> Any:
 
 def _make_store(dtype: str) -> Any:
     """Build store_row(work, place, width, first, second), which stores work * first * second, rounded once."""
-    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
+    store, size = STORE_LANES[dtype], NUM_BYTES[dtype]
 
     @helper
     def store_row(work, place, width, first, second):
-        full, rest = width // 16 * 16, width % 16
-        for k in range(0, full, 16):
-            store(place + k * size, load_f32(work + k * 4) * first * second)
-        if rest:
-            store_part(place + full * size, load_f32(work + full * 4) * first * second, rest)
+        for k in range(0, width, 16):
+            store(place + k * size, load_f32(work + k * 4) * first * second, width - k)
 
     return store_row

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.kv_write.kernel import prepare_and_write
-from transom_kernels.kv_write.reference import block_of
+from transom_kernels.kv_write.reference import QkvInputs, block_of
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.quantised_kv import format_of, is_packed, refuse_old_device

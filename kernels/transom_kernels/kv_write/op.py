@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
-from transom_kernels.kv_write.inputs import QkvInputs
-from transom_kernels.kv_write.reference import prepare_qkv_reference
+from transom_kernels.kv_write.cpu import fits_cpu_kernel, prepare_qkv_cpu
+from transom_kernels.kv_write.reference import QkvInputs, prepare_qkv_reference
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
@@ -62,10 +62,7 @@ def prepare_qkv(inputs: QkvInputs) -> torch.Tensor:
 
 def _prepare(inputs: QkvInputs) -> torch.Tensor:
     """Write keys and values; return the queries: by a CPU kernel, or in torch."""
-    if inputs.heads_are_adjacent and uses_cpu_kernels(inputs.q):
-        from transom_kernels.kv_write.cpu import fits_cpu_kernel, prepare_qkv_cpu
-
-        if fits_cpu_kernel(inputs):
-            return prepare_qkv_cpu(inputs)
+    if inputs.heads_are_adjacent and uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return prepare_qkv_cpu(inputs)
     refuse_recording("torch reads slots in Python")
     return prepare_qkv_reference(inputs)

@@ -22,8 +22,7 @@ from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import NUM_BYTES, load_i64, splat, store_f32, store_i64
 from transom_kernels.cpu.work import argument, each_item, helper, scratch
 from transom_kernels.latent_attention.reference import LatentInputs
-from transom_kernels.paged_attention.cpu.arguments import RESULT, ResultArguments
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout
+from transom_kernels.paged_attention.cpu.layout import RESULT, UNIT_KEYS, AttentionKind, ResultArguments, decode_layout
 from transom_kernels.paged_attention.cpu.row_results import make_partial_results
 from transom_kernels.paged_attention.cpu.row_vectors import make_copy_row, make_move_row
 from transom_kernels.paged_attention.cpu.units import make_attend_unit

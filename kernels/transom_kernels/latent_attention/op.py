@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.reference import (
     LatentInputs,
     latent_attention_reference,
     pool_rows_reference,
     select_entries_reference,
 )
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
 def latent_attention(inputs: LatentInputs) -> torch.Tensor:
@@ -34,14 +35,10 @@ def latent_attention(inputs: LatentInputs) -> torch.Tensor:
     """
     inputs.check()
     if uses_triton(inputs.q) and inputs.q.stride(2) == 1:
-        from transom_kernels.latent_attention.gpu import latent_attention_triton
-
-        return latent_attention_triton(inputs)
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
-
-        if fits_cpu_kernel(inputs):
-            return latent_attention_cpu(inputs)
+        out: torch.Tensor = implementation("latent_attention.gpu", "latent_attention_triton")(inputs)
+        return out
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return latent_attention_cpu(inputs)
     return latent_attention_reference(inputs)
 
 
@@ -72,9 +69,10 @@ def pool_rows(
     if any(tensor.dtype != torch.float32 for tensor in (kv_cache, gate_cache, position_bias)):
         raise ValueError("kv, gate and position bias must be float32: a compressor's state is kept exactly.")
     if uses_triton(kv_cache):
-        from transom_kernels.latent_attention.gpu import pool_rows_triton
-
-        return pool_rows_triton(kv_cache, gate_cache, slots, position_bias)
+        out: torch.Tensor = implementation("latent_attention.gpu", "pool_rows_triton")(
+            kv_cache, gate_cache, slots, position_bias
+        )
+        return out
     return pool_rows_reference(kv_cache, gate_cache, slots, position_bias)
 
 
@@ -104,7 +102,8 @@ def select_entries(
             f"{len(sequence)} sequence numbers do not fit: give one head of keys, and a weight per query head."
         )
     if uses_triton(q) and q.stride(2) == 1:
-        from transom_kernels.latent_attention.gpu import select_entries_triton
-
-        return select_entries_triton(q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale)
+        out: torch.Tensor = implementation("latent_attention.gpu", "select_entries_triton")(
+            q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale
+        )
+        return out
     return select_entries_reference(q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale)

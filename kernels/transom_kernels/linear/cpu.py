@@ -199,7 +199,7 @@ def _chunk(block: int, steps: int, step_bytes: int) -> int:
     if block <= _FEW_ROWS:
         return steps
     parts = -(-block * steps * step_bytes // _BLOCK_BYTES)
-    return min(steps, -(-steps // parts // 4) * 4 + 4) if parts > 1 else steps
+    return min(steps, -(-steps // parts // 4) * 4) if parts > 1 else steps
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 
 from transom_kernels.cpu.language import helper, inlined
 from transom_kernels.cpu.layer_output import make_store_gated, make_store_output
-from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, STORE, float_argument, load_f32, splat
+from transom_kernels.cpu.simd import LOAD_LANES, NUM_BYTES, STORE, float_argument, load_f32, splat
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.work import argument, claim, finish, row_address, scratch
 from transom_kernels.linear.cpu import AT
@@ -168,21 +168,18 @@ def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
 
 def _make_copy(method: str, dtype: str) -> Any:
     """Build copy_rows, which copies rows of x into scratch: padded with zeros, and in float32 for the wide method."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    load, size = LOAD_LANES[dtype], NUM_BYTES[dtype]
     stored = "f32" if method == "wide" else dtype
     store, own_size = STORE[stored], NUM_BYTES[stored]
 
     @helper
     def copy_rows(arguments, x, x_stride, rows, own, own_stride):
         width = argument(arguments, AT.width)
-        full, rest = width // 16 * 16, width % 16
         for row in range(rows):
             source, target = x + row * x_stride, own + row * own_stride
-            for k in range(0, full, 16):
-                store(target + k * own_size, load(source + k * size))
-            k = full
-            if rest:
-                store(target + k * own_size, load_part(source + k * size, rest))
+            k = 0
+            while k < width:
+                store(target + k * own_size, load(source + k * size, width - k))
                 k += 16
             while k * own_size < own_stride - LINE:  # the weights are padded to whole steps
                 store(target + k * own_size, splat(0.0))

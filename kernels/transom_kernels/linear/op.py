@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear.cpu import embedding_rows_cpu, gated_linear_cpu, linear_cpu, table_fits
 from transom_kernels.linear.weights import PackedWeight
 from transom_kernels.quantised_linear import PackedPanels
 from transom_kernels.quantised_linear.reference import products
@@ -48,8 +49,6 @@ def linear(
     if residual is not None and (residual.shape != wanted or residual.dtype != dtype):
         raise ValueError(f"The residual is {residual.dtype} {tuple(residual.shape)}; it must be {dtype} {wanted}.")
     if uses_cpu_kernels(x):
-        from transom_kernels.linear.cpu import linear_cpu
-
         return linear_cpu(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
     if isinstance(weight, PackedPanels):
         (product,) = products(x, weight)
@@ -68,8 +67,6 @@ def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedPanels, activatio
     """
     _check(x, weight, is_gated=True)
     if uses_cpu_kernels(x):
-        from transom_kernels.linear.cpu import gated_linear_cpu
-
         return gated_linear_cpu(x, weight, activation)
     if isinstance(weight, PackedPanels):
         return _activated(products(x, weight), activation).to(x.dtype)
@@ -94,11 +91,8 @@ def embedding_rows(
             raise ValueError("The table is a gated weight; give one that is not gated.")
     elif table.dim() != 2:
         raise ValueError(f"The table is {tuple(table.shape)}; give a matrix.")
-    if uses_cpu_kernels(ids):
-        from transom_kernels.linear.cpu import embedding_rows_cpu, table_fits
-
-        if table_fits(table):
-            return embedding_rows_cpu(ids, table, first_id=first_id, scale=scale)
+    if uses_cpu_kernels(ids) and table_fits(table):
+        return embedding_rows_cpu(ids, table, first_id=first_id, scale=scale)
     plain = table.unpack()[0] if isinstance(table, PackedWeight) else table
     return embedding_rows_reference(ids, plain, first_id=first_id, scale=scale)
 

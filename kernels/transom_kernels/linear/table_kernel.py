@@ -74,7 +74,7 @@ def make_embedding_rows(dtype: str, packed: bool) -> Any:
 
     Arguments: 0 ids, 1 table, 2 bytes of a panel, or of a row, 3 N, 4 K, 5 out, 6 its row stride in bytes, 7 first, 8 scale.
     """
-    load_lanes, load_part, store_lanes, store_part, size = row_access(dtype)
+    load_lanes, store_lanes, size = row_access(dtype)
     words = 16 * size // WORD  # of 16 numbers
 
     @each_item
@@ -91,14 +91,11 @@ def make_embedding_rows(dtype: str, packed: bool) -> Any:
                     own = scratch(thread)
                     for word in range((count * size + WORD - 1) // WORD):
                         store_i32(own + word * WORD, load_i32(place + word * LINE))
-                    lanes = load_part(own, count)
+                    lanes = load_lanes(own, count)
                 else:
                     place = argument(arguments, 1) + row * argument(arguments, 2) + k * size
-                    lanes = load_lanes(place) if count == 16 else load_part(place, count)
+                    lanes = load_lanes(place, count)
                 lanes = lanes * splat(scale)
-            if count == 16:
-                store_lanes(out + k * size, lanes)
-            else:
-                store_part(out + k * size, lanes, count)
+            store_lanes(out + k * size, lanes, count)
 
     return embedding_rows

@@ -1,13 +1,12 @@
 """MoE (mixture of experts) layers: each token passes through the experts that its router chose.
 
-op, weights                   the operator with its specification, and the experts' tensors as checkpoints have them
-packed                        the experts' tensors as CPU kernels read them
+op                            the operator with its specification
+weights                       the experts' tensors as checkpoints have them, and as CPU kernels read them
 cpu, cpu_kernel, cpu_product  CPUs: launches, the kernels, and the inner product of rows and a panel of weights
 gpu, kernel, row_blocks       GPUs: launches, the grouped matmuls, and the pairs of token and expert sorted by expert
 """
 
 from transom_kernels.moe.op import moe
-from transom_kernels.moe.packed import PackedExperts, pack_experts
-from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor, PackedExperts, pack_experts
 
 __all__ = ["ExpertTensors", "GateRule", "MxTensor", "PackedExperts", "moe", "pack_experts"]

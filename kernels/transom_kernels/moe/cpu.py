@@ -2,7 +2,7 @@
 
 - pair: a token and one expert that it chose. place: the number of a pair's row among all rows, sorted by expert.
 - slot: a candidate for an expert that has rows: each expert, or each place if there are at most E pairs.
-- panel: 64 rows of an expert's matrix, as they are stored together (`packed.py`).
+- panel: 64 rows of an expert's matrix, as they are stored together (`weights.py`).
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
@@ -17,8 +17,7 @@ from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.target import cpu_target
-from transom_kernels.moe.packed import PackedExperts, PackedMatrix
-from transom_kernels.moe.weights import GateRule
+from transom_kernels.moe.weights import GateRule, PackedExperts, PackedMatrix
 
 MODULE = "transom_kernels.moe.cpu_kernel"
 EXPERTS_PER_ITEM = 16  # experts that one item of `gather_rows` counts

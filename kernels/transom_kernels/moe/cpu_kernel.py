@@ -44,18 +44,15 @@ _GELU_SLOPE, _GELU_CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the
 
 def make_gather_rows(dtype: str) -> Any:
     """Build the kernel that sorts and copies rows. The first P work items are pairs, the others EXPERTS_PER_ITEM experts each."""
-    load, load_part, store, store_part, size = row_access(dtype)
+    load, store, size = row_access(dtype)
 
     @helper
     def copy_row(x, factor, row, width, padded):
         """Copy a row times a factor, and pad it with zeros."""
-        full = width // LANES * LANES
-        for n in range(0, full, LANES):
-            store(row + n * size, load(x + n * size) * factor)
-        if full < width:
-            store_part(row + full * size, load_part(x + full * size, width - full) * factor, width - full)
+        for n in range(0, width, LANES):
+            store(row + n * size, load(x + n * size, width - n) * factor, width - n)
         for n in range(width, padded, LANES):
-            store_part(row + n * size, splat(0.0), min(LANES, padded - n))
+            store(row + n * size, splat(0.0), padded - n)
 
     @each_item
     def gather_rows(arguments, thread, item):
@@ -170,7 +167,7 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
 
 def make_down_and_sum(kind: str, dtype: str) -> Any:
     """Build the kernel of results. A work item is one panel of every expert: 64 outputs of all tokens. Scratch: as `gate_up`."""
-    _, _, store, store_part, size = row_access(dtype)
+    _, store, size = row_access(dtype)
     multiply_expert = _make_multiply_expert(kind, dtype, DOWN.matrix)
 
     @each_item
@@ -196,9 +193,6 @@ def make_down_and_sum(kind: str, dtype: str) -> Any:
                     total = fma(factor, load_f32(sums + place * PANEL_BYTES + part * 64), total)
                 column = panel * 64 + part * LANES
                 out = argument(arguments, DOWN.out) + (token * width + column) * size
-                if width - column >= LANES:
-                    store(out, total)
-                else:
-                    store_part(out, total, width - column)
+                store(out, total, width - column)
 
     return down_and_sum

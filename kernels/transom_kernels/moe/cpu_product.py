@@ -1,7 +1,7 @@
 """The inner product of the experts' CPU kernels: rows of activations times one panel of weights.
 
 A *panel* is 64 rows of an expert's matrix, in the order in which kernels read it: four parts of 16 rows, in MXFP4 group by group of
-32 columns (`packed.py`).
+32 columns (`weights.py`).
 
 A sum is one chain of additions in the order of the columns, for any number of rows and any split of the columns, so a row's result
 does not depend on other rows. With AMX one step of the chain adds the products of 32 columns. In MXFP4 the sum of each group of 32

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from transom_kernels.launch import implementation, uses_triton
-from transom_kernels.moe.packed import PackedExperts
-from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.cpu import moe_cpu
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor, PackedExperts
 
 
 def moe(
@@ -33,8 +33,6 @@ def moe(
     """
     if isinstance(tensors, PackedExperts):
         _check_packed(x, experts, weights, tensors)
-        from transom_kernels.moe.cpu import moe_cpu
-
         return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
     _check(x, experts, weights, tensors)
     if uses_triton(x):

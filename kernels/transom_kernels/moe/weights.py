@@ -1,14 +1,27 @@
-"""The weights of a layer's experts as `moe` takes them: plain tensors, or MXFP4 as stored in checkpoints.
+"""The weights of a layer's experts as `moe` takes them: plain tensors, MXFP4 as stored in checkpoints, or packed into the memory
+layout that the CPU kernels read, once, when a model is loaded.
+
+A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from beginning to end:
+
+    float32     [4] [columns] [16 rows]
+    bfloat16    [4] [columns / 2] [16 rows] [2 columns]                          a 32-bit word holds two columns of a row
+    MXFP4       [columns / 32] ([4] [64 rows] [8 columns], then [64] scales)     a word holds columns 0 2 4 6 1 3 5 7, from bit 0 on
+
+A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups, so one panel gives both factors of
+32 activations. Rows and columns are padded with zeros, columns to a multiple of 32.
 
 Legend: E experts, N hidden width, I inner width.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from transom_kernels.cpu.memory import lazy_bytes
 
 MX_GROUP = 32  # elements that share a scale
 MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # lower three bits of fp4 -> magnitude; the fourth bit is the sign
@@ -65,3 +78,133 @@ class GateRule:
     gain: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+
+
+# --- packed weights
+
+PANEL = 64
+LANES = 16
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = PANEL // 2  # of one panel of `gate_up`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """One matrix of every expert, `panels` [E, number of panels, bytes of a panel] uint8."""
+
+    panels: torch.Tensor
+    columns: int  # padded
+    dtype: torch.dtype | None  # None: MXFP4
+
+    @property
+    def num_panels(self) -> int:
+        """Panels of an expert."""
+        return self.panels.shape[1]
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel."""
+        return self.panels.shape[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """The weights of all experts of a layer. Biases are float32 [E, number of panels, 64], in the order of a panel's rows."""
+
+    num_experts: int
+    width: int  # N
+    inner: int  # I
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def pack_experts(tensors: ExpertTensors) -> PackedExperts:
+    """Copy the experts' weights into panels, one expert after the other.
+
+    Raises:
+        ValueError: the weights are neither bfloat16 nor float32 nor MXFP4.
+    """
+    num_experts, double, width = tensors.gate_up.shape
+    inner = double // 2
+    gate_up_rows, down_rows = _gate_up_rows(inner, interleaved=tensors.interleaved), _padded_rows(width)
+    return PackedExperts(
+        num_experts=num_experts,
+        width=width,
+        inner=inner,
+        gate_up=_pack(tensors.gate_up, gate_up_rows),
+        down=_pack(tensors.down, down_rows),
+        gate_up_bias=None if tensors.gate_up_bias is None else _pack_bias(tensors.gate_up_bias, gate_up_rows),
+        down_bias=None if tensors.down_bias is None else _pack_bias(tensors.down_bias, down_rows),
+    )
+
+
+def padded_columns(columns: int) -> int:
+    """Return the columns of a panel: `columns` padded to a multiple of 32."""
+    return -(-columns // MX_GROUP) * MX_GROUP
+
+
+def _padded_rows(rows: int) -> torch.Tensor:
+    """Return the row at each place of the panels; -1 is padding."""
+    places = torch.arange(-(-rows // PANEL) * PANEL)
+    return torch.where(places < rows, places, -1)
+
+
+def _gate_up_rows(inner: int, *, interleaved: bool) -> torch.Tensor:
+    """Return the row of `gate_up` at each place of its panels; -1 is padding."""
+    position = torch.arange(-(-inner // ACTIVATIONS) * ACTIVATIONS).view(-1, 1, LANES)
+    is_up = torch.tensor([0, 1]).view(1, 2, 1)
+    row = 2 * position + is_up if interleaved else position + is_up * inner
+    return torch.where(position < inner, row, -1).flatten()
+
+
+def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
+    if isinstance(weight, MxTensor):
+        return _pack_mx(weight, rows)
+    if weight.dtype not in PACKED_DTYPES:
+        raise ValueError(f"experts in {weight.dtype} cannot be packed; give bfloat16, float32 or MXFP4.")
+    num_experts, _, width = weight.shape
+    columns, num_panels = padded_columns(width), len(rows) // PANEL
+    words = columns * weight.itemsize // 4
+    panels = _empty((num_experts, num_panels * PANEL // LANES, words, LANES), torch.int32)
+    padding, padded = rows < 0, torch.zeros((len(rows), columns), dtype=weight.dtype)
+    for expert in range(num_experts):
+        padded[:, :width] = weight[expert][rows.clamp(min=0)]
+        padded[padding] = 0
+        panels[expert] = padded.view(torch.int32).view(-1, LANES, words).transpose(1, 2)
+    panels = panels.view(num_experts, num_panels, words * PANEL).view(torch.uint8)
+    return PackedMatrix(panels=panels, columns=columns, dtype=weight.dtype)
+
+
+def _pack_mx(weight: MxTensor, rows: torch.Tensor) -> PackedMatrix:
+    num_experts, _, columns = weight.shape
+    groups, num_panels = columns // MX_GROUP, len(rows) // PANEL
+    panels = _empty((num_experts, num_panels, groups, PANEL * MX_GROUP // 2 + PANEL), torch.uint8)
+    padding, rows = rows < 0, rows.clamp(min=0)
+    for expert in range(num_experts):
+        blocks, scales = weight.blocks[expert][rows], weight.scales[expert][rows]
+        blocks[padding], scales[padding] = 0, MX_BIAS
+        words = _mx_words(blocks).view(num_panels, PANEL, groups, 4).permute(0, 2, 3, 1)
+        panels[expert, ..., :-PANEL] = words.flatten(2).contiguous().view(torch.uint8)
+        panels[expert, ..., -PANEL:] = scales.view(num_panels, PANEL, groups).transpose(1, 2)
+    return PackedMatrix(panels=panels.flatten(2), columns=columns, dtype=None)
+
+
+def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
+    """Return words of eight columns each, the even columns in the low half."""
+    bytes_ = blocks.view(len(blocks), -1, 4).to(torch.int32)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32)
+    words = ((bytes_ & 15) << shifts) + ((bytes_ >> 4) << (shifts + 16))
+    return words.sum(dim=2, dtype=torch.int32)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for weights, in huge pages if there are any, since each step reads much of it."""
+    return lazy_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _pack_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    packed = bias.float()[:, rows.clamp(min=0)]
+    packed[:, rows < 0] = 0
+    return packed.view(len(bias), -1, PANEL).contiguous()

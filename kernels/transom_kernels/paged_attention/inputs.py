@@ -31,32 +31,26 @@ class HostBatch(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens of a block, P."""
-        ...
 
     @property
     def num_sink_blocks(self) -> int:
         """Table columns that hold logical blocks 0, 1, ..."""
-        ...
 
     @property
     def first_block_host(self) -> list[int]:
         """[B]: the logical block of each sequence's first column after the sink blocks."""
-        ...
 
     @property
     def attend_from_host(self) -> list[int]:
         """[B]: the first position whose key may be read; sink tokens are exempt."""
-        ...
 
     @property
     def start_host(self) -> list[int]:
         """[B]: the position of each sequence's first query."""
-        ...
 
     @property
     def count_host(self) -> list[int]:
         """[B]: query tokens of each sequence."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
+from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel, paged_attention_cpu
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.reference import paged_attention_reference
 
@@ -33,10 +34,7 @@ def paged_attention(inputs: PagedInputs) -> torch.Tensor:
         out: torch.Tensor = implementation("paged_attention.triton.launcher", "paged_attention_triton")(inputs)
         return out
     inputs.check()
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel, paged_attention_cpu
-
-        if fits_cpu_kernel(inputs):
-            return paged_attention_cpu(inputs)
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return paged_attention_cpu(inputs)
     refuse_recording("attention in torch reads block tables in Python")
     return paged_attention_reference(inputs)

@@ -14,9 +14,14 @@ from dataclasses import replace
 import torch
 
 from transom_kernels.cpu.recording import current_recorder, refuse_recording
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.policy_attention.inputs import PolicyInputs
-from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
+from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
+from transom_kernels.policy_attention.cpu.launcher import add_block_mass_cpu, policy_attention_cpu
+from transom_kernels.policy_attention.reference import (
+    PolicyInputs,
+    add_block_mass_reference,
+    policy_attention_reference,
+)
 
 
 def policy_attention(inputs: PolicyInputs) -> torch.Tensor:
@@ -34,15 +39,10 @@ def policy_attention(inputs: PolicyInputs) -> torch.Tensor:
     """
     inputs.check()
     if uses_triton(inputs.q):
-        from transom_kernels.policy_attention.triton.launcher import policy_attention_triton
-
-        return policy_attention_triton(inputs)
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
-        from transom_kernels.policy_attention.cpu.launcher import policy_attention_cpu
-
-        if fits_cpu_kernel(inputs):
-            return policy_attention_cpu(inputs)
+        out: torch.Tensor = implementation("policy_attention.triton.launcher", "policy_attention_triton")(inputs)
+        return out
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        return policy_attention_cpu(inputs)
     refuse_recording("attention in torch reads block tables in Python")
     return policy_attention_reference(inputs)
 
@@ -75,16 +75,10 @@ def add_block_mass(mass: torch.Tensor, inputs: PolicyInputs) -> None:
     # values are not read, and statistics already contain the sink logits
     inputs = replace(inputs, v_cache=inputs.k_cache, v_scale=inputs.k_scale, sink_logits=None)
     if uses_triton(inputs.q):
-        from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton
-
-        add_block_mass_triton(mass, inputs)
+        implementation("policy_attention.triton.launcher", "add_block_mass_triton")(mass, inputs)
         return
-    if uses_cpu_kernels(inputs.q):
-        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
-        from transom_kernels.policy_attention.cpu.launcher import add_block_mass_cpu
-
-        if fits_cpu_kernel(inputs):
-            add_block_mass_cpu(mass, inputs)
-            return
+    if uses_cpu_kernels(inputs.q) and fits_cpu_kernel(inputs):
+        add_block_mass_cpu(mass, inputs)
+        return
     refuse_recording("attention in torch reads block tables in Python")
     add_block_mass_reference(mass, inputs)

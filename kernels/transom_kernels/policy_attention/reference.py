@@ -1,9 +1,20 @@
-"""`policy_attention` and `add_block_mass` in torch: the specification, and the fallback where no kernel runs.
+"""The arguments of `policy_attention` and `add_block_mass`, and both in torch: the specification, and the fallback where no kernel
+runs.
 
-Everything is float32. It computes one sequence at a time, and long prompts in tiles of query tokens.
+A KV policy may drop any blocks of a sequence. A *compact* block table has a column for each block that is left, in ascending order
+of positions, and `key_blocks` says which logical block each column is. With blocks of 4 tokens:
+
+    column               0   1   2   3
+    block_table         17   3  20   8      block ids
+    key_blocks           0   5   9  10      logical blocks: the keys at positions 0-3, 20-23, 36-39 and 40-43
+
+A *table index* is a key's place in the table (column * P + offset). Since columns ascend, the keys that a row sees are one or two
+ranges of table indices: the sink tokens, and the run.
+
+Torch computes in float32, one sequence at a time, and long prompts in tiles of query tokens.
 
 Legend: T query tokens, R query tokens of a tile, L keys that its sequence's table holds, H query heads, D key width, Dv value
-width, B sequences, N table columns.
+width, B sequences, N table columns, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +24,43 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.paged_attention.inputs import AttentionBatch, AttentionInputs
 from transom_kernels.paged_attention.reference import scores_of, softmax_of, stored_rows, tiles_of, weighted_sum
-from transom_kernels.policy_attention.inputs import PolicyInputs
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyBatch(AttentionBatch):
+    """Everything that `policy_attention` reads, besides queries and caches.
+
+    The query at position p sees key k of the table if k <= p and (k < sinks or window == 0 or k > p - window). The blocks of a
+    sequence's new tokens are always in its table. Columns of `block_table` from `num_columns` on may hold anything.
+    """
+
+    key_blocks: torch.Tensor  # [B, N] int32 logical block of each column, ascending
+    num_columns: torch.Tensor  # [B] int32
+    window: torch.Tensor  # [B] int32 tokens, the query counted; 0: all that the table holds
+    sinks: torch.Tensor  # [B] int32: keys below this position are seen with any window
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyInputs(AttentionInputs):
+    """Queries and caches (`AttentionInputs`), compact block tables, and two tensors that only some policies need."""
+
+    batch: PolicyBatch
+    sink_q: torch.Tensor | None = None  # [T, H, D]: multiplied with the keys of sink tokens instead of q
+    statistics: torch.Tensor | None = None  # [T, H, 2] float32: maximum (base 2) and sum of each row's softmax
+
+    def check(self) -> None:
+        """Raise ValueError unless shapes, dtypes and options fit together."""
+        super(PolicyInputs, self).check()
+        for name, value, shape in (
+            ("sink_q", self.sink_q, self.q.shape),
+            ("statistics", self.statistics, (*self.q.shape[:2], 2)),
+        ):
+            if value is not None and tuple(value.shape) != tuple(shape):
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {tuple(shape)}.")
 
 
 def policy_attention_reference(inputs: PolicyInputs) -> torch.Tensor:

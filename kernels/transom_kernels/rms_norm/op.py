@@ -16,7 +16,7 @@ from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.rows import make_inverse_rms
-from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_argument, row_access, splat
+from transom_kernels.cpu.simd import ROUND, float_argument, row_access, splat
 from transom_kernels.cpu.work import argument, each_item, helper, row_address
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
@@ -168,22 +168,17 @@ def _is_matrix(x: torch.Tensor) -> bool:
 
 def _make_normalise(dtype: str, weight_dtype: str) -> Any:
     """Build normalise(x, weight, out, width, eps), which stores x / rms(x) * weight of one row; weight 0 stands for none."""
-    load, load_part, store, store_part, size = row_access(dtype)
-    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    (load, store, size), (load_weight, _, weight_size) = row_access(dtype), row_access(weight_dtype)
     inverse_rms = make_inverse_rms(dtype)
 
     @helper
     def normalise(x, weight, out, width, eps):
-        full, rest = width // 16 * 16, width % 16
         scale = splat(inverse_rms(x, width, eps))
-        for k in range(0, full, 16):
-            lanes = load(x + k * size) * scale
-            store(out + k * size, lanes * load_weight(weight + k * weight_size) if weight else lanes)
-        if rest:
-            lanes = load_part(x + full * size, rest) * scale
+        for k in range(0, width, 16):
+            lanes = load(x + k * size, width - k) * scale
             if weight:
-                lanes = lanes * load_weight_part(weight + full * weight_size, rest)
-            store_part(out + full * size, lanes, rest)
+                lanes = lanes * load_weight(weight + k * weight_size, width - k)
+            store(out + k * size, lanes, width - k)
 
     return normalise
 
@@ -194,26 +189,19 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
     A work item is a group of rows. The kernel skips steps whose argument is 0: without `inner` y is x, without `residual` the sum
     is y. Values are rounded wherever separate operators would have written a tensor, so that results equal theirs.
     """
-    load, load_part, store, store_part, size = row_access(dtype)
-    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    (load, store, size), (load_weight, _, weight_size) = row_access(dtype), row_access(weight_dtype)
     rounded, inverse_rms, normalise = ROUND[dtype], make_inverse_rms(dtype), _make_normalise(dtype, weight_dtype)
 
     @helper
     def add(x, residual, inner, sums, width, factor, eps):
         """Store the sum of one row."""
-        full, rest = width // 16 * 16, width % 16
         scale = splat(inverse_rms(x, width, eps)) if inner else splat(1.0)
-        for k in range(0, full, 16):
-            y = load(x + k * size)
+        for k in range(0, width, 16):
+            y = load(x + k * size, width - k)
             if inner:
-                y = rounded(y * scale * load_weight(inner + k * weight_size))
-            store(sums + k * size, rounded(load(residual + k * size) + y) * factor)
-        if rest:
-            y = load_part(x + full * size, rest)
-            if inner:
-                y = rounded(y * scale * load_weight_part(inner + full * weight_size, rest))
-            total = rounded(load_part(residual + full * size, rest) + y) * factor
-            store_part(sums + full * size, total, rest)
+                y = rounded(y * scale * load_weight(inner + k * weight_size, width - k))
+            total = rounded(load(residual + k * size, width - k) + y) * factor
+            store(sums + k * size, total, width - k)
 
     @each_item
     def rms_norm(arguments, thread, item):

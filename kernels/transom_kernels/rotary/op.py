@@ -17,7 +17,7 @@ from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.rows import make_rotate
 from transom_kernels.cpu.simd import NUM_BYTES, STORE_PART, cosine, float_of_bits, load_i64, load_part_f32, sine, splat
 from transom_kernels.cpu.work import argument, each_item
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
@@ -37,9 +37,7 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
             f"got {tuple(cos.shape)} and {tuple(signed_sin.shape)}."
         )
     if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.rotary.gpu import rotary_triton_
-
-        rotary_triton_(x, cos, signed_sin, interleaved=interleaved)
+        implementation("rotary.gpu", "rotary_triton_")(x, cos, signed_sin, interleaved=interleaved)
         return
     if uses_cpu_kernels(x) and heads_fit(x, cos, signed_sin):
         rotary_cpu_(x, cos, signed_sin, interleaved=interleaved)

@@ -60,7 +60,7 @@ from transom_kernels.cpu.vector_code import (
     load,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
-from transom_kernels.route.rule import TINY, Routing
+from transom_kernels.route.reference import TINY, Routing
 
 EXPERTS_PER_ITEM = 16
 TILE = 4 if cpu_target().avx512 else 2  # tokens of a tile, and its experts: TILE ** 2 sums fill the registers
@@ -96,7 +96,7 @@ class ChooseArguments(NamedTuple):
     num_chosen: int
     normalise: bool
     scale: float
-    tiny: float  # `rule.TINY`: added to a sum of scores before it divides
+    tiny: float  # `reference.TINY`: added to a sum of scores before it divides
 
 
 SCORE, CHOOSE = numbers_of(ScoreArguments), numbers_of(ChooseArguments)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
-from transom_kernels.route.rule import TINY, Routing
+from transom_kernels.route.reference import TINY, Routing
 
 MIN_SPLIT = 128  # least elements of N in a split
 # most partial logits of a token (16 KiB). They make 4096 / 32 = 128 programs, about one for each multiprocessor of an H200
@@ -236,7 +236,7 @@ def choose_experts(
     experts,  # [T, K] int64
     weights,  # [T, K] float32
     scale,  # multiplies all weights
-    tiny,  # `rule.TINY`
+    tiny,  # `reference.TINY`
     E: tl.constexpr,
     K: tl.constexpr,
     SPLITS: tl.constexpr,

@@ -9,10 +9,10 @@ Legend: T tokens, N hidden width, E experts, K experts per token.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
-from transom_kernels.route.rule import TINY, Routing, Score
+from transom_kernels.route.cpu import fits_cpu, route_cpu
+from transom_kernels.route.reference import Routing, route_reference
 
 
 def route(
@@ -36,85 +36,20 @@ def route(
         ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
     """
     _check(x, weight, routing, (bias, correction, expert_scale), chosen)
+    given = {"bias": bias, "correction": correction, "expert_scale": expert_scale, "chosen": chosen}
     if uses_triton(x):
         found: tuple[torch.Tensor, torch.Tensor] = implementation("route.gpu", "route_triton")(
-            x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
+            x, weight, routing, **given
         )
         return found
-    if uses_cpu_kernels(x):
-        from transom_kernels.route.cpu import fits_cpu, route_cpu
-
-        if fits_cpu(x, weight):
-            return route_cpu(
-                x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
-            )
-    return route_reference(
-        x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
-    )
+    if uses_cpu_kernels(x) and fits_cpu(x, weight):
+        return route_cpu(x, weight, routing, **given)
+    return route_reference(x, weight, routing, **given)
 
 
 def router_layout(weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` [E, N] in the memory layout that `route` reads fastest: column-major for Triton, else row-major."""
     return weight.t().contiguous().t() if uses_triton(weight) else weight.contiguous()
-
-
-def route_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    routing: Routing,
-    *,
-    bias: torch.Tensor | None = None,
-    correction: torch.Tensor | None = None,
-    expert_scale: torch.Tensor | None = None,
-    chosen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` in torch: the specification."""
-    logits = F.linear(x.float(), weight, bias)
-    return routes_of(logits, routing, correction=correction, expert_scale=expert_scale, chosen=chosen)
-
-
-def routes_of(
-    logits: torch.Tensor,
-    routing: Routing,
-    *,
-    correction: torch.Tensor | None = None,
-    expert_scale: torch.Tensor | None = None,
-    chosen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts and their weights [T, K] from a router's logits [T, E].
-
-    Some models take a softmax over the chosen logits alone. That equals a softmax over all logits whose chosen scores are then
-    normalised, so it needs no score of its own.
-    """
-    scores = _scores(logits, routing.score)
-    if chosen is None:
-        preference = logits if correction is None else scores + correction
-        chosen = _largest(preference, routing.num_chosen)
-    weights = scores.gather(1, chosen)
-    if routing.normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-    weights = weights * routing.scale
-    return chosen, weights if expert_scale is None else weights * expert_scale[chosen]
-
-
-def _largest(preference: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the `count` largest numbers of each row: NaN first, then in descending order, equal ones by index."""
-    best = preference.topk(min(count + 1, preference.shape[1]), dim=-1)
-    if bool((best.values[:, 1:] < best.values[:, :-1]).all()):
-        return best.indices[:, :count].contiguous()
-    # topk does not define the order of equal numbers; a stable sort does, but takes three times as long on CPUs
-    return preference.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
-
-
-def _scores(logits: torch.Tensor, score: Score) -> torch.Tensor:
-    """Return the scores [T, E] of logits."""
-    match score:
-        case "softmax":
-            return logits.softmax(dim=-1)
-        case "sigmoid":
-            return logits.sigmoid()
-        case "sqrt_softplus":
-            return F.softplus(logits).sqrt()
 
 
 def _check(

@@ -5,7 +5,7 @@ reference                   their arguments, and the operators in torch: the spe
 cpu, cpu_kernel, cpu_noise  CPUs: launches, the kernel, and the noise as LLVM code
 table                       the parameters of many sequences, in memory that the CPU kernel reads
 gpu, sample_rows            GPUs: launches and the pass over all logits, and the kernel that samples a row from its summary
-gumbel_max, gumbel_noise    functions of that kernel
+gumbel_max                  functions of that kernel
 """
 
 from transom_kernels.sample.op import best_of_slice, sample

@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.gumbel_max import NO_ID
-from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, gumbel, least_exponential, load_scaled
+from transom_kernels.sample.gumbel_max import NO_ID, NOISE_BLOCK, gumbel, least_exponential, load_scaled
 from transom_kernels.sample.reference import SampleParams
 from transom_kernels.sample.sample_rows import sample_rows
 

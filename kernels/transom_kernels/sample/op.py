@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import implementation, uses_triton
 from transom_kernels.sample.reference import SampleParams, best_of_slice_reference, sample_reference
 
 
@@ -37,9 +37,8 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
                 f"{name} has shape {tuple(getattr(params, name).shape)}; give one for each of {rows} rows."
             )
     if uses_triton(logits):
-        from transom_kernels.sample.gpu import sample_triton
-
-        return sample_triton(logits, params)
+        out: torch.Tensor = implementation("sample.gpu", "sample_triton")(logits, params)
+        return out
     return sample_reference(logits, params)
 
 

@@ -17,7 +17,7 @@ This applies top-p exactly and without sorting: if top-p keeps the winner of all
 keeps.
 
 *Scaled* logits are divided by the temperature; a *cut key* is the sort key of the least scaled logit that is kept; the *mass* of an
-id is exp(scaled logit - largest scaled logit). `gumbel_max.py` and `gumbel_noise.py` say more.
+id is exp(scaled logit - largest scaled logit). `gumbel_max.py` says more.
 
 Legend: S rows, V vocabulary, B blocks of 64 ids, C chunks of a row, L places in the list of ids, N ids that are compared.
 """
@@ -28,14 +28,19 @@ import triton
 import triton.language as tl
 
 from transom_kernels.sample.gumbel_max import (
+    LOWEST_KEY,
+    NOISE_BLOCK,
     argmax_lowest_id,
+    compact,
+    gumbel,
     gumbel_argmax,
     ids_of_blocks,
     kth_largest_key,
     list_blocks_from,
+    load_scaled,
     mass_from,
+    sort_key,
 )
-from transom_kernels.sample.gumbel_noise import LOWEST_KEY, NOISE_BLOCK, compact, gumbel, load_scaled, sort_key
 
 COMPARED = tl.constexpr(8)  # ids that all candidates are compared with in one iteration
 NOISE_WIDTH = tl.constexpr(256)  # ids whose noise is computed at once

@@ -11,8 +11,8 @@ from transom_core.contract import SamplingParams
 from transom_core.settings.settings import Settings
 from transom_kernels.sample.reference import gumbel, random_bits
 from transom_worker.execution.executor_factory import create_executor
-from transom_worker.sampling.noise import choice_key, position_keys
 from transom_worker.sampling.sampler import Sampler
+from transom_worker.sampling.sequence_state import choice_key, position_keys
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

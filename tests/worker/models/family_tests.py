@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import (
-    LENGTHS,
-    NUM_TOKENS,
-    Answer,
-    greedy,
-    load_oracle,
-    make_checkpoint,
-    prompt,
-    step_logprobs,
-)
+from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily

@@ -17,8 +17,8 @@ from tests.engine_driver import make_request, run
 from tests.graph_recorder import recorded
 from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
-from tests.worker.models.interpreted import SETTINGS, kernels_of
 from tests.worker.models.test_dense_families import CASES as DENSE
+from tests.worker.models.test_interpreted_models import SETTINGS, kernels_of
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from transom_kernels.launch import INTERPRETED
 from transom_worker.execution.setup import model_loading

@@ -26,9 +26,8 @@ from transom_kernels.rms_norm import rms_norm
 from transom_kernels.route import Routing
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.expert_loading import experts_by_rows
-from transom_worker.models.layers.experts import make_experts
+from transom_worker.models.layers.experts import ExpertRouter, make_experts
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.models.layers.moe import ExpertRouter
 from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.loading import Loader
 from transom_worker.models.parallel.communicator import SINGLE_RANK

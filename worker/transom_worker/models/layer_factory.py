@@ -13,11 +13,10 @@ from transom_core.model_config.architecture import Architecture, LayerAttention
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
-from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.attention import Attention
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
-from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

@@ -18,8 +18,7 @@ from transom_core.model_config.sharding import width_share
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.quantised_linear import QuantisedRows, concatenated
 from transom_worker.models.layers.embedding import Embedding, LmHead
-from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel
-from transom_worker.models.layers.mlp import GatedMlp
+from transom_worker.models.layers.linear import GatedMlp, Linear, make_linear, make_row_parallel
 from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.quantisation import QUANTISED_DTYPES, Quantization, Weight, check_quantization
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel

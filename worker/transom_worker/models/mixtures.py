@@ -26,8 +26,7 @@ from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
-from transom_worker.models.layers.experts import make_experts
-from transom_worker.models.layers.moe import ExpertRouter, Moe
+from transom_worker.models.layers.experts import ExpertRouter, Moe, make_experts
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import FeedForward, Style, dense_feed_forward
 

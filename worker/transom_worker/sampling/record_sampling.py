@@ -18,9 +18,8 @@ import torch
 from transom_kernels.sample.cpu import sample_records
 from transom_kernels.sample.table import Adjustments, SampleTable
 from transom_worker.sampling.adjustments import check_mask
-from transom_worker.sampling.noise import signed_key
-from transom_worker.sampling.penalties import TokenCounts
-from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.sampling.sequence_state import SequenceState, signed_key
+from transom_worker.sampling.token_table import TokenCounts
 
 
 @dataclass(slots=True)

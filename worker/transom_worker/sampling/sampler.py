@@ -1,7 +1,7 @@
 """Samples the next token of every sequence of a step from its logits. A row's result does not depend on other rows.
 
 On CPUs a kernel reads the parameters from records of the sequences (`record_sampling`); on other devices the operator `sample` gets
-them as tensors (`fused_sampling`). `transom_kernels.sample.reference` defines what both compute.
+them as tensors (`sample_fused`). `transom_kernels.sample.reference` defines what both compute.
 
 Legend: S rows that are sampled, L rows that request log-probabilities, V vocabulary.
 """
@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from transom_core.contract import SamplingParams, TokenLogprobs
 from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.sample import SampleParams, sample
 from transom_worker.sampling.adjustments import Adjustments, HeldRows, changeable
-from transom_worker.sampling.fused_sampling import fixed_arrays, sample_fused
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.sampling.token_table import RowPairs
 from transom_worker.uploads import Arrays, Uploads, uploads_to
 
 if TYPE_CHECKING:
@@ -192,3 +195,35 @@ def put_rows(values_R: torch.Tensor, rows: Sequence[int], values_N: torch.Tensor
 def _on(device: torch.device, rows: Sequence[int]) -> torch.Tensor:
     """Copy row numbers to a device without waiting for the work that was launched there before."""
     return torch.tensor(rows).to(device, non_blocking=True)
+
+
+MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, so larger requests can be cut to it
+
+
+def sample_fused(logits_SV: torch.Tensor, arrays: Arrays, penalties: RowPairs | None, uploads: Uploads) -> torch.Tensor:
+    """Return the token of each row, int64 [S], on the device; `arrays` are the rows' keys and `fixed_arrays`.
+
+    The logits must already contain bias and bans, but not `penalties`: this call writes those into the logits.
+    """
+    rows: dict[str, Any] = uploads.tensors(arrays)
+    if penalties is None:
+        return sample(logits_SV, SampleParams(**rows))
+    changes = SampleParams(
+        **rows,
+        change_row=penalties.row,
+        change_id=penalties.token,
+        change_factor=penalties.row_value,
+        change_minus=penalties.value,
+    )
+    return sample(logits_SV, changes)
+
+
+def fixed_arrays(states: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
+    """Return the sampling parameters of all rows that no step changes, by the field names of `SampleParams`."""
+    params = [state.params for state in states]
+    return {
+        "temperature": np.array([0.0 if p.greedy else p.temperature for p in params], dtype=np.float32),
+        "top_p": np.array([p.top_p for p in params], dtype=np.float32),
+        "min_p": np.array([p.min_p for p in params], dtype=np.float32),
+        "top_k": np.array([min(max(0, p.top_k), MAX_TOP_K) for p in params], dtype=np.int32),
+    }

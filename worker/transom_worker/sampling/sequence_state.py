@@ -1,7 +1,10 @@
-"""Keeps what sampling must remember of one sequence (`SequenceState`).
+"""Keeps what sampling must remember of one sequence (`SequenceState`), and computes the 64-bit keys of rows' sampling noise.
 
 The state is a function of the sequence's parameters and token ids. So a sequence that continues after preemption, or on another
 worker, samples the same tokens.
+
+A key mixes seed, choice and output position by SplitMix64's finaliser in turn. `transom_kernels.sample.reference.gumbel` turns a
+key and a token id into noise, which is the same on every device and in any batch.
 """
 
 from __future__ import annotations
@@ -12,9 +15,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.contract import SamplingParams
-from transom_worker.sampling.noise import choice_key, position_keys
-from transom_worker.sampling.penalties import TokenCounts
-from transom_worker.sampling.token_table import FixedPairs, TokenPairs
+from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
+from transom_worker.sampling.token_table import FixedPairs, TokenCounts, TokenPairs
+
+MASK_64 = 2**64 - 1
+
+
+def choice_key(seed: int, choice_index: int) -> int:
+    """Return the unsigned key of a choice, from which the keys of all its output positions are made.
+
+    Arguments may be any Python integers and count modulo 2**64.
+    """
+    return _mixed_with(_mixed_with(0, seed), choice_index)
+
+
+def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
+    """Return the signed 64-bit keys of many rows at once, from their choice keys."""
+    keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    return (keys ^ (keys >> np.uint64(31))).view(np.int64)
+
+
+def _mixed_with(key: int, value: int) -> int:
+    """Return the SplitMix64 finaliser of (key xor value) + GOLDEN; `position_keys` computes the same with numpy."""
+    value = ((key ^ (value & MASK_64)) + GOLDEN) & MASK_64
+    value = (value ^ (value >> 30)) * MIX_1 & MASK_64
+    value = (value ^ (value >> 27)) * MIX_2 & MASK_64
+    return value ^ (value >> 31)
+
+
+def signed_key(value: int) -> int:
+    """Return an unsigned 64-bit integer as the signed one with the same bits."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 class SequenceState:

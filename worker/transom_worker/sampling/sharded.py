@@ -26,9 +26,8 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.sample import best_of_slice
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.adjustments import HeldRows
-from transom_worker.sampling.fused_sampling import fixed_arrays
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
-from transom_worker.sampling.sampler import Sampler, SamplerOutput, put_rows, take_rows
+from transom_worker.sampling.sampler import Sampler, SamplerOutput, fixed_arrays, put_rows, take_rows
 from transom_worker.sampling.sequence_state import SequenceState, noise_keys
 
 

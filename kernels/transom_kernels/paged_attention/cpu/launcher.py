@@ -1,31 +1,37 @@
 """Launches the CPU kernels of `paged_attention`, which read the blocks of the KV cache in place.
 
-A step is planned once for all layers (`plan.py`): tiles of prompts, and sequences that decode. A decode step that is recorded as a
-program has no tiles, and its batch has no lists on the host: launches depend on shapes alone, and kernels read positions and
-lengths from tensors.
+A step is planned once for all layers: which sequences are computed in tiles, which row by row, and how many items share a row. A
+decode step that is recorded as a program has no tiles, and its batch has no lists on the host: launches depend on shapes alone,
+and kernels read positions and lengths from tensors.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from transom_kernels.cpu.arguments import Arguments, CacheArguments
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.paged_attention.cpu.arguments import (
+from transom_kernels.cpu.pool import pool
+from transom_kernels.paged_attention.cpu.layout import (
+    MAX_DECODING_ROWS,
+    UNIT_KEYS,
     AttentionArguments,
+    AttentionKind,
     PagedArguments,
     ResultArguments,
     WorkArguments,
+    decode_layout,
+    prompt_layout,
 )
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout, prompt_layout
-from transom_kernels.paged_attention.cpu.plan import num_slots_for, plan_of
-from transom_kernels.paged_attention.inputs import AttentionInputs, PagedBatch, PagedInputs
+from transom_kernels.paged_attention.inputs import AttentionBatch, AttentionInputs, PagedBatch, PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.quantised_kv import STORED
 
@@ -194,3 +200,59 @@ def _check_blocks(batch: PagedBatch, rule: MaskRule) -> None:
             if count and begin < end:
                 batch.block_ids(b, begin // size, -(-end // size))
     batch.scratch[key] = True
+
+
+# --- the plan of a step
+
+# slots share decoding rows until there are this many items, so that threads end at about the same time
+_ITEMS_PER_THREAD = 4
+_MAX_PARTIAL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sequences that are computed in tiles, and those that are computed row by row."""
+
+    tiles: torch.Tensor | None  # [num_tiles, 2] int32: sequence and first token
+    num_tiles: int
+    decoding: torch.Tensor | None  # [num_decoding] int32: numbers of the sequences computed by row; None: all
+    num_decoding: int
+
+
+def plan_of(batch: AttentionBatch, tile_tokens: int) -> Plan:
+    """Return the step's plan. The first layer with tiles of this size makes it; the batch keeps it for the other layers."""
+    key = ("attention on CPUs", tile_tokens)
+    if key not in batch.scratch:
+        batch.scratch[key] = _plan(batch, tile_tokens)
+    plan: Plan = batch.scratch[key]
+    return plan
+
+
+def _plan(batch: AttentionBatch, tile_tokens: int) -> Plan:
+    """Cut prompts into tiles. Tiles with the most keys come first, so that no thread starts a long one last."""
+    prompts = [b for b, count in enumerate(batch.count_host) if count > MAX_DECODING_ROWS]
+    num_sequences = batch.start.shape[0]
+    if not prompts:
+        return Plan(tiles=None, num_tiles=0, decoding=None, num_decoding=num_sequences)
+    tiles = [(b, token) for b in prompts for token in range(0, batch.count_host[b], tile_tokens)]
+    starts = batch.start.tolist()
+    tiles.sort(key=lambda tile: -starts[tile[0]] - tile[1])
+    decoding = np.setdiff1d(np.arange(num_sequences, dtype=np.int32), np.array(prompts, dtype=np.int32))
+    return Plan(
+        tiles=torch.tensor(tiles, dtype=torch.int32),
+        num_tiles=len(tiles),
+        decoding=torch.from_numpy(decoding),
+        num_decoding=len(decoding),
+    )
+
+
+def num_slots_for(num_items: int, max_units: int, partial_bytes: int) -> int:
+    """Return how many items share each decoding row and KV head, so that `num_items` of these keep all threads busy.
+
+    At most `max_units - 2` units of a row's run are worth an item of their own. Rows are not shared if partial results, which take
+    `partial_bytes` for one unit of all rows, would take more than _MAX_PARTIAL_BYTES.
+    """
+    if not num_items or max_units * partial_bytes > _MAX_PARTIAL_BYTES:
+        return 1
+    wanted = -(-_ITEMS_PER_THREAD * pool().num_threads // num_items)
+    return max(1, min(wanted, max_units - 2))

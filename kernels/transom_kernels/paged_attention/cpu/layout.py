@@ -1,11 +1,13 @@
-"""The parameters of CPU kernels of attention, the way in which they multiply numbers, and the layout of a thread's memory.
+"""The parameters of CPU kernels of attention, the way in which they multiply numbers, the layout of a thread's memory, and the
+argument words. `policy_attention` and `latent_attention` share some of these.
 
 - word: the 32 bits of a vector's lane: one float32, or a pair of bfloat16 if the processor multiplies pairs (`Words.pairs`).
   Otherwise bfloat16 and float16 numbers become float32 when they are loaded.
-- unit: the keys between two multiples of UNIT_KEYS, which a decoding row attends to at once (`decode.py`).
+- unit: the keys between two multiples of UNIT_KEYS, which a decoding row attends to at once (`kernel.py`).
 - tile: query tokens of a prompt with all query heads of a KV head. A key tile is KEY_TILE keys (`tile.py`).
 
-Legend: G query heads per KV head, D key width, Dv value width.
+Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, D key width, Dv value width, B sequences, N table
+columns.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from transom_kernels.cpu.arguments import CacheArguments, numbers_of
 from transom_kernels.cpu.target import cpu_target
 
 UNIT_KEYS = 256
@@ -143,7 +148,7 @@ def decode_layout(kind: AttentionKind) -> Any:
         "value_scales": 4 * UNIT_KEYS,
         "partial": kind.partial_bytes,  # a unit's partial result
         "total": kind.partial_bytes,  # the row's result so far
-        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+        "shift": 8,  # of compact tables (`policy_attention.cpu.kernel`)
         "sums": 4 * UNIT_KEYS,  # of a unit's attention probabilities (`policy_attention.cpu.mass`)
     }
     return memory_layout(sizes, parts)
@@ -183,6 +188,69 @@ def prompt_layout(kind: AttentionKind) -> Any:
         "keys": KEY_TILE // _LANES * sizes["key_panel"],
         "values": output_vectors * sizes["value_panel"],
         "tile_registers": VECTOR_BYTES,
-        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+        "shift": 8,  # of compact tables (`policy_attention.cpu.kernel`)
     }
     return memory_layout(sizes, parts)
+
+
+class ResultArguments(NamedTuple):
+    """The words that the scores and the result of a row need; the kernel of `latent_attention` has them, too."""
+
+    out: torch.Tensor | None  # [T, H, Dv], contiguous
+    kv_heads: int
+    scale: float
+    soft_cap: float  # 0: none
+    sink_logits: torch.Tensor | None  # [H]
+    sink_stride: int  # bytes
+    statistics: torch.Tensor | None  # [T, H, 2] float32: receives maximum and sum of each row's softmax
+
+
+class WorkArguments(NamedTuple):
+    """How the work of a step is cut into items (`launcher.Plan`). A sequence decodes, or is computed in tiles of its query tokens.
+
+    `kernel.py` defines slots and units.
+    """
+
+    tiles: torch.Tensor | None = None  # [tiles, 2] int32: sequence and first token of each tile of a prompt
+    num_tile_items: int = 0  # items that compute tiles; the others decode
+    decoding: torch.Tensor | None = None  # int32: numbers of the sequences that decode; None: all sequences
+    num_slots: int = 1  # items that share the work of a decoding row and KV head
+    max_units: int = 0  # partial results that a row and KV head may have
+    # [T, KVH, max_units, floats of a partial result] float32, if slots share rows
+    partials: torch.Tensor | None = None
+
+
+class AttentionArguments(NamedTuple):
+    """The words that `paged_attention` and `policy_attention` share. Tables, positions and offsets are int32."""
+
+    result: ResultArguments
+    q: torch.Tensor  # [T, H, D]
+    sink_q: torch.Tensor | None  # [T, H, D]: queries for the sink tokens, with q's strides; None: q
+    q_row: int  # strides in bytes
+    q_head: int
+    keys: CacheArguments
+    values: CacheArguments
+    key_scales: CacheArguments  # of quantised caches
+    value_scales: CacheArguments
+    block_table: torch.Tensor  # [B, N]
+    columns: int  # N
+    block_size: int
+    start: torch.Tensor  # [B]: position of the first query
+    query_offset: torch.Tensor  # [B + 1]: rows of sequence b are [query_offset[b], query_offset[b + 1])
+    work: WorkArguments
+
+
+class PagedArguments(NamedTuple):
+    """The words that only `paged_attention` has, after `AttentionArguments`: its block tables, and the mask rule."""
+
+    first_block: torch.Tensor  # [B]: logical block of the first column after the sink blocks
+    attend_from: torch.Tensor  # [B]: first position whose key may be read; sink tokens are exempt
+    num_sink_blocks: int
+    window: int  # 0: none
+    num_sink_tokens: int
+    chunk: int  # 0: none
+
+
+RESULT = numbers_of(ResultArguments)
+AT = numbers_of(AttentionArguments)
+PAGED = numbers_of(PagedArguments, after=AttentionArguments)

@@ -18,8 +18,7 @@ from transom_kernels.cpu.simd import (
     LOAD_SCALAR,
     LOG2_E,
     NUM_BYTES,
-    STORE,
-    STORE_PART,
+    STORE_LANES,
     exp2,
     fma,
     load_f32,
@@ -29,8 +28,7 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
 )
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import RESULT
-from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, AttentionKind, decode_layout
+from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, RESULT, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_vectors import first_lane
 
 
@@ -41,9 +39,8 @@ def make_store_row(kind: AttentionKind) -> Any:
     address of Dv weighted values in float32, padded to a multiple of 16. A row without keys gets zeros. Maximum and sum, the sink
     logit included, are stored in the statistics [T, H, 2] if there are any.
     """
-    store, store_part, size = STORE[kind.dtype], STORE_PART[kind.dtype], NUM_BYTES[kind.dtype]
+    store, size = STORE_LANES[kind.dtype], NUM_BYTES[kind.dtype]
     group, value_width = kind.group, kind.value_width
-    full, tail = value_width // 16 * 16, value_width % 16
     has_sink, load_sink = kind.sink_dtype is not None, LOAD_SCALAR[kind.sink_dtype or "f32"]
     log2_e, zero, one = np.float32(LOG2_E), np.float32(0.0), np.float32(1.0)
 
@@ -60,10 +57,8 @@ def make_store_row(kind: AttentionKind) -> Any:
         inverse = splat(factor / weight_sum if weight_sum > zero else zero)
         place = row * argument(arguments, RESULT.kv_heads) * group + head  # index of [row, head] in [T, H]
         out = argument(arguments, RESULT.out) + place * value_width * size
-        for j in range(0, full, 16):
-            store(out + j * size, load_f32(values + 4 * j) * inverse)
-        if tail:
-            store_part(out + full * size, load_f32(values + 4 * full) * inverse, tail)
+        for j in range(0, value_width, 16):
+            store(out + j * size, load_f32(values + 4 * j) * inverse, value_width - j)
         statistics = argument(arguments, RESULT.statistics)
         if statistics:
             store_scalar_f32(statistics + 8 * place, top)

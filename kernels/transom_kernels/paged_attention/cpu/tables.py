@@ -14,15 +14,14 @@ import numpy as np
 
 from transom_kernels.cpu.simd import load_f32, load_i32, load_scalar_f32, splat, store_f32, store_i64, store_scalar_f32
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, PAGED
-from transom_kernels.paged_attention.cpu.layout import AttentionKind
+from transom_kernels.paged_attention.cpu.layout import AT, PAGED, AttentionKind
 from transom_kernels.paged_attention.cpu.row_vectors import make_move_row
 from transom_kernels.quantised_kv.cpu_rows import cache_address, row_bytes
 
 
 class TableReader(NamedTuple):
     """Functions that read one kind of block table. Ordinary tables number keys by their positions, compact tables by their aligned
-    indices (`policy_attention.cpu.table`).
+    indices (`policy_attention.cpu.kernel`).
 
     - visible(arguments, sequence, position) -> (sinks_end, run_begin, shift): the row at `position` sees the keys [0, sinks_end)
       (sink tokens) and [run_begin, position + 1) (the run).

@@ -37,11 +37,12 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.cpu.tiles import configure_tiles, release_tiles
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.layout import (
+    AT,
     KEY_TILE,
     MASKED,
     NO_MAXIMUM,
+    RESULT,
     SUB_ROWS,
     AttentionKind,
     prompt_layout,

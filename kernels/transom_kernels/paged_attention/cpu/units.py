@@ -21,8 +21,7 @@ from llvmlite import ir
 
 from transom_kernels.cpu.language import FLOATS, INT, NOTHING, emits
 from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
+    LOAD_LANES,
     LOG2_E,
     NUM_BYTES,
     float_of_bits,
@@ -42,9 +41,16 @@ from transom_kernels.cpu.simd import (
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import F32_16, I16, I32_16, LANES, function, store
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores, make_weighted_sum
-from transom_kernels.paged_attention.cpu.layout import MASKED, NO_MAXIMUM, AttentionKind, Words, decode_layout
+from transom_kernels.paged_attention.cpu.layout import (
+    AT,
+    MASKED,
+    NO_MAXIMUM,
+    RESULT,
+    AttentionKind,
+    Words,
+    decode_layout,
+)
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row, num_accumulators
 from transom_kernels.paged_attention.cpu.tables import clear_floats
 
@@ -76,25 +82,19 @@ def make_round_row(dtype: str, stride: int) -> Any:
     The scale is in the last 64 of the `stride` bytes of `out`; it is NaN if a number is not finite. Integers after the row, up to a
     multiple of 32, are 0.
     """
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    load, size = LOAD_LANES[dtype], NUM_BYTES[dtype]
     largest, tiny, zero = np.float32(LARGEST), np.float32(1e-30), np.float32(0.0)
 
     @helper
     def round_row(row, count, out):
-        full, rest = count // 16 * 16, count % 16
         top, undefined = splat(zero), splat(zero)  # `undefined` becomes NaN where a number is not finite
-        for k in range(0, full, 16):
-            x = load(row + k * size)
-            top, undefined = vector_max(top, vector_abs(x)), undefined + x * splat(zero)
-        if rest:
-            x = load_part(row + full * size, rest)
+        for k in range(0, count, 16):
+            x = load(row + k * size, count - k)
             top, undefined = vector_max(top, vector_abs(x)), undefined + x * splat(zero)
         maximum = lane_max(top)
         inverse = splat(largest / maximum if maximum > tiny else zero)
-        for k in range(0, full, 16):
-            _store_halves(out + 2 * k, load(row + k * size) * inverse)
-        if rest:
-            _store_halves(out + 2 * full, load_part(row + full * size, rest) * inverse)
+        for k in range(0, count, 16):
+            _store_halves(out + 2 * k, load(row + k * size, count - k) * inverse)
         if (count + 15) // 16 % 2:  # an odd number of vectors of 16 integers
             _store_halves(out + 2 * ((count + 15) // 16 * 16), splat(zero))
         store_scalar_f32(out + stride - 64, maximum / largest + lane_sum(undefined))

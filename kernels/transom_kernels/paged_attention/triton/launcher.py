@@ -19,8 +19,8 @@ import torch
 from transom_kernels.launch import INTERPRETED, capability_of, next_power_of_two, split_width
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.triton.attend import attend
-from transom_kernels.paged_attention.triton.combine import combine
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
+from transom_kernels.paged_attention.triton.steps import combine
 from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.quantised_kv import is_packed, refuse_old_device

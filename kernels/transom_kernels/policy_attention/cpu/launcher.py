@@ -14,16 +14,15 @@ import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import launch
-from transom_kernels.paged_attention.cpu.arguments import WorkArguments
 from transom_kernels.paged_attention.cpu.launcher import (
     attention_arguments,
     kind_of,
     launch_attention,
     scratch_bytes_of,
 )
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS
-from transom_kernels.policy_attention.cpu.table import PolicyArguments
-from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, WorkArguments
+from transom_kernels.policy_attention.cpu.kernel import PolicyArguments
+from transom_kernels.policy_attention.reference import PolicyBatch, PolicyInputs
 
 
 def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:

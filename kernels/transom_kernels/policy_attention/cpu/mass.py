@@ -27,14 +27,13 @@ from transom_kernels.cpu.simd import (
     tanh,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, scratch
-from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
-from transom_kernels.paged_attention.cpu.decode import rows_of
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores
-from transom_kernels.paged_attention.cpu.layout import MASKED, UNIT_KEYS, AttentionKind, decode_layout
+from transom_kernels.paged_attention.cpu.kernel import rows_of
+from transom_kernels.paged_attention.cpu.layout import AT, MASKED, RESULT, UNIT_KEYS, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible
 from transom_kernels.paged_attention.cpu.tables import clear_floats, make_find_groups, make_write_scales
 from transom_kernels.paged_attention.cpu.units import make_load_queries
-from transom_kernels.policy_attention.cpu.table import POLICY, make_table, visible_indices
+from transom_kernels.policy_attention.cpu.kernel import POLICY, make_table, visible_indices
 
 
 def make_add_mass(**parameters: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two
-from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
+from transom_kernels.policy_attention.reference import PolicyBatch, PolicyInputs
 from transom_kernels.policy_attention.triton.kernel import add_mass, attend_rows
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
 

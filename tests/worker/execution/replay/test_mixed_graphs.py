@@ -17,8 +17,8 @@ from tests.graph_recorder import RecordedGraph, RecorderDevice
 from tests.matrices import some_daily
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler
-from tests.worker.execution.replay.graph_ranks import logits_of, random_steps
 from tests.worker.execution.replay.test_decode_graphs import SIZE, BakedGraph, runner_of
+from tests.worker.execution.replay.test_graphs_on_ranks import logits_of, random_steps
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import INTERPRETED
 from transom_worker.execution.replay import decode_sizes

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from tests.matrices import some_daily
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
+from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.settings.settings import Settings
+from transom_kernels.cpu import kernel as compiled
+from transom_worker.bench.policies.policy_runs import make_request, run_together
+from transom_worker.engine.startup import build_engine
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.setup.dummy_run import (
-    prompt_steps,
-    warm_up,
-    worst_case_start,
-    worst_case_step,
-)
+from transom_worker.execution.setup.dummy_run import prompt_steps, warm_up, worst_case_start, worst_case_step
 from transom_worker.execution.tiers.slabs import allocate_slab, block_rows
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
@@ -98,3 +103,39 @@ def test_the_worst_case_wants_every_position_but_never_its_logits_together() -> 
     assert [len(result.prompt_logprobs[b]) for b in (0, 1)] == [92, 89]
     assert all(logprobs is not None and len(logprobs.top) == 20 for logprobs in result.logprobs)
     assert model.most_logit_rows == MAX_ROWS_PER_PASS
+
+
+POLICIES: dict[str, KvPolicy | None] = {
+    "full": None,
+    "window": WindowPolicy(sinks=4, window=40),
+    "heavy": HeavyPolicy(sinks=4, budget=80),
+}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", some_daily(["auto", "int8"], daily=["auto"]))
+def test_requests_load_no_kernel_that_the_start_has_not(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
+) -> None:
+    compiled.cpu_kernel.cache_clear()  # as in a new process: what is used from now on is loaded again
+    loaded: list[str] = []
+    cached_code = compiled._cached_code
+
+    def noted(kernel: compiled.CpuKernel) -> Any:
+        loaded.append(kernel.name)
+        return cached_code(kernel)
+
+    monkeypatch.setattr(compiled, "_cached_code", noted)
+    given = {"model": str(tiny_model), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": "8MiB"}
+    engine = build_engine(Settings.parse(**given, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4).engine_config())
+    try:
+        assert loaded
+        loaded.clear()
+        for policy in POLICIES.values():
+            request = make_request(range(5, 200), policy, max_tokens=4, prompt_logprobs=1)
+            run_together(engine, [request])
+            run_together(engine, [make_request(range(5, 200), policy, max_tokens=4) for _ in range(3)])
+            if policy is not None:
+                run_together(engine, [replace(make_request(range(5, 99), policy, max_tokens=20), kv_quality=True)])
+        assert loaded == []
+    finally:
+        engine.shutdown()

@@ -1,25 +1,23 @@
-"""Device, dtype, EOS tokens and threads, from settings and checkpoint."""
+"""Device, dtype, EOS tokens and threads, from settings and checkpoint; and the progress that a rank reports while it compiles."""
 
+from __future__ import annotations
+
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.worker.models.test_architecture import SMALL
 from transom_core.config import ModelConfig
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
-from transom_worker.execution.setup import model_loading
+from transom_kernels.cpu.kernel import CpuKernel, statistics
+from transom_kernels.launch import has_triton
+from transom_worker.execution.setup import load_progress, model_loading
+from transom_worker.execution.setup.load_progress import compile_progress
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+LLAMA = SMALL | {"num_hidden_layers": 3}
 
 
 def files(config: dict[str, object], generation_config: dict[str, object] | None = None) -> ModelFiles:
@@ -60,3 +58,22 @@ def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     model_loading.set_threads(3)
     model_loading.set_threads(None)
     assert asked == asked_for_kernels == [3, 12]
+
+
+def test_every_compiled_kernel_is_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A rank that compiles for longer than the executor waits for a sign of life gives one with each kernel."""
+    monkeypatch.setattr(load_progress, "PERIOD_S", 0.0)
+    monkeypatch.setattr(load_progress, "LOG_PERIOD_S", 0.0)
+    monkeypatch.setenv("TRANSOM_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
+    told: list[int] = []
+    with caplog.at_level("INFO", "transom.worker"), compile_progress(told.append):
+        assert CpuKernel("tests.kernels.double_kernel", "make_double", ()).address
+        assert told == [1]
+        if has_triton():
+            knobs = import_module("triton").knobs
+            knobs.runtime.jit_post_compile_hook(key="k", fn=None)
+            assert told == [1, 2]
+    assert "1 kernels compiled in" in caplog.text
+    assert statistics.on_compiled is None

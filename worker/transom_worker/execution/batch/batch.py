@@ -2,7 +2,7 @@
 
 - slab: the tensor of bytes that is a rank's KV pool.
 - group: the layers that share block tables.
-- policy row: a row of a sequence with a KV policy, which keeps only a part of its keys. Its tables are compact (`compact_tables`),
+- policy row: a row of a sequence with a KV policy, which keeps only a part of its keys. Its tables are compact (`block_tables`),
   and the operator `policy_attention` computes it.
 """
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transom_worker.execution.batch.block_tables import NO_BLOCK
-from transom_worker.execution.batch.compact_tables import CompactTable
+from transom_worker.execution.batch.block_tables import NO_BLOCK, CompactTable
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]

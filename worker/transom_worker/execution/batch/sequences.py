@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.kv_cache.groups import GroupSpec
-from transom_worker.execution.batch.block_tables import BlockTables
-from transom_worker.execution.batch.compact_tables import CompactTable
+from transom_worker.execution.batch.block_tables import BlockTables, CompactTable
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
 Ints = NDArray[np.int64]

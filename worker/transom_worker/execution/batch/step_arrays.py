@@ -3,7 +3,7 @@
 - row: one token that the step computes, or, in a group of compressed layers, one compressed entry that the step completes.
 - slot: where a row is written in a group's cache: block id x rows per block + index in the block.
 - dump block: the block of a group that no sequence owns. The cache has rows below `write_from` already, so they are written there.
-- policy row: a row of a sequence with a KV policy; its table is compact (`compact_tables`), and `policy_attention` computes it.
+- policy row: a row of a sequence with a KV policy; its table is compact (`block_tables`), and `policy_attention` computes it.
 
 Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
-from transom_worker.execution.batch.compact_tables import CompactTable
+from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables, CompactTable
 from transom_worker.execution.batch.policy_arrays import PolicyArrays, policy_arrays, slots_of
 from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
 from transom_worker.scheduling.step import StepPlan

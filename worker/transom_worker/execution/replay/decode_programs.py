@@ -25,12 +25,7 @@ from transom_kernels.cpu.program import Program, ReplayMemory, record_program
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.loss_causes import is_out_of_memory
-from transom_worker.execution.replay.decode_replay import (
-    DecodeReplay,
-    PolicyVariant,
-    ReplayMismatch,
-    check_replay,
-)
+from transom_worker.execution.replay.decode_replay import DecodeReplay, PolicyVariant, ReplayMismatch, check_replay
 from transom_worker.execution.replay.fixed_inputs import FixedArrays, FixedInputs, policy_fields, step_fields
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model

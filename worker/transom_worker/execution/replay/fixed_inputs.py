@@ -9,7 +9,7 @@ Padding changes nothing: a padding sequence writes its token to the dump block, 
 read. In a mixed step, padding tokens belong to no sequence, padding sequences have no tokens, and row 0 is repeated as logit row.
 
 Recorded programs on CPUs also run steps in which some row has a KV policy. (With CUDA graphs such steps run eagerly.) All rows of
-such a step are computed as policy rows, with compact block tables (`batch.compact_tables`), and without padding.
+such a step are computed as policy rows, with compact block tables (`batch.block_tables`), and without padding.
 
 Legend: B sequences of a step, each with one new token unless the step is mixed; N table columns.
 """

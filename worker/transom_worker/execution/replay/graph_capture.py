@@ -18,7 +18,6 @@ class Replayable(Protocol):
 
     def replay(self) -> None:
         """Launch the captured kernels over the current content of the input buffers."""
-        ...
 
 
 class CudaCapture:

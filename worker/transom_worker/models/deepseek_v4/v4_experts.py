@@ -16,8 +16,7 @@ from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name
-from transom_worker.models.layers.experts import apply_gate, make_experts
-from transom_worker.models.layers.moe import ExpertRouter
+from transom_worker.models.layers.experts import ExpertRouter, apply_gate, make_experts
 from transom_worker.models.loading import Loader
 
 _NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")  # gate, up, down projection

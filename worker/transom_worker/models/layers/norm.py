@@ -24,7 +24,6 @@ class Norm(Protocol):
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return the normalised rows, [T, N]."""
-        ...
 
 
 class RmsNorm:

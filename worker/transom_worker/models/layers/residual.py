@@ -26,15 +26,12 @@ class Sublayer(Protocol[P]):
     @property
     def adds_in_product(self) -> bool:
         """Return whether `add_to` adds the residual within the layer's last matrix product, without another pass over memory."""
-        ...
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         """Return the layer's output, [T, N]."""
-        ...
 
     def add_to(self, residual_TN: torch.Tensor, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         """Return `residual + self(...)`, [T, N]."""
-        ...
 
 
 class Residual:

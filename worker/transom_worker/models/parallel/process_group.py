@@ -1,11 +1,20 @@
 """The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA.
 
 GPUs of one host add small tensors over peer memory instead (`peer_memory`).
+
+`work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
+hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
+without a report. So the thread of a `CollectiveWatch` checks the collectives in order, and calls `on_late` when one has been the
+oldest for longer than the timeout. Sums over peer memory, and the collectives in a CUDA graph, have no such `work`: a mark at the
+end of each step stands for them.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +23,6 @@ import torch
 import torch.distributed
 
 from transom_core.errors import RankLost
-from transom_worker.models.parallel.collective_watch import CollectiveWatch, DeviceMark
 from transom_worker.models.parallel.communicator import Communicator, Parallel
 
 if TYPE_CHECKING:
@@ -186,3 +194,59 @@ def _own_ip(ip: str, port: int) -> str:
 
 def _family(ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+LOOKS = 20  # checks within a timeout; a collective that does not end is noticed 1/20 of the timeout late at most
+
+
+class DeviceMark:
+    """A point in the current stream, which is completed when the device has computed everything before it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has come here."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class CollectiveWatch:
+    """The collectives of one process group that may not have ended yet."""
+
+    def __init__(self, timeout_s: float, on_late: Callable[[], None]) -> None:
+        """`on_late` is called once, on the watch's own thread."""
+        self._timeout_s, self._on_late = timeout_s, on_late
+        self._lock = threading.Lock()
+        self._works: deque[Any] = deque()  # oldest first
+        # Since when the oldest one is the oldest. Before, the device computed others: with two steps in flight, a step waits for
+        # the whole step before it.
+        self._since_s = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
+
+    def add(self, work: Any) -> None:
+        """Watch one more collective or `DeviceMark`. Those that have ended are dropped, because they keep their tensors alive."""
+        with self._lock:
+            self._drop_ended()
+            if not self._works:
+                self._since_s = time.monotonic()
+            self._works.append(work)
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._timeout_s / LOOKS):
+            with self._lock:
+                self._drop_ended()
+                is_late = bool(self._works) and time.monotonic() - self._since_s > self._timeout_s
+            if is_late:
+                self._on_late()
+                return
+
+    def _drop_ended(self) -> None:
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+            self._since_s = time.monotonic()
