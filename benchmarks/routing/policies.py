@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.routing.fleet import BLOCK_SIZE, NUM_BATCHED_TOKENS, FleetSimulation, Router, Worker
-from transom_worker.simulate.geometry import read_geometry
+from transom_worker.simulate.simulation import read_geometry
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_ROUTERS = 2

@@ -5,7 +5,7 @@ Every cache, queue and table of a worker that keeps what clients send has a row 
 memory is bounded by the operator's settings (weights, both tiers of KV blocks with their index and what the eviction policy
 remembers of them, the disk tier's index and its queue of 64 MiB, transfers in flight), by the number of routers (an outbox has
 the net changes of the index), or by the request itself (tokens, log-probabilities, the grammar's masks).
-`tests/worker/engine/test_bounded_memory.py` counts all containers of an engine, and `tests/end_to_end/test_serve.py` measures
+`tests/worker/engine/test_memory.py` counts all containers of an engine, and `tests/end_to_end/test_serve.py` measures
 the resident memory of the real processes.
 """
 

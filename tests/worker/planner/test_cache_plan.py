@@ -21,7 +21,7 @@ from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_core.kv_cache.retention import Retention
 from transom_worker.kvcache.policy_retentions import retention_under
 from transom_worker.planner import plan_cache, plan_from_config
-from transom_worker.planner.concurrency import peak_demands
+from transom_worker.planner.pages import peak_demands
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 

@@ -13,9 +13,8 @@ from transom_cluster.cli import app
 from transom_core.config import SchedulerConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.simulate.geometry import read_geometry
 from transom_worker.simulate.replay import Replay
-from transom_worker.simulate.simulation import ARRIVALS, Simulation, SimulationConfig, simulate
+from transom_worker.simulate.simulation import ARRIVALS, Simulation, SimulationConfig, read_geometry, simulate
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, TokenSpace, Workload
 

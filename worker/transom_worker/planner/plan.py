@@ -5,7 +5,7 @@
     rank           one process of a tensor-parallel worker; the plan is that of rank 0, which holds most
     in flight      a token is in flight while the step that computes it has not answered; its blocks are not freed
     lag            tokens of one request that are in flight when its next token is planned: 1 with two steps in flight
-    demand         the blocks, by group, that one request holds at one of its peaks (`concurrency`)
+    demand         the blocks, by group, that one request holds at one of its peaks (`peak_demands`)
     window repair  computing tokens again so that sliding windows can be restored at a cached prefix's end
 
 Example: gpt-oss-20b (12 layers with full attention, 12 with a window of 128 tokens) in 10 GiB, blocks of 16 tokens. Both groups
@@ -27,9 +27,16 @@ from transom_core.model_config.architecture import Architecture, choose_max_mode
 from transom_core.model_config.rank_shares import RankShare, rank_shares, replicated_parts
 from transom_core.model_config.sharding import check_size
 from transom_worker.planner.blocks import cache_groups
-from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
 from transom_worker.planner.layer_groups import cache_format
-from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
+from transom_worker.planner.pages import (
+    group_waste,
+    in_flight_blocks,
+    make_host_layout,
+    make_layout,
+    max_requests,
+    num_computed,
+    peak_demands,
+)
 
 RetentionOf = Callable[[GroupSpec], Retention]
 # A plan says how many requests fit for lengths of 1,024, 4,096, 16,384 ... tokens, and for `max_model_len`.
