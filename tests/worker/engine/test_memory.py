@@ -2,8 +2,8 @@
 tokens is in `end_to_end/test_combinations`.
 
 Days of traffic: nothing in an engine grows with the number of requests that it has ever seen. All containers that can be reached
-from an engine are counted, after some requests and after many more of them; what is kept of ended requests on purpose has a bound, which
-the test lowers so that it is reached.
+from an engine are counted, after some requests and after many more of them; what is kept of ended requests on purpose has a bound,
+which the test lowers so that it is reached.
 """
 
 from __future__ import annotations
