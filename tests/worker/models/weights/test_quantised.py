@@ -143,6 +143,15 @@ def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None
     weights.close()
 
 
+def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
+    stored, rounded = FORMATS["modelopt fp8"].stored(torch.randn(40, 96))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in stored.items()}, None)
+    config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(config))
+    weights = load_weights(resolve_model(str(folder)))
+    torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(40, 96)), rounded)
+
+
 @pytest.mark.parametrize("scale", [f"{MATRIX}.weight_scale_inv", f"{MATRIX}.scale"])
 def test_both_names_of_a_scale(tmp_path: Path, scale: str) -> None:
     tensors = fp8(scale)
