@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from transom_cluster.commands.flags import usage_errors
+
+if TYPE_CHECKING:
+    from transom_worker.execution.setup.weight_plan import WeightPlan
 
 
 def plan(
@@ -44,9 +48,15 @@ def plan(
             help='KV policy of all requests, as JSON, such as {"type": "window", "sinks": 4, "window": 1024}.'
         ),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu or cuda: also say what each rank holds of the weights there. Needs the files, and reads no data."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
+    """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights without --weights."""
     from transom_cluster.commands.plan_report import print_plan
     from transom_core.contract import check_kv_policy
     from transom_core.contract.kv_policy import kv_policy_from_json
@@ -84,9 +94,17 @@ def plan(
             max_model_len=result.max_model_len,
             obstacle=kv_policy_obstacle(read_architecture(config)),
         )
+        weight_plan = None if weights is None else _weight_plan(model, weights, tensor_parallel_size)
+    policy_text = None if policy is None else policy.text
     if as_json:
-        typer.echo(
-            json.dumps({"model": model, "kv_policy": None if policy is None else policy.text, **result.as_json()})
-        )
+        held = {} if weight_plan is None else {"weights": asdict(weight_plan)}
+        typer.echo(json.dumps({"model": model, "kv_policy": policy_text, **result.as_json(), **held}))
     else:
-        print_plan(result, model, kv_policy=None if policy is None else policy.text)
+        print_plan(result, model, kv_policy=policy_text, weights=weight_plan)
+
+
+def _weight_plan(model: str, device: str, num_ranks: int) -> WeightPlan:
+    """Return the bytes of the weights on devices of this kind."""
+    from transom_worker.execution.setup.weight_plan import plan_weights
+
+    return plan_weights(model, device, tensor_parallel_size=num_ranks)

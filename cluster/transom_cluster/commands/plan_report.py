@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -10,11 +12,21 @@ from rich.table import Table
 from transom_core.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan
 
+if TYPE_CHECKING:
+    from transom_worker.execution.setup.weight_plan import WeightPlan
+
 MIN_WIDTH = 120  # columns, if the output is not a terminal
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def print_plan(plan: CachePlan, model: str, console: Console | None = None, *, kv_policy: str | None = None) -> None:
+def print_plan(
+    plan: CachePlan,
+    model: str,
+    console: Console | None = None,
+    *,
+    kv_policy: str | None = None,
+    weights: WeightPlan | None = None,
+) -> None:
     """Print the set-up, a row per KV cache group, one request's memory, and the concurrency by context length."""
     console = console or _console()
     ranks = plan.tensor_parallel_size
@@ -33,6 +45,10 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None, *, k
         )
     if kv_policy is not None:
         console.print(f"Every request has the KV policy {kv_policy}.")
+    if weights is not None:
+        kind = "CPU" if weights.device == "cpu" else "CUDA"
+        held = ", ".join(f"{num_bytes:,} ({readable(num_bytes)})" for num_bytes in weights.rank_bytes)
+        console.print(f"Weights on {kind}, bytes of each rank: {held}; the files have {weights.file_bytes:,}")
     for line in rank_lines(plan.ranks):
         console.print(line)
     if plan.replicated:

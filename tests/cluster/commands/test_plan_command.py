@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.checkpoints import make_checkpoint
 from tests.worker.planner.model_configs import CONFIGS
 from transom_cluster.cli import app
 from transom_cluster.commands.plan_report import readable
@@ -161,3 +162,20 @@ def test_a_wrong_kv_policy_is_one_line(tmp_path: Path, config: str, policy: str,
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_weights_of_each_rank(tmp_path: Path) -> None:
+    """`test_quantised_models` compares the integers with those of loaded models."""
+    folder = make_checkpoint(tmp_path, "llama")
+    arguments = (folder, "--memory", "64MiB", "--tensor-parallel-size", 2, "--weights")
+    weights = json.loads(plan(*arguments, "cpu", "--json").output)["weights"]
+    assert weights["device"] == "cpu"
+    assert len(weights["rank_bytes"]) == 2
+    assert (
+        0.99 < sum(weights["rank_bytes"]) / weights["file_bytes"] < 1.01
+    )  # both hold the norms, and the file a header
+    text = plan(*arguments, "cuda").output.replace("\n", " ")
+    assert f"Weights on CUDA, bytes of each rank: {weights['rank_bytes'][0]:,} (" in text
+    assert "--weights is disk; give cpu or cuda" in plan(*arguments, "disk").output
+    (folder / "model.safetensors").unlink()
+    assert "has no .safetensors file" in plan(*arguments, "cpu").output.replace("\n", " ")

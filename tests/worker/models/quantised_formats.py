@@ -262,7 +262,11 @@ FORMATS: dict[str, Format] = {
         stored=partial(fp8, group=(32, 16)),
     ),
     "modelopt fp8": Format(config=_modelopt("FP8"), stored=partial(fp8, group=None, shape=())),
-    "modelopt nvfp4": Format(config=_modelopt("NVFP4"), stored=partial(fp4, group=16, writer="modelopt")),
+    "modelopt nvfp4": Format(
+        config=_modelopt("MIXED_PRECISION")
+        | {"quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}},
+        stored=partial(fp4, group=16, writer="modelopt"),
+    ),
     "nvfp4": Format(
         config=compressed("nvfp4-pack-quantized", 4, "tensor_group", kind="float", group_size=16),
         stored=partial(fp4, group=16, writer="compressed"),

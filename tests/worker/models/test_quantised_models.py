@@ -15,11 +15,13 @@ from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.engine_driver import make_request, run
 from tests.matrices import matrix
 from tests.thread_ranks import make_sharded_engine
-from tests.worker.models.quantised_checkpoints import to_format
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.quantised_formats import FORMATS
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
 from transom_kernels.quantised_linear import PackedPanels
+from transom_worker.execution.setup.weight_plan import plan_weights
 from transom_worker.models.layers.linear import KernelLinear
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
@@ -55,8 +57,9 @@ def logits(model: Path, size: int) -> torch.Tensor:
 def build(folder: Path, *, rank: int = 0, size: int = 1) -> Model:
     files = resolve_model(str(folder))
     weights = load_weights(files, in_memory=True)
-    parallel = Parallel(rank=rank, size=size)
-    return build_model(read_architecture(files.config), weights, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+    architecture, parallel = read_architecture(files.config), Parallel(rank=rank, size=size)
+    dtype = getattr(torch, architecture.served_dtype)
+    return build_model(architecture, weights, dtype=dtype, device="cpu", parallel=parallel)
 
 
 @pytest.mark.parametrize(("name", "size"), matrix(CHECKED, [1, 2, 3], strength=1))
@@ -106,3 +109,38 @@ def test_layers_hold_what_kernels_can(tmp_path: Path, name: str) -> None:
 def test_experts_are_held_too(tmp_path: Path) -> None:
     packed, _ = make(tmp_path, "qwen3_moe", "gptq")
     assert held(build(packed)) == ["int4"] * 2 * (2 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    matrix(["awq 32", "w4a16 channel", "w8a8 asym", "gptq order", "nvfp4"], list(FAMILIES), strength=1),
+)
+def test_plans_have_the_bytes_of_starts(tmp_path: Path, family: str, name: str) -> None:
+    """On 1, 2 and 3 ranks; on CUDA these formats are widened."""
+    packed, plain = make(tmp_path, family, name)
+    for size in (1, 2, 3):
+        bytes_held = tuple(build(packed, rank=rank, size=size).weight_bytes for rank in range(size))
+        planned = plan_weights(str(packed), "cpu", tensor_parallel_size=size)
+        assert planned.rank_bytes == bytes_held
+        widened = tuple(build(plain, rank=rank, size=size).weight_bytes for rank in range(size))
+        assert plan_weights(str(packed), "cuda", tensor_parallel_size=size).rank_bytes == widened
+        assert all(
+            (held < wide) == (FORMATS[name].held is not None) for held, wide in zip(bytes_held, widened, strict=True)
+        )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4"])
+def test_plans_of_other_families(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "plain"
+    if family == "deepseek_v4":
+        make_deepseek_v4(folder)
+    else:
+        small = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}
+        make_checkpoint(folder, family, num_local_experts=4, num_experts_per_tok=2, **small)
+    if family == "gpt_oss":
+        folder = tmp_path / "packed"
+        to_mxfp4(tmp_path / "plain", folder)
+    bytes_held = tuple(build(folder, rank=rank, size=2).weight_bytes for rank in range(2))
+    planned = plan_weights(str(folder), "cpu", tensor_parallel_size=2)
+    assert planned.rank_bytes == bytes_held
+    assert planned.file_bytes == (folder / "model.safetensors").stat().st_size

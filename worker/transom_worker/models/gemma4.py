@@ -54,7 +54,9 @@ class Gemma4(Decoder):
         super().__init__(architecture, load, style)
         load = load.under("model.")
         layers = [load.under(f"layers.{index}.") for index in range(architecture.num_layers)]
-        self._scales = [float(layer.tensor("layer_scalar", shape=(1,))) for layer in layers]
+        self._scales = [
+            float(layer.weights(f"{layer.prefix}layer_scalar", shape=(1,)).to(load.dtype)) for layer in layers
+        ]
         self._embeddings = LayerEmbeddings(architecture, load) if architecture.layer_embedding_size else None
         self._additions = [LayerAddition(architecture, layer) for layer in layers] if self._embeddings else []
         parts = (*self._additions, *((self._embeddings,) if self._embeddings else ()))

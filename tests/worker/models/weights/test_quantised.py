@@ -143,6 +143,28 @@ def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None
     weights.close()
 
 
+@pytest.mark.parametrize("name", ["w4a16 channel", "w4a16 channel asym", "w8a8 asym", "ct fp8 blocks"])
+def test_sizes_that_fill_no_word_and_no_group(tmp_path: Path, name: str) -> None:
+    tensors, rounded = FORMATS[name].stored(torch.randn(43, 90))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, FORMATS[name].config)
+    weights = load_weights(resolve_model(str(folder)), in_memory=True)
+    for part in ((ALL, ALL), (slice(41, 43), slice(64, 90))):
+        torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(43, 90), part=part), rounded[part])
+        held = weights.groups(f"{MATRIX}.weight", shape=(43, 90), part=part)
+        if FORMATS[name].held:
+            assert held is not None
+            torch.testing.assert_close(held.dequantised(), rounded[part], rtol=0, atol=2e-3)
+
+
+def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
+    stored, rounded = FORMATS["modelopt fp8"].stored(torch.randn(40, 96))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in stored.items()}, None)
+    config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(config))
+    weights = load_weights(resolve_model(str(folder)))
+    torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(40, 96)), rounded)
+
+
 @pytest.mark.parametrize("scale", [f"{MATRIX}.weight_scale_inv", f"{MATRIX}.scale"])
 def test_both_names_of_a_scale(tmp_path: Path, scale: str) -> None:
     tensors = fp8(scale)

@@ -67,6 +67,8 @@ def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) ->
     """
     name = f"{load.prefix}gate.tid2eid"
     table_VK = load.weights(name, shape=shape).to(device=load.device, dtype=torch.int64)
+    if table_VK.is_meta:  # memory is planned
+        return table_VK
     low, high = int(table_VK.min()), int(table_VK.max())
     if low < 0 or high >= num_experts:
         raise ModelError(f"Tensor {name!r} names experts {low} to {high}; the model has {num_experts}, from 0.")

@@ -14,12 +14,13 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 _MODELOPT_FILE = "hf_quant_config.json"  # where older versions of ModelOpt say how weights are quantised
 
 
-def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
+def load_weights(files: ModelFiles, *, in_memory: bool = False, without_data: bool = False) -> Weights:
     """Open a model's checkpoint; a tensor is read when it is requested.
 
     With `in_memory`, for models that compute on CPUs, tensors are copies instead of memory maps of their files
     (`SafetensorsWeights`), and layers take quantised matrices whose format the CPU kernels hold as stored (`keeps_groups`). For a
-    multimodal model, the result gives the text decoder's weights the names that a text-only model has.
+    multimodal model, the result gives the text decoder's weights the names that a text-only model has. `without_data` gives tensors
+    of safetensors files on torch's device `meta`, to plan memory.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
@@ -27,7 +28,7 @@ def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
     if files.is_gguf:
         family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
         return with_hf_experts(GgufWeights(files), family, num_experts=experts)
-    plain = SafetensorsWeights(files.path, in_memory=in_memory)
+    plain = SafetensorsWeights(files.path, in_memory=in_memory, without_data=without_data)
     config = files.config.get("quantization_config")
     if config is None and (files.path / _MODELOPT_FILE).exists():
         config = read_json(files.path / _MODELOPT_FILE)

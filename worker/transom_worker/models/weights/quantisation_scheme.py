@@ -28,7 +28,12 @@ _DEFAULT_BLOCK = [128, 128]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _CT_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
-_MODELOPT: Mapping[str, Group] = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "NVFP4": (1, 16)}
+_MODELOPT: Mapping[str, Group] = {
+    "FP8": TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
+    "NVFP4": (1, 16),
+    "W4A16_NVFP4": (1, 16),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +139,12 @@ def _ct_group(weights: Mapping[str, Any]) -> Group:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
-    algorithm = str(config.get("quant_algo"))
-    _only("quant_algo", algorithm, tuple(_MODELOPT))
-    return Scheme(groups=(_MODELOPT[algorithm],))
+    algorithms = [str(config.get("quant_algo"))]
+    if algorithms == ["MIXED_PRECISION"]:
+        algorithms = [str(layer.get("quant_algo")) for layer in (config.get("quantized_layers") or {}).values()]
+    for algorithm in algorithms:
+        _only("quant_algo", algorithm, tuple(_MODELOPT))
+    return Scheme(groups=tuple(dict.fromkeys(_MODELOPT[algorithm] for algorithm in algorithms)))
 
 
 _READERS: Mapping[Any, Callable[[Mapping[str, Any]], Scheme]] = {

@@ -148,6 +148,10 @@ class QuantisedTensor:
     def _cut(self, part: Part) -> tuple[QuantisedTensor, slice, slice]:
         """Return the tensor with this part of the leading axes, and the part's rows and columns."""
         *leading, rows, columns = (*part, *[ALL] * (len(self.shape) - len(part)))
+        # whole axes by their lengths: the last word may have room for more numbers than there are
+        rows, columns = (
+            slice(*one.indices(size)[:2]) for one, size in zip((rows, columns), self.shape[-2:], strict=True)
+        )
         if not leading:
             return self, rows, columns
         numbers, at = self.numbers, tuple(leading)

@@ -17,14 +17,14 @@ class SafetensorsWeights(Weights):
     """Weights that map tensors from the files of one folder, so that the operating system reads pages on first use.
 
     If something later overwrites a file, a mapped tensor changes too. So a model that computes on the CPU with these very tensors
-    opens them `in_memory`: then they are copies.
+    opens them `in_memory`: then they are copies. `without_data` gives tensors of more than one number on torch's device `meta`.
 
     Raises:
         ModelError: a file is missing, cut off or not safetensors; the message names it.
     """
 
-    def __init__(self, folder: Path, *, in_memory: bool = False) -> None:
-        self._folder, self._in_memory = folder, in_memory
+    def __init__(self, folder: Path, *, in_memory: bool = False, without_data: bool = False) -> None:
+        self._folder, self._in_memory, self._without_data = folder, in_memory, without_data
         self._open: dict[Path, Any] = {}
         self._file_of = _files_by_tensor(folder, self._reader)
         self.names = tuple(sorted(self._file_of))
@@ -37,13 +37,14 @@ class SafetensorsWeights(Weights):
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor, or a part of it; see `Weights.__call__`."""
-        tensor = self.mapped(name)
+        tensor = self._find(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
                 f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
                 "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
             )
-        return self.own(check_shape(tensor, shape, name=name, file=self.file_of(name))[part])
+        tensor = check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
+        return tensor.to("meta") if self._without_data and tensor.numel() > 1 else self.own(tensor)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a mapped tensor, or a part of one, as a copy if this checkpoint was opened with `in_memory`."""
@@ -55,6 +56,9 @@ class SafetensorsWeights(Weights):
         Raises:
             ModelError: the tensor is missing or cut off.
         """
+        return self._find(name).to("meta") if self._without_data else self._find(name)
+
+    def _find(self, name: str) -> torch.Tensor:
         path = self.file_of(name)
         self._read.add(name)
         try:
