@@ -1,4 +1,4 @@
-"""Documents that would go stale in silence: links between pages, pictures, the pins."""
+"""Documents that would go stale in silence: links between pages, pictures, the pins, and pages that `make docs` writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from scripts import flags_page, metrics_page
+from tests.engine_driver import make_engine
+from transom_core.settings.settings import SECTIONS, Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "deploy")
@@ -81,3 +85,17 @@ def test_every_dependency_is_pinned_inside_its_range():
     extras = project["optional-dependencies"].values()
     for requirement in map(Requirement, [*project["dependencies"], *(text for extra in extras for text in extra)]):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_page_of_flags_is_that_of_the_code_and_has_every_setting() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run `make docs`"
+    assert [name for part in SECTIONS.values() for name in part.model_fields] == list(Settings.model_fields)
+
+
+def test_the_page_of_metrics_is_that_of_the_code(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model))
+    families = list(engine.metrics.registry.collect())
+    engine.shutdown()
+    assert metrics_page.PAGE.read_text() == metrics_page.page(families, metrics_page.router_families()), (
+        "run `make docs`"
+    )

@@ -11,10 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import running_api, stream_events, until
 from tests.cluster.stub_worker import ByteTokenizer, StubWorker, logprobs_of
-from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer import json_pieces as pieces
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
@@ -68,7 +66,7 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
     async with running_api() as api:
         alone = (await api.complete(**LONG)).json()["choices"][0]
         api.worker.submitted.clear()
-        call = AsgiCall(build_api(api.router), "/v1/completions", {**LONG, "n": 8, "stream": stream})
+        call = api.call("/v1/completions", {**LONG, "n": 8, "stream": stream})
         await call.ended()
         asked = {one.choice_index: one.params.prompt_logprobs for one in api.worker.submitted}
         assert asked == {0: 20, **dict.fromkeys(range(1, 8))}

@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.router.engine_workers import Mortal, routed
 from tests.cluster.stub_worker import StubWorker
@@ -157,7 +156,7 @@ async def test_errors_set_the_status(collector: Collector) -> None:
 
 async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None:
     async with running_api(StubWorker(max_events=1), tracing=traced(collector)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
+        call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
         await call.begun()
         await call.leave()
     [span], [attempt] = named(collector, "POST /v1/completions"), named(collector, "worker")
