@@ -5,8 +5,7 @@ from __future__ import annotations
 from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
-from dashboards.kv_policies import POLICIES
-from dashboards.kv_tiers import DISK, TRANSFERS
+from dashboards.kv_tiers import DISK, POLICIES, TRANSFERS
 from dashboards.panels import Panel, grid, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import GROUP, WORKER, each_of, or_zero, rate, ratio, split, total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards import hosts, worker_grammars, worker_machines, worker_requests
+from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board
 from dashboards.colors import PARTS as PART_COLORS
 from dashboards.colors import PHASES
@@ -158,7 +158,7 @@ BOARD = Board(
         "Steps": STEPS,
         "Batches": BATCHES,
         "Requests": worker_requests.REQUESTS,
-        "Grammars": worker_grammars.GRAMMARS,
+        "Grammars": worker_requests.GRAMMARS,
         "Ranks": worker_machines.RANKS,
         "Hosts": hosts.HOSTS,
         "What router and autoscaler go by": worker_machines.LOADS,

@@ -6,18 +6,16 @@ import asyncio
 import base64
 import contextlib
 import json
-import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import transom_cluster.blockmap
+from tests.loopback_server import served
 
 STATIC = f"{transom_cluster.blockmap.__path__[0]}/static"
 POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'"  # stricter than the real server's
@@ -125,28 +123,7 @@ class MapServer:
 @contextlib.contextmanager
 def map_server() -> Iterator[MapServer]:
     """Serve on a thread until the block ends."""
-    served = MapServer()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(served.app(), log_level="critical", ws="none", timeout_graceful_shutdown=0)
-    server = uvicorn.Server(config)
-    started = threading.Event()
-
-    async def serve() -> None:
-        served.loop = asyncio.get_running_loop()
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not task.done():
-            await asyncio.sleep(0.005)
-        started.set()
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield served
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+    made = MapServer()
+    with served(made.app(), timeout_graceful_shutdown=0) as (port, made.loop):
+        made.url = f"http://127.0.0.1:{port}"
+        yield made

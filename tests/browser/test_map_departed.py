@@ -1,4 +1,4 @@
-"""The page keeps the past of departed workers for as long as any history."""
+"""Workers that depart, whose past the page keeps for as long as any history, and workers whose open stream sends no frames."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.browser.map_page import MapPage
 pytestmark = pytest.mark.browser
 
 BLUE = "#0072b2"
+Crashed = tuple[FakeWorker, FakeWorker, list[str]]  # the worker that departs, the other one, snapshots of the map
 GONE = re.compile(r"gone since \d\d:\d\d:\d\d")
 
 
@@ -25,6 +26,13 @@ def present(block_map: MapPage, *names: str) -> None:
     block_map.settle()
 
 
+@pytest.fixture(autouse=True)
+def opened(block_map: MapPage) -> None:
+    """The page is open, and its clock stands."""
+    block_map.freeze_clock()
+    block_map.open()
+
+
 def headings(block_map: MapPage) -> list[str]:
     block_map.settle()
     return block_map.page.locator(".worker-heading").all_inner_texts()
@@ -36,10 +44,8 @@ def shown(block_map: MapPage) -> list[str]:
 
 
 @pytest.fixture
-def crashed(block_map: MapPage) -> tuple[FakeWorker, FakeWorker, list[str]]:
+def crashed(block_map: MapPage) -> Crashed:
     """Two workers, of which the first has departed, and the snapshots of the map at two moments before, five seconds apart."""
-    block_map.freeze_clock()
-    block_map.open()
     first, second = fake_with_a_request("w0"), fake_with_a_request("w1")
     present(block_map, "w0", "w1")
     block_map.send(first.frame(whole=True))
@@ -55,9 +61,7 @@ def crashed(block_map: MapPage) -> tuple[FakeWorker, FakeWorker, list[str]]:
     return first, second, snapshots
 
 
-def test_who_left_is_dimmed_for_ten_seconds(
-    block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]
-) -> None:
+def test_who_left_is_dimmed_for_ten_seconds(block_map: MapPage, crashed: Crashed) -> None:
     gone, there = headings(block_map)
     assert gone.startswith("w0")
     assert GONE.search(gone)
@@ -72,9 +76,7 @@ def test_who_left_is_dimmed_for_ten_seconds(
     assert shown(block_map) == ["w1"]
 
 
-def test_one_can_step_back_to_before_the_crash(
-    block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]
-) -> None:
+def test_one_can_step_back_to_before_the_crash(block_map: MapPage, crashed: Crashed) -> None:
     _, second, snapshots = crashed
     block_map.pass_time(20)
     block_map.send(second.frame())
@@ -94,8 +96,6 @@ def test_one_can_step_back_to_before_the_crash(
 
 
 def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
-    block_map.freeze_clock()
-    block_map.open()
     fake = fake_with_a_request("w0")
     present(block_map, "w0")
     block_map.send(fake.frame(whole=True))
@@ -115,8 +115,6 @@ def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
 
 
 def test_eight_are_kept_at_most_and_the_oldest_goes_first(block_map: MapPage) -> None:
-    block_map.freeze_clock()
-    block_map.open()
     names = [f"w{i}" for i in range(11)]
     present(block_map, *names, "idle")
     block_map.send(*(fake_with_a_request(name).frame(whole=True) for name in names))
@@ -128,9 +126,7 @@ def test_eight_are_kept_at_most_and_the_oldest_goes_first(block_map: MapPage) ->
     assert sum(shares) == pytest.approx(64 * 2**20)
 
 
-def test_a_worker_that_comes_back_was_away_between(
-    block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]
-) -> None:
+def test_a_worker_that_comes_back_was_away_between(block_map: MapPage, crashed: Crashed) -> None:
     first, second, _ = crashed
     block_map.pass_time(20)
     block_map.send(second.frame())
@@ -147,8 +143,6 @@ def test_a_worker_that_comes_back_was_away_between(
 
 
 def test_a_filter_for_who_left_is_taken_back_but_can_be_set_again(block_map: MapPage) -> None:
-    block_map.freeze_clock()
-    block_map.open()
     first, second = fake_with_a_request("w0"), fake_with_a_request("w1")
     present(block_map, "w0", "w1")
     block_map.send(first.frame(whole=True), second.frame(whole=True))
@@ -161,3 +155,61 @@ def test_a_filter_for_who_left_is_taken_back_but_can_be_set_again(block_map: Map
     assert "Step back" in block_map.text("#nothing")
     block_map.page.click("#back")
     assert shown(block_map) == ["w0"]
+
+
+ANNOUNCED = """() => {
+  globalThis.said = [];
+  const region = document.getElementById("announcer");
+  const watched = { childList: true, characterData: true, subtree: true };
+  new MutationObserver(() => said.push(region.textContent)).observe(region, watched);
+}"""
+
+
+def note(block_map: MapPage, name: str) -> str:
+    block_map.settle()
+    heading = block_map.page.locator(".worker-heading").filter(has=block_map.page.get_by_text(name, exact=True))
+    text: str = heading.locator("em").text_content() or ""
+    return text
+
+
+def told(block_map: MapPage, text: str) -> int:
+    return sum(text in said for said in block_map.evaluate("said"))
+
+
+def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
+    block_map.evaluate(ANNOUNCED)
+    hangs, rests = fake_with_a_request("hangs"), fake_with_a_request("rests")
+    block_map.send(hangs.frame(whole=True), rests.frame(whole=True))
+    for seconds in (5, 7, 1):
+        assert note(block_map, "hangs") == ""
+        block_map.pass_time(seconds)
+        block_map.send(rests.frame())
+    assert note(block_map, "hangs") == "nothing for 13 s"
+    assert note(block_map, "rests") == ""
+    colour = block_map.page.locator(".worker-heading em").first.evaluate("note => getComputedStyle(note).color")
+    assert colour == "rgb(168, 50, 0)", "as what is wrong looks"
+    block_map.pass_time(5)
+    block_map.send(rests.frame())
+    assert note(block_map, "hangs") == "nothing for 18 s"
+    assert told(block_map, "hangs: nothing for 1") == 1
+    assert told(block_map, "nothing for") == 1, "once, however long it lasts"
+    block_map.send(hangs.frame())
+    assert note(block_map, "hangs") == ""
+    for _ in range(3):
+        block_map.pass_time(5)
+        block_map.send(rests.frame())
+    assert told(block_map, "hangs: nothing for") == 2, "it is another time"
+
+
+def test_a_stream_that_was_lost_is_no_workers_silence(block_map: MapPage) -> None:
+    fake = fake_with_a_request("w0")
+    block_map.send(fake.frame(whole=True))
+    block_map.server.drop()
+    block_map.page.wait_for_selector("#status[data-kind=lost]")
+    block_map.pass_time(20)
+    assert note(block_map, "w0") == ""
+    block_map.page.wait_for_selector("#status[data-kind=live]")
+    block_map.pass_time(2)
+    assert note(block_map, "w0") == "", "it has had no time to send anything"
+    block_map.pass_time(13)
+    assert note(block_map, "w0") == "nothing for 15 s"

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
+from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.stub_worker import AnyGrammar, ByteTokenizer, StubDirectory, StubWorker
+from tests.loopback_server import served
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.routing.placer import Placer
 from transom_cluster.telemetry.router_tracing import RouterTracing
-from transom_core.config import FailoverConfig, ServerConfig
+from transom_core.config import AutoscalingConfig, FailoverConfig, ServerConfig
+from transom_core.settings.settings import Settings
 
 
 def timings(**values: float) -> RouterTimings:
@@ -40,6 +40,8 @@ def make_router(
     tokenizer: ByteTokenizer | None = None,
     placer: Placer | None = None,
     tracing: RouterTracing | None = None,
+    autoscaling: AutoscalingConfig | None = None,
+    router_id: str = "r0",
     **config: Any,
 ) -> Router:
     """A router of stub workers; `config` are fields of its ServerConfig."""
@@ -48,19 +50,25 @@ def make_router(
         workers=directory or StubDirectory(*workers),
         tokenizer=tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
         config=ServerConfig(**values),
-        router_id="r0",
+        router_id=router_id,
         timings=timings,
         placer=placer,
         tracing=tracing,
+        autoscaling=autoscaling,
         grammar_checker=AnyGrammar(),  # type: ignore[arg-type]
     )
 
 
 def stream_events(text: str) -> list[dict[str, Any]]:
     """The chunks of a stream that has ended as it should."""
-    *lines, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert text.endswith("\n\ndata: [DONE]\n\n")
+    return sent_events(text)
+
+
+def sent_events(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream, whole or not."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 class StubPeers:
@@ -81,6 +89,11 @@ class Api:
     directory: StubDirectory
     router: Router
     client: httpx.AsyncClient = field(repr=False)
+    app: Any = field(repr=False)
+
+    def call(self, path: str, body: Mapping[str, Any], **options: Any) -> AsgiCall:
+        """A request whose client the test plays."""
+        return AsgiCall(self.app, path, body, **options)
 
     async def complete(self, **body: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, **body})
@@ -110,12 +123,13 @@ async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]
     workers = workers or (StubWorker(),)
     directory = StubDirectory(*workers)
     router = make_router(directory=directory, **config)
-    transport = httpx.ASGITransport(app=build_api(router), raise_app_exceptions=False)
+    app = build_api(router)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         running(router, sum(worker.can_open for worker in workers)),
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
-        yield Api(workers, directory, router, client)
+        yield Api(workers, directory, router, client, app)
 
 
 def num_in_flight(router: Router) -> int:
@@ -140,6 +154,25 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
+def served_settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, dict[str, Any]]]:
+    """What `transom serve` would start: (settings, given values)."""
+    calls: list[tuple[Settings, dict[str, Any]]] = []
+
+    def run(settings: Settings, given: dict[str, Any]) -> int:
+        calls.append((settings, given))
+        return 0
+
+    monkeypatch.setattr("transom_cluster.commands.serve.run_server", run)
+    return calls
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's start fails the test."""
+    monkeypatch.setattr("transom_cluster.commands.local_ray.LocalRay.start", lambda *_: pytest.fail("Ray was started."))
+
+
+@pytest.fixture
 async def api() -> AsyncIterator[Api]:
     async with running_api() as running:
         yield running
@@ -160,32 +193,10 @@ class HttpServer:
 
 @contextlib.contextmanager
 def http_server(worker: StubWorker | None = None, **config: Any) -> Iterator[HttpServer]:
-    ready = threading.Event()
-    made: dict[str, Any] = {}
-    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sends answers at once only if the protocol is named
-    listener.bind(("127.0.0.1", 0))
-
-    async def serve() -> None:
-        served = worker or StubWorker()
-        router = make_router(served, **config)
-        server = uvicorn.Server(uvicorn.Config(build_api(router), log_level="critical", ws="none"))
-        made.update(worker=served, router=router, server=server, loop=asyncio.get_running_loop())
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not (server.started and router.is_ready) and not task.done():
-            await asyncio.sleep(0.005)
-        ready.set()
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(GIVE_UP_S)
-    port = listener.getsockname()[1]
-    try:
-        yield HttpServer(f"http://127.0.0.1:{port}", made["worker"], made["router"], made["loop"])
-    finally:
-        made["server"].should_exit = True
-        thread.join(GIVE_UP_S)
-        assert not thread.is_alive()
+    made = worker or StubWorker()
+    router = make_router(made, **config)
+    with served(build_api(router), lambda: router.is_ready) as (port, loop):
+        yield HttpServer(f"http://127.0.0.1:{port}", made, router, loop)
 
 
 @pytest.fixture(scope="module")

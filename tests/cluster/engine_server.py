@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from tests.hooked_executor import HookedExecutor
+from tests.loopback_server import served
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
@@ -27,7 +24,6 @@ from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
 from transom_worker.telemetry.engine_timelines import Clock
 
-START_S = 120
 QUIET_S = 120
 
 
@@ -101,39 +97,17 @@ def engine_server(
     replica = WorkerReplica(engine_config, "tiny", engine=engine)
     tokenizer = Tokenizer.load(resolve_model(str(model)))
     config = ServerConfig(served_model_name="tiny", **(server or {}))
-    ready = threading.Event()
-    made: list[Any] = []
-    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sends answers at once only if the protocol is named
-    listener.bind(("127.0.0.1", 0))
-
-    async def serve() -> None:
-        router = Router(
-            workers=OneWorker(replica),
-            tokenizer=tokenizer,
-            config=config,
-            router_id="r",
-            timings=RouterTimings(drain_s=0.1),
-            tracing=tracing,
-        )
-        running = uvicorn.Server(
-            # no connection may be closed just as a client that was kept from its core sends the next request
-            uvicorn.Config(wrap(build_api(router)), log_level="critical", ws="none", timeout_keep_alive=START_S)
-        )
-        made.extend((router, running))
-        task = asyncio.create_task(running.serve(sockets=[listener]))
-        while not (running.started and router.is_ready) and not task.done():
-            await asyncio.sleep(0.005)
-        ready.set()
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(START_S)
-    router, running = made
+    router = Router(
+        workers=OneWorker(replica),
+        tokenizer=tokenizer,
+        config=config,
+        router_id="r",
+        timings=RouterTimings(drain_s=0.1),
+        tracing=tracing,
+    )
     try:
-        yield EngineServer(listener.getsockname()[1], router, replica, executor)
+        # no connection may be closed just as a client that was kept from its core sends the next request
+        with served(wrap(build_api(router)), lambda: router.is_ready, timeout_keep_alive=QUIET_S) as (port, _):
+            yield EngineServer(port, router, replica, executor)
     finally:
-        running.should_exit = True
-        thread.join(START_S)
-        assert not thread.is_alive()
         replica.shutdown()

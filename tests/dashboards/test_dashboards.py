@@ -1,17 +1,25 @@
-"""The dashboards as files: equal to the code, laid out without overlaps, explained, and linked."""
+"""The dashboards as files: equal to the code, laid out without overlaps, explained, and linked. Queries of dashboards and alerts:
+PromQL, over metrics that exist, by labels that these have."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+from scripts.metrics_page import router_families
 
 from dashboards.build import documents
-from tests.dashboards.dashboard_files import FOLDER, dashboards, panels, variables
+from tests.dashboards.dashboard_files import FOLDER, all_queries, dashboards, panels, variables
+from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named
+from tests.engine_driver import make_engine
 from transom_core.settings.settings import Settings
 
+ALERTS = FOLDER.parents[1] / "deploy/monitoring/alerts.yml"
 BOARDS = dashboards()
 EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
 
@@ -104,7 +112,7 @@ def test_dots_are_asked_for_where_buckets_name_requests(board: dict[str, Any]) -
 @EACH
 def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
     flags = {name.replace("_", "-") for name in Settings.model_fields}
-    alerts = set(re.findall(r"- alert: (\w+)", (FOLDER.parents[1] / "deploy/monitoring/alerts.yml").read_text()))
+    alerts = set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
     text = " ".join(panel["description"] for panel in panels(board))
     assert set(re.findall(r"--([a-z-]+)", text)) <= flags
     assert set(re.findall(r"Transom[A-Z]\w+", text)) <= alerts
@@ -121,3 +129,74 @@ def test_words_name_panels_that_exist() -> None:
     documents = " ".join(page.read_text() for page in sorted((FOLDER.parents[1] / "docs").glob("*.md")))
     for board_title, panel_title in re.findall(r"\*([A-Z][\w ]+), ([A-Z][^*\n]+)\*", documents):
         assert board_title not in titles or panel_title in titles[board_title], panel_title
+
+
+PROMETHEUS_OWN = {  # what Prometheus makes itself
+    "up": {"job", "instance"},
+    "ALERTS": {"alertname", "alertstate", "severity", "model", "worker"},
+}
+RAYS_OWN = {f"ray_{name}": {"instance", *gauge.view.columns} for name, gauge in METRICS_GAUGES.items()}  # its agents'
+NOT_ON_A_DASHBOARD: dict[str, str] = {}  # metric: why
+
+
+def rules() -> list[dict[str, str]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+RECORDED = {rule["record"]: {"model"} for rule in rules() if "record" in rule}
+QUERIES = [
+    *((f"{board['uid']}: {panel}", expr) for board in BOARDS for panel, expr, _ in all_queries(board)),
+    *((f"alerts: {rule.get('alert') or rule['record']}", rule["expr"]) for rule in rules()),
+]
+
+
+@pytest.fixture(scope="module")
+def series(tiny_model: Path) -> dict[str, set[str]]:
+    """Every metric by the name that Prometheus shows, with its labels: of a live engine and of a router."""
+    engine = make_engine(str(tiny_model))
+    found: dict[str, set[str]] = {}
+    for family in (*engine.metrics.registry.collect(), *router_families()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        found.setdefault(name, set()).update(label for one in family.samples for label in one.labels if label != "le")
+    engine.shutdown()
+    return found
+
+
+def base(metric: str, series: dict[str, set[str]]) -> str:
+    """The metric that a series belongs to."""
+    stems = [metric.removesuffix(end) for end in OF_A_HISTOGRAM if metric.endswith(end)]
+    return next((stem for stem in stems if stem in series), metric)
+
+
+def problems(one: Named, series: dict[str, set[str]]) -> list[str]:
+    known = {**series, **RECORDED, **PROMETHEUS_OWN, **RAYS_OWN}
+    name = base(one.metric, series)
+    if name not in known:
+        return [f"{one.metric} is no metric"]
+    allowed = known[name] | ({"le"} if one.metric.endswith("_bucket") else set())
+    return [f"{one.metric} has no label {label}" for label in sorted(one.labels - allowed)]
+
+
+@pytest.mark.parametrize(("where", "expr"), QUERIES, ids=[where for where, _ in QUERIES])
+def test_a_query_names_what_exists(where: str, expr: str, series: dict[str, set[str]]) -> None:
+    selectors = named(expr)
+    assert selectors, f"{where} reads no metric"
+    assert [problem for one in selectors for problem in problems(one, series)] == []
+
+
+@EACH
+def test_legends_name_labels_that_the_query_keeps(board: dict[str, object]) -> None:
+    for panel, expr, legend in all_queries(board):
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= kept_labels(expr) | {"le"}, panel
+
+
+@EACH
+def test_queries_use_the_variables_that_are_shown_and_no_others(board: dict[str, object]) -> None:
+    text = " ".join(expr for _, expr, _ in all_queries(board))
+    used = {name for name in ("model", "worker", "router", "group") if f"${name}" in text}
+    assert used == {name for name, is_hidden in variables(board).items() if not is_hidden} - {"datasource"}
+
+
+def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
+    shown = {base(one.metric, series) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
+    assert set(series) - shown == set(NOT_ON_A_DASHBOARD)

@@ -1,13 +1,22 @@
-"""Prometheus' configuration: its structure, and what promtool says where it is installed."""
+"""Prometheus' configuration: its structure, and what promtool says where it is installed. What
+`deploy/monitoring/kubernetes.py` prints: by the operator's CRDs, by Kubernetes' schemas, and against the RayService."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.deploy_files import DEPLOY, document
+from tests.deploy.kuberay_services import services
+from tests.deploy.resource_schemas import problems
 from tests.prometheus_programs import run_promtool
 
 MONITORING = DEPLOY / "monitoring"
@@ -17,7 +26,7 @@ TOP = {"global", "rule_files", "scrape_configs"}
 OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs", "authorization"}
 
 
-def problems(config: dict[str, Any]) -> list[str]:
+def config_problems(config: dict[str, Any]) -> list[str]:
     """Keys that are none of those in use here, and jobs without targets or with one name."""
     jobs = config.get("scrape_configs", [])
     unknown = [
@@ -31,7 +40,7 @@ def problems(config: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("path", [PATH, LARGE], ids=lambda path: path.name)
 def test_it_is_valid(path: Path) -> None:
     config = document(path)
-    assert problems(config) == []
+    assert config_problems(config) == []
     assert [job["job_name"] for job in config["scrape_configs"]] == ["transom", "ray"]
     assert all((MONITORING / name).exists() for name in config["rule_files"])
 
@@ -58,3 +67,87 @@ def test_every_key_says_that_it_is_a_bearers(path: Path) -> None:
     types = [part["authorization"].get("type") for part in parts if "authorization" in part]
     assert set(types) == {"Bearer"}
     assert all("authorization" in part for part in parts if "url" in part)
+
+
+BYTES_OF_A_CONFIG_MAP = 1 << 20
+
+
+def printed(*arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(DEPLOY / "monitoring/kubernetes.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return printed("--namespace", "models", "--label", "release=stack", "--runbooks", "https://host/")
+
+
+def test_schemas_take_everything(found: list[dict[str, Any]]) -> None:
+    assert [problem for one in found for problem in problems(one)] == []
+    assert [one["kind"] for one in found] == ["ServiceMonitor", "PodMonitor", "PrometheusRule"] + ["ConfigMap"] * 4
+
+
+def test_every_object_has_the_labels_that_selectors_look_for(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["metadata"]["namespace"] == "models"
+        assert one["metadata"]["labels"]["app.kubernetes.io/name"] == "transom"
+        wanted = ("grafana_dashboard", "1") if one["kind"] == "ConfigMap" else ("release", "stack")
+        assert wanted in one["metadata"]["labels"].items()
+
+
+def test_rules_and_dashboards_are_those_of_the_files(found: list[dict[str, Any]]) -> None:
+    groups = document(DEPLOY / "monitoring/alerts.yml")["groups"]
+    assert [group["name"] for group in found[2]["spec"]["groups"]] == [group["name"] for group in groups]
+    urls = {
+        rule["annotations"]["runbook_url"]
+        for group in found[2]["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert all(url.startswith("https://host/docs/monitoring.md#") for url in urls)
+    for one in found[3:]:
+        ((name, text),) = one["data"].items()
+        assert json.loads(text)["uid"] == name.removesuffix(".json")
+        assert len(text.encode()) < BYTES_OF_A_CONFIG_MAP
+
+
+def is_selected(labels: Mapping[str, str], selector: dict[str, Any]) -> bool:
+    """Whether a ServiceMonitor takes a service with these labels."""
+    exists = [one["key"] for one in selector["matchExpressions"] if one["operator"] == "Exists"]
+    assert len(exists) == len(selector["matchExpressions"])
+    return selector["matchLabels"].items() <= labels.items() and set(exists) <= set(labels)
+
+
+@pytest.mark.parametrize("clusters", [("transom-a1b2c",), ("transom-a1b2c", "transom-x8y9z")], ids=["one", "upgrade"])
+def test_every_head_is_scraped_through_one_service(found: list[dict[str, Any]], clusters: tuple[str, ...]) -> None:
+    monitor = found[0]["spec"]
+    (endpoint,) = monitor["endpoints"]
+    keep = endpoint["relabelings"][0]
+    label = keep["sourceLabels"][0].removeprefix("__meta_kubernetes_service_label_")
+    made = services(document(DEPLOY / "kuberay/rayservice.yaml"), clusters)
+    taken = [one for one in made if is_selected(one.labels, monitor["selector"])]
+    kept = [one for one in taken if re.fullmatch(keep["regex"], {_meta(k): v for k, v in one.labels.items()}[label])]
+    assert [pod for one in kept for pod in one.pods] == [(cluster, "head") for cluster in clusters]
+    assert all(endpoint["port"] in one.ports for one in kept)
+    assert sum(("transom-a1b2c", "head") in one.pods for one in made) == 3  # what makes the choice necessary
+
+
+def test_other_clusters_are_left_alone(found: list[dict[str, Any]]) -> None:
+    keeps = [found[0]["spec"]["endpoints"][0], found[1]["spec"]["podMetricsEndpoints"][0]]
+    for regex in (one["relabelings"][0]["regex"] for one in keeps):
+        assert re.fullmatch(regex, "transom-a1b2c")
+        assert not re.fullmatch(regex, "another-a1b2c")
+
+
+def test_rays_pages_are_those_of_all_pods(found: list[dict[str, Any]]) -> None:
+    cluster = document(DEPLOY / "kuberay/rayservice.yaml")["spec"]["rayClusterConfig"]
+    specs = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    ports = [{port["name"] for port in spec["containers"][0]["ports"]} for spec in specs]
+    (endpoint,) = found[1]["spec"]["podMetricsEndpoints"]
+    assert all(endpoint["port"] in names for names in ports)
+
+
+def _meta(label: str) -> str:
+    """A label's name as Prometheus' discovery writes it."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", label)

@@ -1,4 +1,4 @@
-"""The schemas take the manifests of deploy/, and they find misspelt keys."""
+"""The schemas take the manifests of deploy/ and find misspelt keys; and what the RayService sets beside its schema."""
 
 from __future__ import annotations
 
@@ -50,3 +50,27 @@ def test_misspelt_keys_are_caught(where: str, key: str) -> None:
     assert any(
         problem.startswith(f"{path}: ") and f"'{key[:-1]}' was unexpected" in problem for problem in problems(resource)
     )
+
+
+@pytest.fixture
+def service() -> dict[str, Any]:
+    found: dict[str, Any] = document(DEPLOY / "kuberay/rayservice.yaml")
+    return found
+
+
+def groups(service: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = service["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def test_pods_hold_no_root_and_all_use_the_token(service: dict[str, Any]) -> None:
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    assert all(group["template"]["spec"]["securityContext"]["runAsNonRoot"] for group in groups(service))
+
+
+def test_pods_agree_on_the_environment(service: dict[str, Any]) -> None:
+    """The periods are those of `ray up`'s nodes."""
+    shell = (DEPLOY / "node/env.sh").read_text()
+    for group in groups(service):
+        for one in group["template"]["spec"]["containers"][0]["env"]:
+            assert one["name"] in ("HF_HOME", "TRITON_CACHE_DIR") or f"{one['name']}={one['value']}" in shell

@@ -1,14 +1,25 @@
-"""Documents that would go stale in silence: links between pages, pictures, the pins."""
+"""Files that would go stale in silence: links between pages, pictures, pages that `make docs` writes, and the pins, which
+have to agree with each other and with an index."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from scripts import flags_page, metrics_page
+from tests.engine_driver import make_engine
+from transom_core.settings.settings import SECTIONS, Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "deploy")
@@ -75,9 +86,58 @@ def test_the_architecture_page_names_every_package() -> None:
 
 
 def test_every_dependency_is_pinned_inside_its_range():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pinned = pins()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     for requirement in map(Requirement, [*project["dependencies"], *(text for extra in extras for text in extra)]):
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_page_of_flags_is_that_of_the_code_and_has_every_setting() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run `make docs`"
+    assert [name for part in SECTIONS.values() for name in part.model_fields] == list(Settings.model_fields)
+
+
+def test_the_page_of_metrics_is_that_of_the_code(tiny_model: Path) -> None:
+    engine = make_engine(str(tiny_model))
+    families = list(engine.metrics.registry.collect())
+    engine.shutdown()
+    assert metrics_page.PAGE.read_text() == metrics_page.page(families, metrics_page.router_families()), (
+        "run `make docs`"
+    )
+
+
+def lock_script() -> ModuleType:
+    loader = SourceFileLoader("lock", str(ROOT / "scripts" / "lock"))
+    spec = spec_from_loader("lock", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_triton_is_the_release_that_torch_requires():
+    assert pins()["triton"] == lock_script().triton_for(pins()["torch"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("extra", [(), ("--extra", "dev")], ids=["runtime", "dev"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_an_index_resolves_the_pins(python, extra):
+    """Metadata alone is read. Local wheels are left out: a CPU build of torch requires no Triton and hides a conflict."""
+    if shutil.which("uv") is None:
+        pytest.skip("uv is not installed")
+    local = ("PIP_", "UV_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(local)}
+    command = ["uv", "pip", "compile", "pyproject.toml", "-c", "constraints.txt", "--python-version", python]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--no-config", "--quiet", *extra]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    if "failed to fetch" in result.stderr.lower() or "error sending request" in result.stderr.lower():
+        pytest.skip("no package index can be reached")
+    assert result.returncode == 0, result.stderr
+    assert f"triton=={pins()['triton']}" in result.stdout

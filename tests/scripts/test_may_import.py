@@ -1,4 +1,9 @@
+"""The import rules, and what they are for: a fresh interpreter that loads a module loads no heavy library that it must not need."""
+
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import grimp
 import pytest
@@ -54,3 +59,25 @@ def test_late_names_are_allowed_inside_functions_alone(monkeypatch, inside):
     monkeypatch.setattr("scripts.may_import.is_late", lambda module, line: inside)
     expected = [] if inside else ["app.shop may import heavy only inside a function (line 3)"]
     assert problems("heavy") == expected
+
+
+TENSORS = {"torch", "triton", "transom_kernels", "transformers"}
+SERVING = {"ray", "fastapi", "starlette", "uvicorn", "transom_cluster"}
+
+MODULES = [
+    ("transom_core.contract", TENSORS | SERVING),
+    ("transom_core.text.tokenizer", TENSORS | SERVING),
+    ("transom_worker.kvcache", TENSORS | SERVING),
+    ("transom_worker.scheduling.scheduler", TENSORS | SERVING),
+    ("transom_worker.llm", SERVING | {"transformers"}),
+    ("transom_cluster.cli", TENSORS | {"ray"}),
+    ("transom_cluster.http.api", TENSORS),
+]
+
+
+@pytest.mark.parametrize(("module", "unwanted"), MODULES, ids=[module for module, _ in MODULES])
+def test_a_module_loads_no_library_that_it_must_not_need(module, unwanted):
+    code = f"import sys, {module}; print(*{unwanted!r} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []

@@ -36,25 +36,6 @@ def own_signal_handlers():
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """What `transom serve` would start: (settings, given values)."""
-    calls = []
-
-    def run(settings, given):
-        calls.append((settings, given))
-        return 0
-
-    monkeypatch.setattr(serve_command, "run_server", run)
-    return calls
-
-
-@pytest.fixture
-def without_ray(monkeypatch):
-    """Ray's start fails the test."""
-    monkeypatch.setattr(local_ray.LocalRay, "_start_ray", lambda _: pytest.fail("Ray was started."))
-
-
 def test_version_and_help():
     assert transom("version").stdout == f"transom {__version__}\n"
     text = transom("serve", "--help").stdout
@@ -62,11 +43,11 @@ def test_version_and_help():
         assert name == "model" or f"--{name.replace('_', '-')}" in text
 
 
-def test_flags_are_settings(served):
+def test_flags_are_settings(served_settings):
     flags = ["--max-num-seqs", "7", "--kv-cache-memory-bytes", "1MiB", "--no-enable-prefix-caching", "--haproxy"]
     result = transom("serve", "smollm2", *flags, "--api-key", "a", "--api-key", "b")
     assert result.exit_code == 0, result.output
-    settings, given = served[0]
+    settings, given = served_settings[0]
     assert settings.kv_cache_memory_bytes == 2**20
     assert (settings.max_num_seqs, settings.enable_prefix_caching, settings.haproxy) == (7, False, True)
     assert settings.api_key == ("a", "b")
@@ -81,9 +62,9 @@ def test_flags_are_settings(served):
     }
 
 
-def test_the_api_key_may_come_from_the_environment(served):
+def test_the_api_key_may_come_from_the_environment(served_settings):
     transom("serve", "smollm2", TRANSOM_API_KEY="secret")
-    assert served[0][0].api_key == ("secret",)
+    assert served_settings[0][0].api_key == ("secret",)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +77,12 @@ def test_the_api_key_may_come_from_the_environment(served):
         (["--unknown", "1"], "--unknown"),
     ],
 )
-def test_refused_flags_exit_with_2_and_say_why(served, flags, said):
+def test_refused_flags_exit_with_2_and_say_why(served_settings, flags, said):
     result = transom("serve", "smollm2", *flags)
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
-    assert served == []
+    assert served_settings == []
 
 
 @pytest.mark.usefixtures("without_ray")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
-from transom_cluster.http.api import build_api
 from transom_cluster.http.client_threads import (
     MAX_SHORT_CHARS,
     NUM_CHECK_THREADS,
@@ -198,8 +196,7 @@ async def test_work_of_a_client_that_has_left_never_runs(api, monkeypatch):
         return [1]
 
     monkeypatch.setattr(api.router.tokenizer, "encode", encode)
-    app = build_api(api.router)
-    calls = [AsgiCall(app, "/tokenize", {"prompt": name * 3000}) for name in "abcd"]
+    calls = [api.call("/tokenize", {"prompt": name * 3000}) for name in "abcd"]
     await settle()
     try:
         await calls[2].leave()

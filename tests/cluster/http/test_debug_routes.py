@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, StubPeers, running_api, until
 from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
-from transom_cluster.http.api import build_api
 from transom_cluster.http.request_timeline_routes import phase_times
 from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core.config import FailoverConfig
@@ -131,7 +129,7 @@ async def test_a_worker_that_dies_in_mid_stream() -> None:
     workers = (StubWorker(worker="w0", max_events=3), StubWorker(worker="w1", max_events=3))
     failover = FailoverConfig(wait_s=120.0)
     async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+        call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
         await until(lambda: any(worker.num_silent for worker in workers))
         first, second = sorted(workers, key=lambda worker: -worker.num_silent)
         second.go()
@@ -151,7 +149,7 @@ async def test_a_worker_that_dies_in_mid_stream() -> None:
 
 async def test_a_client_that_leaves(api: Api) -> None:
     api.worker.max_events = 2
-    call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
+    call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
     await api.worker.until(lambda: api.worker.num_running)
     await call.begun()
     [line] = await lines_of(api, "?state=running")

@@ -33,7 +33,7 @@ from schemathesis.generation.meta import TestPhase
 from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.schemas import BaseSchema
 
-from tests.cluster.conftest import HttpServer, num_in_flight
+from tests.cluster.conftest import HttpServer, num_in_flight, sent_events
 from tests.cluster.engine_server import EngineServer, engine_server
 from tests.cluster.openai.published_document import check_event, check_published, published_document
 from tests.how_many import ALL_TESTS, num_examples
@@ -227,8 +227,7 @@ def _with_known_names(value: Any) -> Any:
 
 
 def _check_stream(path: str, text: str) -> None:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    events = sent_events(text)
     assert events
     for event in events:
         if path == "/responses":
@@ -241,7 +240,7 @@ def _check_stream(path: str, text: str) -> None:
             check_published("CreateCompletionResponse", event)
 
 
-@pytest.mark.exhaustive  # daily, test_published_requests and test_wire_shapes compare fields and responses with the document
+@pytest.mark.exhaustive  # daily, test_wire_shapes compares fields and responses with the document
 def test_requests_of_the_published_document(server: HttpServer, subtests: pytest.Subtests) -> None:
     def check(case: Case) -> None:
         method, response_schema = SERVED[case.path]

@@ -9,10 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import running_api
+from tests.cluster.conftest import running_api, sent_events
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_cluster.http.api import build_api
 from transom_core.config import LimitsConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
@@ -200,9 +198,8 @@ async def test_a_request_that_ran_out_of_memory_goes_to_no_other_worker():
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(api):
     api.worker.step_error = ErrorInfo.of(StepFailed("secret"))
     response = await api.complete(stream=True, n=2)
-    lines = [line for line in response.text.splitlines() if line]
     assert response.status_code == 200
-    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "step_failed"
+    assert sent_events(response.text)[-1]["error"]["code"] == "step_failed"
     assert "[DONE]" not in response.text
     await api.worker.until(lambda: len(api.worker.aborted) == 1)  # the other choice
 
@@ -226,7 +223,7 @@ async def test_body_limit_by_length_and_while_reading():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
 async def test_a_body_that_never_comes_whole_is_not_waited_for(path: str, body: bytes) -> None:
     async with running_api(limits=LimitsConfig(body_timeout_s=0.02)) as api:
-        call = AsgiCall(build_api(api.router), path, {}, body_so_far=body)
+        call = api.call(path, {}, body_so_far=body)
         await call.ended()
         assert call.status == 408
         assert (b"connection", b"close") in call.sent[0]["headers"]
@@ -237,7 +234,7 @@ async def test_a_body_that_never_comes_whole_is_not_waited_for(path: str, body: 
 async def test_a_client_may_stay_longer_than_its_body_may_take() -> None:
     """The limit ends with the body: what comes next is that the client leaves. This one's body was there at once."""
     async with running_api(StubWorker(max_events=1), limits=LimitsConfig(body_timeout_s=1e-9)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True})
+        call = api.call("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True})
         await call.begun()
         await call.leave()
         assert call.status == 200

@@ -12,11 +12,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.cluster.conftest import Api, StubPeers, make_router, running_api, timings
-from tests.cluster.stub_worker import StubDirectory, StubWorker
+from tests.cluster.conftest import Api, StubPeers, make_router, running_api, sample, timings
+from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.shared_pages import SharedPages
-from transom_cluster.router.router import Router
 
 # what Prometheus 2.42 sends
 PROMETHEUS = (
@@ -39,11 +38,6 @@ def page_of(worker: str) -> Callable[[bool], str]:
     return text
 
 
-def other_router(router_id: str) -> Router:
-    router = make_router(StubWorker())
-    return Router(workers=StubDirectory(), tokenizer=router.tokenizer, config=router.config, router_id=router_id)
-
-
 def labels_of(text: str, name: str, label: str) -> list[str]:
     return [s.labels[label] for family in parse_text(text) for s in family.samples if s.name == name]
 
@@ -52,14 +46,9 @@ async def get(api: Api, path: str = "/metrics", **headers: str) -> Any:
     return await api.client.get(path, headers={"accept-encoding": "identity", **headers})
 
 
-async def dropped(api: Api, target: str) -> float | None:
-    labels = {"model": "stub", "router": "r0", "target": target}
-    return api.router.metrics.registry.get_sample_value("transom_router_dropped_scrapes_total", labels)
-
-
 async def test_one_page_has_all_routers_and_workers() -> None:
     async with running_api(stub("w0"), stub("w1")) as api:
-        api.router.peers = StubPeers(other_router("r1"), other_router("r2"))
+        api.router.peers = StubPeers(make_router(router_id="r1"), make_router(router_id="r2"))
         text = (await get(api)).text
     assert labels_of(text, "transom_steps_total", "worker") == ["w0", "w1"]
     assert labels_of(text, "transom_build_info", "router") == ["r0", "r1", "r2"]
@@ -71,11 +60,12 @@ async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
     async with running_api(stub("w0"), stub("w1"), stub("w2"), timings=timings(scrape_timeout_s=0.01)) as api:
         api.workers[1].metrics = None
         api.workers[2].metrics_text = lambda **_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
-        api.router.peers = StubPeers(TimeoutError(), other_router("r2"))
+        api.router.peers = StubPeers(TimeoutError(), make_router(router_id="r2"))
         text = (await get(api)).text
         assert labels_of(text, "transom_steps_total", "worker") == ["w0"]
         assert labels_of(text, "transom_build_info", "router") == ["r0", "r2"]
-        assert (await dropped(api, "worker"), await dropped(api, "router")) == (2, 1)
+        counts = [sample(api.router, "dropped_scrapes_total", target=target) for target in ("worker", "router")]
+        assert counts == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +81,7 @@ async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
 )
 async def test_the_client_chooses_the_format(accept: str, openmetrics: bool) -> None:
     async with running_api(stub("w0")) as api:
-        api.router.peers = StubPeers(other_router("r1"))
+        api.router.peers = StubPeers(make_router(router_id="r1"))
         for path in ("/metrics", "/metrics/process?name=worker/w0", "/metrics/process?name=router/r1"):
             response = await get(api, path, accept=accept)
             kind = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain; version=0.0.4"
@@ -140,7 +130,7 @@ async def test_tokens_are_counted_as_billed() -> None:
 
 async def test_discovery_has_a_target_for_each_process_at_the_address_asked() -> None:
     async with running_api(stub("w0"), stub("w1")) as api:
-        api.router.peers = StubPeers(other_router("r2"), TimeoutError(), other_router("r1"))
+        api.router.peers = StubPeers(make_router(router_id="r2"), TimeoutError(), make_router(router_id="r1"))
         response = await get(api, "/metrics/sd", host="door.example:8443")
         assert response.headers["content-type"] == "application/json"
         document = response.json()
@@ -194,7 +184,7 @@ async def test_processes_that_are_unknown_or_silent() -> None:
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "process_not_found"
         assert (await get(api, "/metrics/process?name=worker/w1")).status_code == 504
-        api.router.peers = StubPeers(TimeoutError(), other_router("r2"))
+        api.router.peers = StubPeers(TimeoutError(), make_router(router_id="r2"))
         assert (await get(api, "/metrics/process?name=router/r1")).status_code == 504
         assert (await get(api, "/metrics/process?name=router/r2")).status_code == 200
         response = await get(api, "/metrics/process")

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.conftest import HttpServer
+from tests.cluster.conftest import HttpServer, sent_events
 from tests.cluster.http.conftest import ANSWER, CALL, CITY, AskWeather, Weather, last_request, says
 from tests.cluster.openai.published_document import check_event, check_published
 from transom_core.contract import ErrorInfo
@@ -36,8 +36,7 @@ def post(server: Any, **body: Any) -> httpx.Response:
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n") if line.startswith("data: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    events = sent_events(response.text)
     for event in events:
         check_event(event)
     return events

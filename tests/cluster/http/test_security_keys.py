@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 from tests.cluster.conftest import make_router, running_api
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.cli import app
-from transom_cluster.commands import serve as serve_command
-from transom_cluster.commands.local_ray import LocalRay
 from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.http.api import build_api
 from transom_cluster.http.api_keys import FILE_CHECK_PERIOD_S, ApiKeys, current_keys, read_key_file
@@ -214,24 +212,11 @@ async def test_without_salt_by_key_the_requests_salt_is_unchanged(config):
         ({"TRANSOM_API_KEY": "a", "TRANSOM_API_KEY_FILE": "FILE"}, ("a", "from-a-file")),
     ],
 )
-def test_keys_come_from_the_environment_too(tmp_path, monkeypatch, environment, keys):
-    started = []
-
-    def run(settings, _):
-        started.append(settings)
-        return 0
-
-    monkeypatch.setattr(serve_command, "run_server", run)
+def test_keys_come_from_the_environment_too(tmp_path, served_settings, environment, keys):
     path = key_file(tmp_path, "from-a-file\n")
     env = {name: str(path) if value == "FILE" else value for name, value in environment.items()}
     assert CliRunner().invoke(app, ["serve", "smollm2"], env=env).exit_code == 0
-    assert current_keys(started[0].server_config()) == keys
-
-
-@pytest.fixture
-def without_ray(monkeypatch):
-    """Ray's start fails the test."""
-    monkeypatch.setattr(LocalRay, "start", lambda *_: pytest.fail("Ray was started."))
+    assert current_keys(served_settings[0][0].server_config()) == keys
 
 
 @pytest.mark.parametrize("variable", [*VARIABLES, "TRANSOM_API_KEY", "TRANSOM_API_KEYS"])

@@ -9,12 +9,10 @@ import time
 import httpx
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
 from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.admission_middleware import duration_text
-from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientLimits
 from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
@@ -119,19 +117,18 @@ async def test_gets_have_limits_of_their_own_but_at_open_paths():
 async def test_gets_and_block_map_streams_of_one_client_are_bounded():
     limits = LimitsConfig(concurrent_get_requests=3, block_map_streams=2)
     async with running_api(limits=limits) as api:
-        app = build_api(api.router)
-        streams = [AsgiCall(app, "/blocks/stream", {}, method="GET") for _ in range(2)]
+        streams = [api.call("/blocks/stream", {}, method="GET") for _ in range(2)]
         for stream in streams:
             await stream.begun()
-        third = AsgiCall(app, "/blocks/stream", {}, method="GET")
+        third = api.call("/blocks/stream", {}, method="GET")
         await third.ended()
         assert third.status == 429
         assert "2 concurrent streams of the block map" in third.text
-        waiting = AsgiCall(app, "/v1/models", {}, method="GET")
+        waiting = api.call("/v1/models", {}, method="GET")
         await waiting.ended()
         assert waiting.status == 200  # the third; a stream that was refused does not count
         await streams[0].leave()
-        again = AsgiCall(app, "/blocks/stream", {}, method="GET")
+        again = api.call("/blocks/stream", {}, method="GET")
         await again.begun()
         assert again.status == 200
         for stream in (streams[1], again):
@@ -143,12 +140,11 @@ async def test_gets_and_block_map_streams_of_one_client_are_bounded():
 async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconnects(stream, end):
     worker = StubWorker(max_events=1)
     async with running_api(worker, limits=LimitsConfig(concurrent_requests=1)) as api:
-        app = build_api(api.router)
-        call = AsgiCall(app, "/v1/completions", {"prompt": "hi", "max_tokens": 5, "stream": stream})
+        call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 5, "stream": stream})
         await worker.until(lambda: worker.submitted)
         if stream:
             await call.begun()
-        second = AsgiCall(app, "/v1/completions", {"prompt": "hi"})
+        second = api.call("/v1/completions", {"prompt": "hi"})
         await second.ended()
         assert second.status == 429
         assert "rate_limit_exceeded" in second.text
@@ -168,15 +164,14 @@ async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconne
             )
             await call.ended()
         worker.max_events = None
-        third = AsgiCall(app, "/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        third = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 2})
         await third.ended()
         assert third.status == 200
 
 
 async def test_a_client_that_disconnects_before_its_body_is_complete_no_longer_counts():
     async with running_api(limits=LimitsConfig(concurrent_requests=1)) as api:
-        app = build_api(api.router)
-        call = AsgiCall(app, "/v1/completions", {}, body_so_far=b"")
+        call = api.call("/v1/completions", {}, body_so_far=b"")
         await asyncio.sleep(0)
         await call.leave()
         assert call.sent == []
@@ -292,7 +287,7 @@ async def test_the_deadline_goes_to_the_worker_and_its_passing_is_408_or_an_even
 
 async def test_a_body_that_does_not_come_is_408():
     async with running_api(limits=LimitsConfig(request_timeout_s=0.02)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {}, body_so_far=b'{"prompt"')
+        call = api.call("/v1/completions", {}, body_so_far=b'{"prompt"')
         await call.ended()
         assert call.status == 408
         assert "body did not arrive" in call.text

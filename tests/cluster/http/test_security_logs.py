@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import StubWorker
-from transom_cluster.http.api import build_api
 from transom_core.config import LimitsConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
@@ -108,7 +106,7 @@ async def test_crashes_of_workers_and_clients_that_leave(logged, stream):
     async with unseen(logged, StubWorker(poison=ord("z"))) as api:
         assert "error" in (await api.complete(**TEXT, stream=stream)).text
     async with unseen(logged, StubWorker(max_events=1)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {**TEXT, "stream": stream})
+        call = api.call("/v1/completions", {**TEXT, "stream": stream})
         await api.worker.until(lambda: api.worker.submitted)
         await call.leave()
 
@@ -140,10 +138,9 @@ async def test_bugs(logged, monkeypatch, where):
     """A bug is logged with the place and the kind of its error, and reaches no web server, which would log its message."""
     async with unseen(logged) as api:
         break_it(api, where, monkeypatch)
-        app = build_api(api.router)
         path, body = ("/v1/chat/completions", CHAT) if where == "template" else ("/v1/completions", TEXT)
         for stream in (False, True):
-            call = AsgiCall(app, path, {**body, "stream": stream})
+            call = api.call(path, {**body, "stream": stream})
             await call.ended()
             assert MARK not in call.text
             last = [line for line in call.text.splitlines() if line][-1]

@@ -1,4 +1,5 @@
-"""Responses with very many log-probabilities: a stated bound, the prompt's computed once, JSON in pieces, memory in arrays."""
+"""vLLM's field `prompt_logprobs`, the log-probabilities of a prompt's tokens beside the answer; and responses with very many
+log-probabilities: a stated bound, the prompt's computed once, JSON in pieces, memory in arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import running_api, stream_events, until
+from tests.cluster.conftest import Api, running_api, stream_events, until
 from tests.cluster.stub_worker import ByteTokenizer, StubWorker, logprobs_of
-from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer import json_pieces as pieces
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
@@ -68,7 +67,7 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
     async with running_api() as api:
         alone = (await api.complete(**LONG)).json()["choices"][0]
         api.worker.submitted.clear()
-        call = AsgiCall(build_api(api.router), "/v1/completions", {**LONG, "n": 8, "stream": stream})
+        call = api.call("/v1/completions", {**LONG, "n": 8, "stream": stream})
         await call.ended()
         asked = {one.choice_index: one.params.prompt_logprobs for one in api.worker.submitted}
         assert asked == {0: 20, **dict.fromkeys(range(1, 8))}
@@ -166,3 +165,50 @@ def test_lazy_lists_are_written_as_lists(count: int) -> None:
     text = "".join(pieces.joined_pieces(pieces.json_pieces(body)))
     assert json.loads(text) == {"a": {"lazy": values, "empty": {}}, "b": [{"c": [1.5, "ü"]}], "d": []}
     assert " " not in text
+
+
+PROMPT = "user:hi;assistant:"
+
+
+def entries(text: str, num_top: int) -> list[Any]:
+    """As the stub worker makes them: each token at rank 1, and its successors after it."""
+    found: list[Any] = [None]
+    for character in text[1:]:
+        ranks = range(max(num_top, 1))
+        found.append(
+            {
+                str(ord(character) + k): {
+                    "logprob": -0.5 - k,
+                    "rank": k + 1,
+                    "decoded_token": chr(ord(character) + k),
+                }
+                for k in ranks
+            }
+        )
+    return found
+
+
+async def test_a_chat_has_them_beside_its_choices(api: Api) -> None:
+    for num_top in (0, 1, 2):
+        answer = (await api.chat(prompt_logprobs=num_top, n=2)).json()
+        assert answer["prompt_logprobs"] == entries(PROMPT, num_top)
+        assert len(answer["choices"]) == 2
+    assert "prompt_logprobs" not in (await api.chat()).json()
+
+
+async def test_a_completion_has_them_in_each_choice(api: Api) -> None:
+    answer = (await api.complete(prompt=["hi", "you"], prompt_logprobs=1, n=2)).json()
+    found = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert found == [entries("hi", 1)] * 2 + [entries("you", 1)] * 2
+    assert "prompt_logprobs" not in (await api.complete()).json()["choices"][0]
+
+
+async def test_an_echo_with_fewer_alternatives_does_not_have_more(api: Api) -> None:
+    (choice,) = (await api.complete(prompt="hi", prompt_logprobs=2, echo=True, logprobs=1)).json()["choices"]
+    assert choice["prompt_logprobs"] == entries("hi", 2)
+    assert choice["logprobs"]["top_logprobs"][1] == {"i": -0.5}
+
+
+async def test_a_prompt_of_one_token(api: Api) -> None:
+    (choice,) = (await api.complete(prompt="h", prompt_logprobs=1)).json()["choices"]
+    assert choice["prompt_logprobs"] == [None]

@@ -1,15 +1,19 @@
-"""Responses validate strictly against the official client's types, and are what OpenAI's published document says."""
+"""OpenAI's published document and client: responses validate strictly, and every published field of a request is known here:
+supported, ignored, or refused by its own name."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.cluster.conftest import stream_events
-from tests.cluster.openai.published_document import check_published
+from tests.cluster.openai.published_document import check_published, published_document
+from transom_cluster.openai.openapi_document import POST_ENDPOINTS
+from transom_cluster.openai.request.body import BodyParser
 
 CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
@@ -49,3 +53,36 @@ async def test_completions(api, fields):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice.index]
         assert "".join(c["text"] for c in mine) == choice.text
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
+
+
+LEAST_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+}
+SCHEMAS = {
+    "/v1/chat/completions": "CreateChatCompletionRequest",
+    "/v1/completions": "CreateCompletionRequest",
+    "/v1/responses": "CreateResponse",
+}
+
+
+def fields(schema: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in schema:
+        return fields(published_document()["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]])
+    own = dict(schema.get("properties", {}))
+    for part in schema.get("allOf", ()):
+        own |= fields(part)
+    return own
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_every_published_field_is_known_and_null_is_the_default_of_all_but_the_required_ones(path: str) -> None:
+    """Clients send null for what they leave out."""
+    model, rules, _ = POST_ENDPOINTS[path]
+    names = fields(published_document()["components"]["schemas"][SCHEMAS[path]]).keys()
+    assert len(names) > 15
+    assert names <= {*model.__struct_fields__, *rules.ignored, *rules.refused}
+    parser, least = BodyParser(model, rules), LEAST_BODIES[path]
+    for name in names - least.keys():
+        parser.parse(json.dumps({**least, name: None}).encode())

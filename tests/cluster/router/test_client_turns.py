@@ -200,24 +200,6 @@ async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkey
     assert any(victim in piece for piece in placed[:-1])
 
 
-async def test_a_client_that_fills_the_queue_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No worker is connected: one client's requests may wait as many as there is room for, until another client comes."""
-    monkeypatch.setattr(request_queue, "MAX_WAITING", 6)
-    async with running_api(api_keys=("attacker", "victim"), failover=FailoverConfig(wait_s=60)) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: not api.router.connections)
-
-        attacking = [complete_as(api, "attacker") for _ in range(6)]
-        await until(lambda: len(api.router.queue) == 6)
-        assert (await complete_as(api, "attacker")).status_code == 503
-        victim = complete_as(api, "victim")
-        assert (await attacking[-1]).status_code == 503
-        assert len(api.router.queue) == 6
-        api.directory.add(api.worker)
-        assert (await victim).status_code == 200
-        assert [(await answer).status_code for answer in attacking[:-1]] == [200] * 5
-
-
 async def test_retries_during_a_sweep_do_not_keep_it_from_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """They began again at the first request, so that those after the first 100 or so were never tried."""
     failover = FailoverConfig(wait_s=3600)

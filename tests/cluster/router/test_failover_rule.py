@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import PATIENT, Api, running_api, sample, timings, until
+from tests.cluster.conftest import PATIENT, Api, running_api, sample, sent_events, timings, until
 from tests.cluster.stub_worker import LETTERS, StubWorker
 from tests.matrices import some_daily
 from transom_cluster.router.failover import (
@@ -215,7 +215,7 @@ async def test_poison_among_many_ends_few_workers_and_itself(
         if stream and poison_at:
             assert stopped.status_code == 200
             assert "[DONE]" not in stopped.text
-            error = json.loads(stopped.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+            error = sent_events(stopped.text)[-1]["error"]
         else:
             assert stopped.status_code == 500
             error = stopped.json()["error"]
@@ -335,7 +335,5 @@ async def test_requests_that_waited_in_the_queue_of_a_lost_worker_go_on_at_once(
 
 
 def text_of(text: str, *, stream: bool) -> str:
-    if not stream:
-        return json.loads(text)["choices"][0]["text"]
-    lines = [line for line in text.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+    events = sent_events(text) if stream else [json.loads(text)]
+    return "".join(event["choices"][0]["text"] for event in events)

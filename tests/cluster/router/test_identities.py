@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import httpx
-
-from tests.cluster.conftest import PATIENT, Api, make_router, running, running_api, sample, timings, until
+from tests.cluster.conftest import PATIENT, Api, make_router, running, running_api, sample, sent_events, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.openai.answer.writers import system_fingerprint
 from transom_cluster.router.failover import Loss
@@ -25,10 +22,6 @@ def v1(worker: str, **more: Any) -> StubWorker:
 
 def v2(worker: str, **more: Any) -> StubWorker:
     return StubWorker(worker=worker, identity="2" * 32, loaded_at_s=2.0, **more)
-
-
-def lines(response: httpx.Response) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
 
 
 async def add(api: Api, worker: StubWorker) -> None:
@@ -52,7 +45,7 @@ async def test_a_stream_goes_on_at_a_worker_of_the_model_that_began_it() -> None
         await add(api, newer)
         await add(api, other)
         await lose(api, first)
-        text = lines(await answer)
+        text = sent_events((await answer).text)
         assert "".join(one["choices"][0]["text"] for one in text) == "abcdef"
         assert {one["system_fingerprint"] for one in text} == {system_fingerprint("1" * 32)}
         assert (len(newer.submitted), len(other.submitted)) == (0, 1)
@@ -67,7 +60,7 @@ async def test_a_stream_whose_model_is_gone_ends_with_a_clear_error() -> None:
         await add(api, newer)
         await lose(api, first)
         streamed, plain = [await answer for answer in answers]
-        *text, error = lines(streamed)
+        *text, error = sent_events(streamed.text)
         assert "".join(one["choices"][0]["text"] for one in text) == "ab"
         assert error["error"]["code"] == plain.json()["error"]["code"]
         assert "The model was replaced by another" in error["error"]["message"]

@@ -73,22 +73,6 @@ async def test_kv_of_another_model_is_not_fetched(pair: LocalPeers) -> None:
     assert fetch_of(target, "fetch")["outcome"] == "refused"
 
 
-async def test_a_router_gives_each_answer_to_one_model_and_fetches_nothing_between_them(
-    pair: LocalPeers, models: list[Path]
-) -> None:
-    """`round_robin` would give every other request to each of them."""
-    alone = await expected(pair)
-    workers = [Mortal(one) for one in pair.workers.values()]
-    async with routed(models[0], *workers) as router:
-        for number in range(6):
-            async with router.generate([request(f"r{number}")]) as output:
-                tokens: list[int] = []
-                while output.num_unfinished:
-                    tokens += [one for _, event in await output.next() for one in event.token_ids]
-                assert output.identity == (await pair.workers["w1"].info()).identity
-                assert tokens == alone[1]
-
-
 async def test_a_stream_killed_in_the_middle_is_not_continued_by_the_other_model(
     pair: LocalPeers, models: list[Path]
 ) -> None:

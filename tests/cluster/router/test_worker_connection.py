@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import make_router, num_in_flight, running_api, timings, until
-from tests.cluster.stub_worker import StubWorker
-from transom_cluster.http.api import build_api
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import make_router, num_in_flight, running_api, stream_events, timings, until
+from tests.cluster.stub_worker import LETTERS, StubWorker
 from transom_cluster.router import output_stream
 from transom_cluster.router.in_flight_requests import AttemptState, InFlightRequest
 from transom_cluster.router.output_stream import MAX_BUFFERED, MAX_JOINED_TOKENS, OutputStream, joined
@@ -279,38 +279,22 @@ def test_a_slow_client_gets_everything_and_delays_no_other(server):
         with slow.stream("POST", "/v1/completions", json=body) as response:
             for _ in range(5):
                 assert quick.post("/v1/completions", json={"prompt": "y", "max_tokens": 2}).status_code == 200
-            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
-    assert text == "abcdefghijklmnopqrstuvwxyz"
+            text = "".join(response.iter_text())
+    assert "".join(event["choices"][0]["text"] for event in stream_events(text)) == LETTERS
 
 
 async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
     """The reader must not take "everything has arrived" for "everything was read"."""
-    body, sent = json.dumps({"prompt": "x", "max_tokens": 5, "stream": True}).encode(), []
-    never = asyncio.Event()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-    async def receive():
-        if (message := next(messages, None)) is None:
-            await never.wait()
-        return message
+    class SlowCall(AsgiCall):
+        async def _send(self, message):
+            if message["type"] == "http.response.start":
+                await until(lambda: not num_in_flight(api.router))
+            await super()._send(message)
 
-    async def slow_send(message):
-        if message["type"] == "http.response.start":
-            await until(lambda: not num_in_flight(api.router))
-        sent.append(message.get("body", b""))
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "query_string": b"",
-        "headers": [],
-    }
-    await build_api(api.router)(scope, receive, slow_send)
-    assert b"".join(sent).count(b'"text"') == 5
-    assert b"".join(sent).endswith(b"data: [DONE]\n\n")
+    call = SlowCall(api.app, "/v1/completions", {"prompt": "x", "max_tokens": 5, "stream": True})
+    await call.ended()
+    assert call.text.count('"text"') == len(stream_events(call.text)) == 5
 
 
 def test_text_that_trails_its_tokens_is_kept():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster.conftest import PATIENT, make_router, num_in_flight, running_api, sample, timings, until
+from tests.cluster.conftest import PATIENT, make_router, num_in_flight, running, running_api, sample, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker, stub_workers
 from tests.how_many import num_examples
 from transom_cluster.router import request_queue
@@ -183,9 +183,8 @@ async def test_a_directory_that_fails_is_asked_again() -> None:
                 yield present
 
     router = make_router(directory=Failing(*stub_workers(1)), timings=timings(directory_retry_s=0.0))
-    router.start()
-    await until(lambda: router.is_ready)
-    await router.stop()
+    async with running(router, 1):
+        assert router.is_ready
 
 
 async def test_a_request_that_cannot_be_placed_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

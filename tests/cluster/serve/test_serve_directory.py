@@ -20,8 +20,7 @@ with warnings.catch_warnings():
 
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.serve.running_replicas import running_replicas_of
-from transom_cluster.serve.serve_worker_client import STREAMS
-from transom_cluster.serve.worker_directory import ServeWorkerDirectory
+from transom_cluster.serve.worker_directory import STREAMS, ServeWorkerDirectory
 from transom_core.errors import WorkerLost
 from transom_worker.replica import WorkerReplica
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api, sample, until
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
 from tests.cluster.speaking_worker import SpeakingWorker
 from tests.cluster.stub_worker import ByteTokenizer
-from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_core.contract import FinishReason
@@ -100,7 +98,7 @@ async def test_debug_requests_show_what_a_running_answer_is_at(
     worker = SpeakingWorker(tokenizer=ByteTokenizer(), texts=(SPOKEN,), max_events=num_tokens)  # type: ignore[arg-type]
     async with running_api(worker, tool_call_parser="hermes", reasoning_parser="qwen3") as api:
         body = {**CHAT, "tool_choice": "required", "stream": stream}
-        call = AsgiCall(build_api(api.router), "/v1/chat/completions", body)
+        call = api.call("/v1/chat/completions", body)
         await until(lambda: worker.num_silent and worker.is_read)
 
         def figures(line: dict[str, Any]) -> tuple[Any, ...]:

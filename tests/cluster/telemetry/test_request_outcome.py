@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, make_router, running_api, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
@@ -76,7 +75,7 @@ async def test_a_broken_stream_counts_as_its_error(
 
 async def test_a_stream_whose_worker_is_lost_for_good_counts_as_its_error() -> None:
     async with running_api(StubWorker(max_events=1), failover=FailoverConfig(wait_s=0.05)) as api:
-        call = AsgiCall(build_api(api.router), PATH, ASKED)
+        call = api.call(PATH, ASKED)
         await call.begun()
         api.worker.kill()
         await call.ended()
@@ -92,12 +91,11 @@ async def test_an_error_before_the_first_byte_is_not_a_broken_response() -> None
 
 async def test_a_client_that_disconnects_is_not_a_server_error() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
-        app = build_api(api.router)
-        before = AsgiCall(app, PATH, {**ASKED, "stream": False})
+        before = api.call(PATH, {**ASKED, "stream": False})
         await until(lambda: api.worker.num_silent == 1)
         await before.leave()
         assert ended(api) == ({"499": 1}, {})
-        after = AsgiCall(app, PATH, ASKED)
+        after = api.call(PATH, ASKED)
         await after.begun()
         await after.leave()
         assert after.status == 200
@@ -128,7 +126,7 @@ async def test_a_bug_after_the_last_chunk_counts_as_well(monkeypatch: pytest.Mon
 
     async with running_api() as api:
         monkeypatch.setattr(CompletionWriter, "stream_end", broken)
-        call = AsgiCall(build_api(api.router), PATH, {**ASKED, "max_tokens": 1})
+        call = api.call(PATH, {**ASKED, "max_tokens": 1})
         await call.ended()
         assert ended(api) == ({"500": 1}, {"internal_error": 1})
 

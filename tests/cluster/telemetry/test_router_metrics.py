@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.conftest import Api, make_router, running_api, sample, timings, until
+from tests.cluster.conftest import Api, make_router, running, running_api, sample, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
-from transom_cluster.router.router import Router
 from transom_cluster.telemetry.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
 from transom_core.config import AutoscalingConfig
 from transom_core.contract import Request, SamplingParams, WorkerLoad
@@ -106,23 +105,14 @@ async def test_tasks_are_counted_and_fall_back_when_requests_have_ended() -> Non
 
 async def test_desired_workers_follow_the_loads_and_the_line() -> None:
     busy = StubWorker(load=WorkerLoad(max_num_seqs=10, num_running=27, num_waiting=0))
-    router = Router(
-        workers=(directory := StubDirectory()),
-        tokenizer=make_router(busy).tokenizer,
-        config=make_router(busy).config,
-        router_id="r0",
-        autoscaling=SCALING,
-    )
-    router.start()
-    try:
+    directory = StubDirectory()
+    async with running(make_router(directory=directory, autoscaling=SCALING), 0) as router:
         assert sample(router, "desired_workers") == 0
         directory.add(busy)
         await until(lambda: sample(router, "workers", state="open") == 1)
         assert sample(router, "desired_workers") == 3
         router.connections["w0"].load = replace(busy.load, num_running=0)
         assert sample(router, "desired_workers") == 0
-    finally:
-        await router.stop()
 
 
 def test_long_request_ids_make_no_exemplar() -> None:

@@ -1,8 +1,13 @@
-"""Spans across router and workers: one trace from the client's own, whatever happens in between, and none where not wanted."""
+"""Spans across router and workers: one trace from the client's own, whatever happens in between, and none where not wanted.
+
+JSON log lines of a router and a worker: each writes one line per request, with the same request id and trace id.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +20,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api
+from tests.cluster.engine_server import engine_server
 from tests.cluster.router.engine_workers import Mortal, routed
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core import logs
 from transom_core.config import TracingConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, StepFailed
@@ -157,7 +163,7 @@ async def test_errors_set_the_status(collector: Collector) -> None:
 
 async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None:
     async with running_api(StubWorker(max_events=1), tracing=traced(collector)) as api:
-        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
+        call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 9, "stream": True})
         await call.begun()
         await call.leave()
     [span], [attempt] = named(collector, "POST /v1/completions"), named(collector, "worker")
@@ -236,3 +242,50 @@ def test_a_router_without_tracing_does_not_import_the_sdk() -> None:
         "assert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT)
+
+
+@pytest.fixture
+def own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON lines go to the process's standard error, and nowhere else, until the test ends."""
+    logger = logging.getLogger("transom")
+    monkeypatch.setattr(logs, "_process_name", "")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [])
+
+
+def test_router_and_worker_have_a_line_for_each_request_and_none_contains_the_prompt(
+    tiny_model: Path, own_logging: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracing = traced(InMemorySpanExporter(), model="tiny")
+    logged: dict[str, Any] = {"log_format": "json"}
+    with (
+        engine_server(tiny_model, server=logged, tracing=tracing, kv_cache_memory_bytes="8MiB", **logged) as running,
+        httpx.Client(base_url=running.url, timeout=120, trust_env=False) as client,
+    ):
+        body = {"prompt": MARK, "max_tokens": 4, "ignore_eos": True}
+        headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+        answers = [
+            client.post("/v1/completions", json={**body, **more}, headers=headers)
+            for more in ({}, {"stream": True}, {"temperature": -1})
+        ]
+        for method, path in (("GET", "/health"), ("GET", f"/{MARK}"), ("POST", f"/{MARK}")):
+            client.request(method, path)
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    text = capfd.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert MARK not in text
+    accesses = [line for line in lines if line["logger"] == "transom.access"]
+    assert [(line["method"], line["path"], line["status"]) for line in accesses] == [
+        ("POST", "/v1/completions", 200),
+        ("POST", "/v1/completions", 200),
+        ("POST", "/v1/completions", 400),
+        ("GET", "other", 404),
+        ("POST", "other", 404),
+    ]
+    assert [line.get("request_id") for line in accesses] == [*ids, None, None]
+    assert [line.get("trace_id") for line in accesses] == [TRACE] * 3 + [None] * 2
+    assert accesses[0].items() >= {"output_tokens": 4, "finish_reasons": ["length"], "workers": ["0"]}.items()
+    assert all(line["seconds"] > 0 for line in accesses)
+    ended = [line for line in lines if line["logger"] == "transom.worker.request"]
+    assert [line["request_id"] for line in ended] == [f"{one}-0-0" for one in ids[:2]]
+    assert all(line["trace_id"] == TRACE and line["process"] == "worker/0" for line in ended)

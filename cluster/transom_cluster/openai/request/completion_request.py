@@ -88,11 +88,6 @@ class TokenizeRequest(BodyModel, frozen=True, kw_only=True):
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
     return_token_strs: bool = False
 
-    @property
-    def num_variable_bytes(self) -> int:
-        """Return the length of the JSON that `template_variables` reads."""
-        return len(memoryview(self.tools)) + len(memoryview(self.chat_template_kwargs))
-
     def template_variables(self) -> dict[str, Any]:
         """Return the variables for the chat template, including the tools.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.cluster.openai.published_document import check_event, check_published
+from tests.cluster.stub_worker import ByteTokenizer
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import wire_error
 from transom_cluster.openai.answer.json_pieces import json_pieces
@@ -56,18 +57,11 @@ ANSWER: list[AnswerPart] = [
 ]
 
 
-class Letters:
-    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
-
-
 class ScriptedReader(AnswerReader):
     """Gives one part of the answer for each event, and the rest with the last one."""
 
     def __init__(self, parts: Sequence[AnswerPart]) -> None:
-        super().__init__(Letters(), SamplingParams(), None)  # type: ignore[arg-type]
+        super().__init__(ByteTokenizer(), SamplingParams(), None)  # type: ignore[arg-type]
         self._parts = iter(parts)
         self.num_reasoning_tokens = 2
 
@@ -92,7 +86,7 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
     options = ItemOptions(
         response_id="resp_abc",
         names=names,
-        tokenizer=Letters(),  # type: ignore[arg-type]
+        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
         num_top_logprobs=num_top,
         includes_encrypted_reasoning=request.includes_encrypted_reasoning,
     )
