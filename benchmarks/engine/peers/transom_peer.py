@@ -19,7 +19,6 @@ from benchmarks.engine.peers.engine import (
     SERVED_NAME,
     ChildRun,
     Engine,
-    OfflineRun,
     clean_environment,
     random_prompt,
 )
@@ -49,7 +48,7 @@ class Transom(Engine):
         )
         return f"commit {found.stdout.strip() or 'unknown'}, bfloat16"
 
-    def offline(self) -> OfflineRun:
+    def offline(self) -> ChildRun:
         """See `Engine`."""
         settings = {
             "model": self.model,

