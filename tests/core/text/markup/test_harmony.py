@@ -2,8 +2,8 @@
 
 `harmony_answers.json` has random answers as pieces, [text, 1 where it is one special token], each with the messages that
 `openai-harmony` 0.0.8 reads in it. The library takes any text in a header, and a marker inside a message as text, where this
-parser lets the marker begin the next message; answers of these kinds are left out. Together the answers have every run of four pieces
-(markers, headers, kinds of text) and every end that 169 random ones had. Git has the script that recorded them.
+parser lets the marker begin the next message; answers of these kinds are left out. Together they have every run of four
+pieces (markers, headers, kinds of text) and every end that 169 random ones had. Git has the script that recorded them.
 """
 
 from __future__ import annotations
