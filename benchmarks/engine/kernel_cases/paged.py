@@ -63,7 +63,7 @@ def make_paged(
         v_cache=v_cache,
         k_scale=k_scale,
         v_scale=v_scale,
-        batch=paged_batch(tables, firsts, starts, counts, device),
+        batch=_batch(tables, firsts, starts, counts, device),
         scale=heads.size**-0.5,
         rule=MaskRule(window=window),
         sink_logits=torch.randn(heads.query, device=device) if has_sinks else None,
@@ -167,14 +167,12 @@ def _part(paged: PagedInputs, sequences: list[int], starts: list[int], counts: l
     """A batch over the tables of some sequences."""
     batch = paged.batch
     tables = [batch.block_table_host[b] for b in sequences]
-    return paged_batch(tables, [batch.first_block_host[b] for b in sequences], starts, counts, paged.q.device)
+    return _batch(tables, [batch.first_block_host[b] for b in sequences], starts, counts, paged.q.device)
 
 
-def paged_batch(
+def _batch(
     tables: list[list[int]], firsts: list[int], starts: list[int], counts: list[int], device: torch.device
 ) -> PagedBatch:
-    """The batch of sequences whose blocks `tables` has, from block `firsts[b]` of each on."""
-
     def on_device(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
