@@ -18,9 +18,6 @@ The engines take turns in every round, and a ratio compares values of one round:
 day, so only ratios inside one run mean much. Ratios are against vLLM where it runs, else against the first engine. Nothing else
 should run meanwhile: threads that spin at barriers lose far more speed than the share of a core that another process takes.
 
-The memory's read bandwidth is measured in the same rounds. The bytes of the weights divided by it are the floor of a decode step,
-and the table says how many times this floor a step of batch 1 takes.
-
 The last figures are in docs/performance.md.
 """
 
@@ -37,11 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.peers.engine import Engine
-from benchmarks.engine.peers.figures import Figures
 from benchmarks.engine.peers.transom_peer import Transom, Variant
-from benchmarks.engine.peers.turns import BANDWIDTH, FLOOR_CASE, MEMORY, Bench, Plan, say
+from benchmarks.engine.peers.turns import Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
-from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
 from benchmarks.json_child import ROOT
 
 SECTIONS = ("prefill", "decode", "http")
@@ -85,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures = bench.figures.as_json(base)
         file.write_text(one_line_a_figure(report | {"failures": bench.failures}, figures))
 
-    bench = Bench(engines, plan, ReadBandwidth(options.threads), on_progress=save)
+    bench = Bench(engines, plan, on_progress=save)
     try:
         if {"prefill", "decode"} & set(plan.sections):
             bench.offline()
@@ -93,9 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
             bench.servers()
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
-    add_floor(bench.figures, names, options.model)
     save()
-    for line in bench.figures.table([*names, MEMORY], base):
+    for line in bench.figures.table(names, base):
         print(line)
     for failure in bench.failures:
         print(f"failed: {failure}")
@@ -107,20 +101,6 @@ def one_line_a_figure(report: dict[str, Any], figures: list[dict[str, Any]]) -> 
     rows = ",\n".join("  " + json.dumps(figure) for figure in figures)
     entries = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
     return "{\n" + ",\n".join([*entries, f' "figures": [\n{rows}\n ]']) + "\n}\n"
-
-
-def add_floor(figures: Figures, names: list[str], model: str) -> None:
-    """Add a row that says how many times the time to read the weights a step of batch 1 takes, round by round."""
-    folder = Path(model)
-    speed, step = figures.find(BANDWIDTH), figures.find(f"decode, batch {FLOOR_CASE[0]} at {FLOOR_CASE[1]} ")
-    if speed is None or step is None or not folder.is_dir():
-        return
-    floor_s = bytes_of_a_step(folder) / 1e9 / (speed.median(MEMORY) or 1.0)
-    label = f"batch-1 step / {1e3 * floor_s:.2f} ms that reading the weights takes"
-    row = figures.row(label, "times", higher_is_better=False, decimals=2)
-    for name in names:
-        for number, tokens_per_s in step.values.get(name, {}).items():
-            row.add(name, number, 1 / tokens_per_s / floor_s)
 
 
 def all_engines(options: argparse.Namespace) -> list[Engine]:

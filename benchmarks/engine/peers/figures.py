@@ -63,10 +63,6 @@ class Figures:
         """The row of this label, new if there is none."""
         return self._rows.setdefault(label, Figure(label, unit, higher_is_better, decimals))
 
-    def find(self, beginning: str) -> Figure | None:
-        """The first row whose label begins so."""
-        return next((row for label, row in self._rows.items() if label.startswith(beginning)), None)
-
     def table(self, engines: list[str], base: str) -> list[str]:
         """Lines of a Markdown table: the median, and in brackets the ratio against the base."""
         lines = ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]

@@ -17,7 +17,6 @@ import httpx
 
 from benchmarks.engine.peers.engine import SERVED_NAME, ChildRun, Engine
 from benchmarks.engine.peers.figures import Figure, Figures
-from benchmarks.engine.peers.weight_floor import ReadBandwidth
 from benchmarks.json_child import ChildError
 from benchmarks.server_process import ServerError, ServerProcess, free_port
 from benchmarks.serving.load_answers import Summary, summarise
@@ -27,9 +26,7 @@ from benchmarks.serving.load_requests import Workload
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
-MEMORY = "memory"  # the read bandwidth's column of the figures
 FIRST_PROMPT = list(range(1000, 1016))
-BANDWIDTH, FLOOR_CASE = "read bandwidth", (1, 16)
 FAILURES = (ChildError, ServerError, RuntimeError, ValueError, OSError, subprocess.SubprocessError)
 PAUSE_S = 0.5  # between engines, in which the threads of the one before stop spinning
 
@@ -50,10 +47,8 @@ class Plan:
 class Bench:
     """Takes the figures of some engines. `on_progress` is called after each case and each server."""
 
-    def __init__(
-        self, engines: list[Engine], plan: Plan, bandwidth: ReadBandwidth, *, on_progress: Callable[[], None]
-    ) -> None:
-        self.engines, self.plan, self._bandwidth, self._on_progress = engines, plan, bandwidth, on_progress
+    def __init__(self, engines: list[Engine], plan: Plan, *, on_progress: Callable[[], None]) -> None:
+        self.engines, self.plan, self._on_progress = engines, plan, on_progress
         self.figures = Figures()
         self.failures: list[str] = []
 
@@ -90,33 +85,17 @@ class Bench:
 
     def _decode(self, runs: dict[str, ChildRun], batch: int, context: int, steps: int) -> None:
         row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}", "tokens/s")
-        before = self._read if (batch, context) == FLOOR_CASE else None
-        self._turns(runs, row, lambda run: run.decode(batch, context, steps), before_round=before)
+        self._turns(runs, row, lambda run: run.decode(batch, context, steps))
 
-    def _turns(
-        self,
-        runs: dict[str, ChildRun],
-        row: Figure,
-        measure: Callable[[ChildRun], float],
-        *,
-        before_round: Callable[[int], None] | None = None,
-    ) -> None:
+    def _turns(self, runs: dict[str, ChildRun], row: Figure, measure: Callable[[ChildRun], float]) -> None:
         """Take one figure from every engine, in every round."""
         for number in range(self.plan.rounds):
-            if before_round:
-                before_round(number)
             for name in rotated(list(runs), number):
                 time.sleep(PAUSE_S)
                 value = self._attempt(name, row.label, lambda run=runs[name]: measure(run))
                 row.add(name, number, value)
                 said = "failed" if value is None else f"{value:,.1f} tokens/s"
                 say(f"{row.label}, round {number + 1}: {name} {said}")
-
-    def _read(self, number: int) -> None:
-        time.sleep(PAUSE_S)
-        speed = self._bandwidth.measure() / 1e9
-        self.figures.row(BANDWIDTH, "GB/s").add(MEMORY, number, speed)
-        say(f"{BANDWIDTH}: {speed:.1f} GB/s")
 
     def _serve(self, engine: Engine, number: int) -> None:
         port = free_port()

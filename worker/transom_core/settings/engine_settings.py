@@ -1,5 +1,5 @@
-"""Settings of a worker's engine: the model, windows and chunks that turn any model into a hybrid-attention model, the KV cache and its
-tiers, what the scheduler puts into a step, and the ranks that compute it."""
+"""Settings of a worker's engine: the model, windows and chunks that turn any model into a hybrid, the KV cache and its tiers,
+what the scheduler puts into a step, and the ranks that compute it."""
 
 from __future__ import annotations
 
