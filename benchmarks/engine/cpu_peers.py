@@ -7,9 +7,8 @@
 The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC. An engine that is not
 installed is named and left out; `docs/performance.md` says how vLLM is set up. `--only` chooses among:
 
-    prefill  one prompt of 512 tokens, without HTTP
-    decode   batches of 1, 8 and 32 without HTTP: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
-    http     closed loops of 1, 4 and 16 clients: output tokens per second, median time to the first token
+    prefill  one prompt of 512 tokens
+    decode   batches of 1, 8 and 32: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
 
 `--compare` measures Transom beside itself with other environment variables (NAME=VALUE, separated by commas), which is then the
 base: for a change of kernels, or of the whole code by `PYTHONPATH=OTHER/cluster:OTHER/worker:OTHER/kernels`.
@@ -39,7 +38,7 @@ from benchmarks.engine.peers.turns import Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
 from benchmarks.json_child import ROOT
 
-SECTIONS = ("prefill", "decode", "http")
+SECTIONS = ("prefill", "decode")
 PREFERRED_BASE = "vllm"
 RESULTS = ROOT / "benchmarks" / "results" / "local"
 TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
@@ -82,10 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     bench = Bench(engines, plan, on_progress=save)
     try:
-        if {"prefill", "decode"} & set(plan.sections):
-            bench.offline()
-        if "http" in plan.sections:
-            bench.servers()
+        bench.run()
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
     save()
@@ -136,8 +132,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
         sections=tuple(options.only),
         prefill_tokens=512,
         decode=QUICK_DECODE if quick else FULL_DECODE,
-        concurrency=(1, 4) if quick else (1, 4, 16),
-        requests=4 if quick else 24,
     )
 
 

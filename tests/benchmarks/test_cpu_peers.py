@@ -1,4 +1,4 @@
-"""The comparison of engines, with engines that compute nothing and a server that answers at once."""
+"""The comparison of engines, with engines that compute nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.engine.peers import turns
 from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment
 from benchmarks.engine.peers.figures import Figures
 from benchmarks.json_child import Child
-from tests.benchmarks import stub_engine_child, stub_server_process
+from tests.benchmarks import stub_engine_child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,6 @@ class StubEngine(Engine):
         child = Child(self.name, sys.executable, stub_engine_child.__name__, environment)
         return ChildRun(child, {"model": self.model})
 
-    def server(self, port: int) -> list[str]:
-        return [sys.executable, "-m", stub_server_process.__name__, str(port)]
-
 
 class FasterEngine(StubEngine):
     name: ClassVar[str] = "transom"
@@ -44,9 +41,6 @@ class FasterEngine(StubEngine):
 
 class BrokenEngine(StubEngine):
     name: ClassVar[str] = "broken"
-
-    def server(self, port: int) -> list[str]:
-        return [sys.executable, "-c", "raise SystemExit('no model')"]
 
 
 class AbsentEngine(StubEngine):
@@ -86,22 +80,14 @@ def test_offline_figures_are_ratios_against_vllm(stub_engines, tmp_path, capsys)
     assert "| prefill 512, tokens/s | 2 | 4 (2.00) | - |" in capsys.readouterr().out
 
 
-def test_servers_are_measured_and_end(stub_engines, tmp_path):
-    found = run(tmp_path, "--only", "http", "--engines", "vllm,broken")
-    rows = {row["label"]: row for row in found["figures"]}
-    assert rows["HTTP, 4 clients: output"]["median"]["vllm"] > 0
-    (failure,) = found["failures"]
-    assert failure.startswith("broken, server: broken: the server ended with code 1: no model")
-
-
 def test_figures_pair_the_values_of_one_round():
     figures = Figures()
-    row = figures.row("start", "s", higher_is_better=False)
-    for number, value in enumerate((10.0, None, 30.0)):
+    row = figures.row("start")
+    for number, value in enumerate((5.0, None, 10.0)):
         row.add("vllm", number, value)
-    for number, value in enumerate((5.0, 1.0, 10.0)):
+    for number, value in enumerate((10.0, 1.0, 30.0)):
         row.add("transom", number, value)
-    assert row.median("vllm") == 20
+    assert row.median("vllm") == 7.5
     assert row.ratio("transom", "vllm") == 2.5  # of 10 / 5 and 30 / 10; the second round has no pair
     assert row.ratio("transom", "absent") is None
-    assert figures.table(["vllm", "transom", "absent"], "vllm")[-1] == "| start, s | 20.0 | 5.0 (2.50) | - |"
+    assert figures.table(["vllm", "transom", "absent"], "vllm")[-1] == "| start, tokens/s | 7.5 | 10.0 (2.50) | - |"

@@ -1,4 +1,4 @@
-"""What `cpu_peers` needs of an engine: whether it is installed, how it runs offline, and how its server starts.
+"""What `cpu_peers` needs of an engine: whether it is installed, and how it runs.
 
 Each engine is one small class derived from `Engine`. An engine in Python runs offline in a child process, which is the same module
 run as a program under that engine's Python, and which answers `load`, `prefill`, `start` and `decode`; `ChildRun` turns these calls
@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from benchmarks.json_child import Child
 
-SERVED_NAME = "m"  # the model's name in every server's API
 NOT_INHERITED = (
     "OMP_WAIT_POLICY",
     "OMP_NUM_THREADS",
@@ -75,11 +74,7 @@ class Engine(ABC):
 
     @abstractmethod
     def offline(self) -> ChildRun:
-        """Load the engine for figures without HTTP."""
-
-    @abstractmethod
-    def server(self, port: int) -> list[str]:
-        """The command that starts a server of SERVED_NAME on loopback."""
+        """Load the engine."""
 
     def environment(self) -> dict[str, str]:
         """The variables of its processes."""

@@ -2,7 +2,7 @@
 
 A figure is one row, such as "decode, batch 8 at 512". It holds one value for each engine and round; where an engine failed in a
 round, that value is missing. A ratio compares values of the same round, since the machine's speed moves between rounds, and the
-median of the rounds' ratios is reported. Above 1 an engine is better than the base: faster, or for times and shares, lower.
+median of the rounds' ratios is reported. Above 1 an engine is faster than the base.
 
     rounds:  vllm 50, 40, 52    transom 150, 128, 104    ratios 3.0, 3.2, 2.0    reported 3.0
 """
@@ -16,11 +16,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class Figure:
-    """One row of the table."""
+    """One row of the table, in tokens per second."""
 
     label: str
-    unit: str
-    higher_is_better: bool = True
     decimals: int = 1
     values: dict[str, dict[int, float]] = field(default_factory=dict)  # by engine and round
 
@@ -38,15 +36,13 @@ class Figure:
         """How many times as good as the base: the median over the rounds in which both gave a value."""
         ours, theirs = self.values.get(engine, {}), self.values.get(base, {})
         pairs = [(ours[number], theirs[number]) for number in ours.keys() & theirs.keys()]
-        ratios = [a / b if self.higher_is_better else b / a for a, b in pairs if a and b]
+        ratios = [a / b for a, b in pairs if a and b]
         return statistics.median(ratios) if ratios else None
 
     def as_json(self, base: str) -> dict[str, Any]:
         """The figure as JSON values."""
         return {
             "label": self.label,
-            "unit": self.unit,
-            "higher_is_better": self.higher_is_better,
             "median": {engine: self.median(engine) for engine in self.values},
             "ratio": {engine: self.ratio(engine, base) for engine in self.values if engine != base},
             "rounds": self.values,
@@ -59,16 +55,16 @@ class Figures:
     def __init__(self) -> None:
         self._rows: dict[str, Figure] = {}
 
-    def row(self, label: str, unit: str, *, higher_is_better: bool = True, decimals: int = 1) -> Figure:
+    def row(self, label: str, *, decimals: int = 1) -> Figure:
         """The row of this label, new if there is none."""
-        return self._rows.setdefault(label, Figure(label, unit, higher_is_better, decimals))
+        return self._rows.setdefault(label, Figure(label, decimals))
 
     def table(self, engines: list[str], base: str) -> list[str]:
         """Lines of a Markdown table: the median, and in brackets the ratio against the base."""
         lines = ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
         for row in self._rows.values():
             cells = [_cell(row, engine, base) for engine in engines]
-            lines.append(f"| {row.label}, {row.unit} | " + " | ".join(cells) + " |")
+            lines.append(f"| {row.label}, tokens/s | " + " | ".join(cells) + " |")
         return lines
 
     def as_json(self, base: str) -> list[dict[str, Any]]:
