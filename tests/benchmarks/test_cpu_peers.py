@@ -13,7 +13,7 @@ import pytest
 from benchmarks.engine import cpu_peers
 from benchmarks.engine.peers import turns
 from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment
-from benchmarks.engine.peers.figures import Figures
+from benchmarks.engine.peers.turns import Figures
 from benchmarks.json_child import Child
 from tests.benchmarks import stub_engine_child
 
