@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.server_process import ServerError, ServerProcess, free_port
-from tests.benchmarks import stub_server_process
+from benchmarks.server_process import ServerError, ServerProcess
 
 
 def test_processes_are_counted_and_ended() -> None:
@@ -29,8 +28,8 @@ def test_a_server_that_a_script_started_in_the_background_ends_when_asked() -> N
     """Its processes ignore SIGINT, as those of `make test &` do."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        command = [sys.executable, "-m", stub_server_process.__name__, str(free_port())]
-        with ServerProcess("stub", command, os.environ) as server:
+        code = "import time; print('serving', flush=True); time.sleep(600)"
+        with ServerProcess("stub", [sys.executable, "-c", code], os.environ) as server:
             server.wait_until(lambda: "serving" in server.log_text(), 60)
             assert server.stop(timeout_s=30)[1] == []
     finally:
