@@ -92,10 +92,6 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ("[f(a={'k': [True, False, None, true]})]", _call('{"a": {"k": [true, false, null, true]}}')),
         ("[f(a='')]", _call('{"a": ""}')),
         ("[f('x')]", [*_call("", is_complete=False), MessageText("'x')]")]),
-        *(
-            (text, [MessageText(text)])
-            for text in ("[1, 2]", "[a link](https://example.org)", "[unknown(a=1)]", "[f", "[]", "A list [f(a=1)]")
-        ),
     ],
     "mistral": [
         ('[TOOL_CALLS]{"name": "f", "arguments": {}}', _call("{}")),
@@ -109,6 +105,13 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
 )
 def test_calls(tools: str, text: str, parts: list[AnswerPart]) -> None:
     assert _read(text, tools) == parts
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[a link](https://example.org)", "[unknown(a=1)]", "[f", "[]", "The list [f(a=1)]"]
+)
+def test_other_lists_are_the_message(text: str) -> None:
+    assert _read(text, "pythonic") == [MessageText(text)]
 
 
 @pytest.mark.parametrize("opener", ["<|tool_call|>", "<tool_call>"])
