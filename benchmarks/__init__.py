@@ -8,8 +8,7 @@
 | `serving` | What does a client of the HTTP server see: under load, under kills, after a loss? | failover and the soak |
 | `gpu` | Is everything right and fast on a GPU? | nothing yet: no GPU has run it |
 
-Run them from the root of the repository as modules: `python -m benchmarks.engine.cpu_peers --help`. Results that documents cite
-lie in `results`; those of other runs belong into `results/local`, which git ignores. A benchmark that gave its figure and
-guards nothing is deleted: the document that has the figure names the commit, and `git show COMMIT:benchmarks/NAME.py` shows how it
-was measured.
+Run them from the root of the repository as modules: `python -m benchmarks.engine.cpu_peers --help`. Results belong into
+`results/local`, which git ignores, and figures into the documents. A benchmark that gave its figure and guards nothing is
+deleted: the document that has the figure names the commit, and `git show COMMIT:benchmarks/NAME.py` shows how it was measured.
 """

@@ -85,22 +85,6 @@ class ServerProcess:
                     found.add(process)
         return list(found)
 
-    def idle_share(self, settle_s: float, duration_s: float) -> float:
-        """Processor seconds per second of all processes while nothing is asked: 1 is one core."""
-        time.sleep(settle_s)
-        before, begin_s = self._cpu_seconds(), time.perf_counter()
-        time.sleep(duration_s)
-        after, spent_s = self._cpu_seconds(), time.perf_counter() - begin_s
-        return sum(seconds - before.get(process, 0.0) for process, seconds in after.items()) / spent_s
-
-    def memory_bytes(self) -> int:
-        """Proportional memory of all processes: a page that several share counts once."""
-        total = 0
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total
-
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> tuple[int, list[psutil.Process]]:
         """End the server; return its exit code and those of its processes that had to be killed after `timeout_s`.
 
@@ -120,14 +104,6 @@ class ServerProcess:
         psutil.wait_procs(killed, timeout=timeout_s)
         self._log.close()
         return code, killed
-
-    def _cpu_seconds(self) -> dict[psutil.Process, float]:
-        found = {}
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                found[process] = times.user + times.system
-        return found
 
 
 def transom_serve(model: str, port: int, **settings: object) -> list[str]:

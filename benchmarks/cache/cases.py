@@ -17,8 +17,6 @@ class Case:
     workload: str | None = None
     trace: str | None = None
     arrivals: str = "sequential"
-    skip: int = 0  # requests that are left out
-    limit: int | None = None  # requests after those; None: all
     vllm_default: float | None = None
     vllm_dense: float | None = None
 
@@ -26,8 +24,7 @@ class Case:
     def name(self) -> str:
         """Words for a table's first column."""
         overlapping = ", overlapping" if self.arrivals == "recorded" else ""
-        part = "" if self.limit is None else f", requests {self.skip} to {self.skip + self.limit - 1}"
-        return f"{self.workload or self.trace}, {self.model}, {self.memory}{overlapping}{part}"
+        return f"{self.workload or self.trace}, {self.model}, {self.memory}{overlapping}"
 
 
 def _sessions() -> tuple[Case, ...]:
@@ -72,13 +69,4 @@ def _traces() -> tuple[Case, ...]:
     return (*conversation, overlapping, *mixed)
 
 
-def _cuts() -> tuple[Case, ...]:
-    """Thousand requests of the traces, which an empty cache that has learned nothing begins with."""
-    return tuple(
-        Case(trace=trace, model=GPT_OSS, memory="80GiB", skip=skip, limit=1_000)
-        for trace, skips in (("conversation_a", (0, 1_000, 2_000, 3_000)), ("synthetic", (0, 1_000, 2_000)))
-        for skip in skips
-    )
-
-
-CASES = _sessions() + _traces() + _cuts()
+CASES = _sessions() + _traces()

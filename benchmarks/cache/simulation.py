@@ -86,8 +86,6 @@ def simulate_case(run: Run) -> dict[str, Any]:
         trace=run.traces / f"{case.trace}.jsonl" if case.trace else None,
         workload=case.workload,
         arrivals=case.arrivals,
-        skip=case.skip,
-        limit=case.limit,
         block_size=run.block_size,
         seed=run.seed,
         clairvoyant=run.with_bounds,

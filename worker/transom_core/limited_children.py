@@ -42,7 +42,7 @@ MAX_PROCESSES = 2  # besides one for patient tasks
 WALL_S = 60.0  # for one task with the start of its child; the limit of CPU time ends most tasks long before
 # 1.5 % of the CPU share; SCHED_IDLE has 0.3 %, by which a large task would not end on a busy machine.
 _PATIENT_NICENESS = 19
-PATIENT_WALLS = 5  # a patient task may take so many times as long
+PATIENT_WALLS = 5  # a patient task may take up to 5 times as long as another
 _NICENESS = 5  # a third of the CPU share of a process that serves requests, if both want one core
 _LENGTH_BYTES = 4
 _MAX_REASON = 300  # characters

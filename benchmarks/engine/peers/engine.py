@@ -1,4 +1,4 @@
-"""What `cpu_peers` needs of an engine: whether it is installed, how it runs offline, and how its server starts.
+"""What `cpu_peers` needs of an engine: whether it is installed, and how it runs.
 
 Each engine is one small class derived from `Engine`. An engine in Python runs offline in a child process, which is the same module
 run as a program under that engine's Python, and which answers `load`, `prefill`, `start` and `decode`; `ChildRun` turns these calls
@@ -11,12 +11,10 @@ import os
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from benchmarks.json_child import Child
 
-SERVED_NAME = "m"  # the model's name in every server's API
 NOT_INHERITED = (
     "OMP_WAIT_POLICY",
     "OMP_NUM_THREADS",
@@ -28,20 +26,34 @@ NOT_INHERITED = (
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000  # of random prompts: no special tokens
 
 
-class OfflineRun(Protocol):
-    """A loaded engine. Its figures are tokens per second."""
+class ChildRun:
+    """A loaded engine, in a child that answers calls. Its figures are tokens per second."""
+
+    def __init__(self, child: Child, settings: dict[str, Any]) -> None:
+        """Load the engine in the child, and compute once what is computed in every round. Raises ChildError."""
+        self._child = child
+        try:
+            child.call("load", settings=settings)
+            child.call("prefill", num_tokens=512)
+            child.call("start", batch=4, context=16)
+            child.call("decode", steps=8)
+        except BaseException:
+            child.stop()
+            raise
 
     def prefill(self, num_tokens: int) -> float:
         """The speed of one new prompt, from its arrival to its first token."""
-        ...
+        return num_tokens / float(self._child.call("prefill", num_tokens=num_tokens)["seconds"])
 
     def decode(self, batch: int, context: int, steps: int) -> float:
         """The speed of `batch` sequences together over `steps` steps, after prompts of `context` tokens."""
-        ...
+        self._child.call("start", batch=batch, context=context)
+        figures = self._child.call("decode", steps=steps)
+        return float(figures["tokens"]) / float(figures["seconds"])
 
     def stop(self) -> None:
         """End the engine's processes."""
-        ...
+        self._child.stop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,61 +73,17 @@ class Engine(ABC):
         """Version and settings, for the report."""
 
     @abstractmethod
-    def offline(self) -> OfflineRun:
-        """Load the engine for figures without HTTP."""
-
-    @abstractmethod
-    def server(self, port: int) -> list[str]:
-        """The command that starts a server of SERVED_NAME on loopback."""
+    def offline(self) -> ChildRun:
+        """Load the engine."""
 
     def environment(self) -> dict[str, str]:
         """The variables of its processes."""
         return clean_environment()
 
 
-class ChildRun:
-    """An engine in a child that answers calls."""
-
-    def __init__(self, child: Child, settings: dict[str, Any]) -> None:
-        """Load the engine in the child, and compute once what is computed in every round. Raises ChildError."""
-        self._child = child
-        try:
-            child.call("load", settings=settings)
-            child.call("prefill", num_tokens=512)
-            child.call("start", batch=4, context=16)
-            child.call("decode", steps=8)
-        except BaseException:
-            child.stop()
-            raise
-
-    def prefill(self, num_tokens: int) -> float:
-        """See `OfflineRun`."""
-        return num_tokens / float(self._child.call("prefill", num_tokens=num_tokens)["seconds"])
-
-    def decode(self, batch: int, context: int, steps: int) -> float:
-        """See `OfflineRun`."""
-        self._child.call("start", batch=batch, context=context)
-        figures = self._child.call("decode", steps=steps)
-        return float(figures["tokens"]) / float(figures["seconds"])
-
-    def stop(self) -> None:
-        """See `OfflineRun`."""
-        self._child.stop()
-
-
 def clean_environment(**added: str) -> dict[str, str]:
     """This process's environment without what would change an engine's speed or imports, and with `added`."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED} | added
-
-
-def is_safetensors_folder(model: str) -> bool:
-    """Whether `model` is a folder of safetensors, which all engines in Python can read."""
-    return any(Path(model).glob("*.safetensors"))
-
-
-def flag_list(flags: dict[str, str]) -> list[str]:
-    """Flags and their values, as a command has them."""
-    return [text for pair in flags.items() for text in pair]
 
 
 def random_prompt(generator: random.Random, num_tokens: int) -> list[int]:

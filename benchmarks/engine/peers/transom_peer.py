@@ -15,17 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from benchmarks.engine.peers.engine import (
-    SERVED_NAME,
-    ChildRun,
-    Engine,
-    OfflineRun,
-    clean_environment,
-    random_prompt,
-)
+from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment, random_prompt
 from benchmarks.engine.steps import Steps
 from benchmarks.json_child import ROOT, Child, answer_calls
-from benchmarks.server_process import transom_serve
 from transom_core.settings.settings import Settings
 from transom_worker.engine.startup import build_engine
 
@@ -49,7 +41,7 @@ class Transom(Engine):
         )
         return f"commit {found.stdout.strip() or 'unknown'}, bfloat16"
 
-    def offline(self) -> OfflineRun:
+    def offline(self) -> ChildRun:
         """See `Engine`."""
         settings = {
             "model": self.model,
@@ -59,18 +51,6 @@ class Transom(Engine):
             "num_threads": self.num_threads,
         }
         return ChildRun(Child(self.name, sys.executable, __name__, self.environment()), settings)
-
-    def server(self, port: int) -> list[str]:
-        """See `Engine`."""
-        return transom_serve(
-            self.model,
-            port,
-            served_model_name=SERVED_NAME,
-            dtype="bfloat16",
-            device="cpu",
-            num_threads=self.num_threads,
-            kv_cache_memory_bytes=KV_CACHE_MEMORY,
-        )
 
     def environment(self) -> dict[str, str]:
         """See `Engine`."""

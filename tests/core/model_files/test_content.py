@@ -14,7 +14,7 @@ from transom_core.errors import ModelError
 from transom_core.model_files import content
 from transom_core.model_files.content import ContentPart, ContentReading, join_parts
 from transom_core.model_files.resolve import ModelFiles, resolve_model
-from transom_core.model_files.weight_index import INDEX_FILE
+from transom_core.model_files.text_files import INDEX_FILE
 
 SIZE = 3000
 

@@ -87,20 +87,18 @@ def test_other_names_have_no_commit(name: str) -> None:
     assert with_commit(name) == name
 
 
-def test_without_an_index_the_one_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with hub_server({**TEXT, **OTHERS, "model.safetensors": b"w" * 1000, "other.safetensors": b"z" * 1000}) as server:
-        use(server, monkeypatch, tmp_path)
-        resolve_model("org/name")
-        assert set(server.num_bytes) == {*TEXT, "model.safetensors"}
-
-
-def test_weights_of_other_names_are_found_in_the_repositorys_own_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("weights", "downloaded"),
+    [(("model", "other"), "model"), (("part-1",), "part-1")],
+    ids=["the one file is enough", "of other names, in the repository's own folder"],
+)
+def test_weights_without_an_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: tuple[str, ...], downloaded: str
 ) -> None:
-    with hub_server({**TEXT, **OTHERS, "part-1.safetensors": b"w" * 1000}) as server:
+    with hub_server({**TEXT, **OTHERS, **{f"{name}.safetensors": b"w" * 1000 for name in weights}}) as server:
         use(server, monkeypatch, tmp_path)
         resolve_model("org/name")
-        assert set(server.num_bytes) == {*TEXT, "part-1.safetensors"}
+        assert set(server.num_bytes) == {*TEXT, f"{downloaded}.safetensors"}
 
 
 def test_a_repository_with_pickles_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import ModelFiles
-from transom_core.model_files.weight_index import weight_files
+from transom_core.model_files.text_files import weight_files
 
 PIECE_BYTES = 16 << 20
 MAX_THREADS = 8  # one reads about 1 GB/s

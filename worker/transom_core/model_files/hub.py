@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face hub those files of a model that a process needs, and no others.
 
 - **text files**: the configs, the tokenizer and the chat templates; all that a router needs.
-- **weight files**: those that the index names (`weight_index`), or `model.safetensors` if there is no index. A repository's
+- **weight files**: those that the index names (`text_files`), or `model.safetensors` if there is no index. A repository's
   folders (`original/`), other formats of the same weights (`consolidated.safetensors`) and pickles are never downloaded.
 - **revision**: an id may end with `@` and a branch, tag or commit. Without one it is the newest commit at the time of the download.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_files.weight_index import INDEX_FILE, SINGLE_FILE, read_weight_index
+from transom_core.model_files.text_files import INDEX_FILE, SINGLE_FILE, read_weight_index
 
 logger = logging.getLogger("transom.worker")
 

@@ -1,4 +1,5 @@
-"""Reads the text files of a model's folder, which may come from anywhere: JSON, `tokenizer.json` and chat templates.
+"""Reads the text files of a model's folder, which may come from anywhere: JSON, `tokenizer.json`, chat templates, and
+`model.safetensors.index.json`, which maps each tensor to its file if a model's weights are in several files.
 
 They must be regular files of bounded size: a pipe would hang the start. They must lie in the folder, or where a hub's cache has put
 them: a cloned repository can have links, and these could lead to any file of this host.
@@ -13,6 +14,8 @@ from typing import Any
 
 from transom_core.errors import ModelError
 
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"  # of a model whose weights are in one file
 _MAX_BYTES = 256 << 20  # an index of 100,000 tensors has 10 MiB, a tokenizer 35 MiB
 
 
@@ -55,6 +58,36 @@ def read_text(path: Path, folder: Path) -> str:
         raise ModelError(f"{path} is missing; the model's folder is incomplete.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from None
+
+
+def read_weight_index(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor.
+
+    Raises:
+        ModelError: the index names no files, or other files than .safetensors in its own folder.
+    """
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise ModelError(f"{index} has no 'weight_map'; download it again.")
+    wrong = [file for file in entries.values() if not isinstance(file, str) or Path(file).suffix != ".safetensors"]
+    if wrong:
+        raise ModelError(f"{index} names {wrong[0]!r}; only .safetensors files are loaded.")
+    outside = [file for file in entries.values() if Path(file).name != file]
+    if outside:
+        raise ModelError(f"{index} names {outside[0]!r}; files must lie in the folder itself.")
+    return entries
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a folder's weight files: those that its index names, else `model.safetensors`, else all .safetensors files.
+
+    Raises:
+        ModelError: the index is wrong.
+    """
+    if (folder / INDEX_FILE).exists():
+        return [folder / name for name in sorted(set(read_weight_index(folder / INDEX_FILE).values()))]
+    single = folder / SINGLE_FILE
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _roots(folder: Path) -> list[Path]:

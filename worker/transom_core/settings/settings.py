@@ -33,7 +33,13 @@ from transom_core.config import (
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import ConfigError
 from transom_core.settings.byte_sizes import parse_bytes
-from transom_core.settings.cache_settings import CacheSettings
+from transom_core.settings.engine_settings import (
+    BatchingSettings,
+    CacheSettings,
+    HybridSettings,
+    ModelSettings,
+    RanksSettings,
+)
 from transom_core.settings.http_settings import (
     AnswerSettings,
     ClientSettings,
@@ -42,8 +48,6 @@ from transom_core.settings.http_settings import (
     read_origins,
 )
 from transom_core.settings.kv_dtypes import KvDtypes, as_text
-from transom_core.settings.model_settings import HybridSettings, ModelSettings
-from transom_core.settings.step_settings import BatchingSettings, RanksSettings
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 
 DISK_HOST_BYTES = 1 << 30  # size of the host tier if the user gives none, but a disk tier or a role needs one

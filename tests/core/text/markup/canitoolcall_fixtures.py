@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -95,19 +94,6 @@ class FixtureTokenizer:
         return tokens
 
 
-@dataclass(frozen=True)
-class FixtureRun:
-    """One fixture, and the status of its parses."""
-
-    fixture: Fixture
-    status: Status
-    details: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        return self.status in (Status.PASS, Status.SOFT_PASS)
-
-
 @cache
 def families() -> dict[str, Family]:
     return load_families()
@@ -130,8 +116,9 @@ def parsers_of(fixture: Fixture) -> tuple[str, str | None] | None:
     return PARSERS.get(fixture.family) or PARSERS.get(variant(fixture))
 
 
-def run_fixture(answer_format: AnswerFormat, fixture: Fixture, *, style: MarkerStyle) -> FixtureRun:
-    """Parse a fixture whole, token by token, and in random chunks of text (which only ordinary markers allow)."""
+def run_fixture(answer_format: AnswerFormat, fixture: Fixture, *, style: MarkerStyle) -> tuple[Status, list[str]]:
+    """The status of parsing a fixture whole, token by token, and in random chunks of text (which only ordinary markers allow);
+    and what failed."""
     family = families()[fixture.family]
     tokenizer = FixtureTokenizer(() if style == "ordinary" else family.markers)
     context = fixture_context(fixture)
@@ -150,7 +137,7 @@ def run_fixture(answer_format: AnswerFormat, fixture: Fixture, *, style: MarkerS
     observation = Observation(nonstream=whole, streams=streams)
     rows = run_checks(fixture, family, observation)
     bad = [f"{row.check} {row.strategy}: {row.detail}" for row in rows if row.status in (Status.FAIL, Status.ERROR)]
-    return FixtureRun(fixture, case_status(rows), tuple(bad))
+    return case_status(rows), bad
 
 
 def fixture_context(fixture: Fixture) -> AnswerContext:

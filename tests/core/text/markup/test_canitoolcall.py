@@ -6,6 +6,7 @@ import json
 
 import pytest
 from canitoolcall.fixtures import Fixture
+from canitoolcall.results import Status
 
 from tests.core.text.markup.canitoolcall_fixtures import (
     MARKER_STYLES,
@@ -47,8 +48,8 @@ _FIXTURES = [
 def test_fixture(fixture: Fixture, style: MarkerStyle) -> None:
     parsers = parsers_of(fixture)
     assert parsers is not None
-    run = run_fixture(answer_format(*parsers), fixture, style=style)
-    assert run.passed, "\n".join(run.details)
+    status, failed = run_fixture(answer_format(*parsers), fixture, style=style)
+    assert status in (Status.PASS, Status.SOFT_PASS), "\n".join(failed)
 
 
 @pytest.mark.parametrize("name", _OTHER_RULES)

@@ -38,9 +38,8 @@ def _call(arguments: str, *, index: int = 0, name: str = "f", is_complete: bool 
     return [CallBegin(index, name), *pieces, CallEnd(index, is_complete)]
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
+_ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
+    "hermes": [
         ('<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', _call('{"a": "x"}')),
         ('<tool_call>{"id": 1, "name": "f"}</tool_call>', _call("{}")),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', _call('{"a": 1}')),
@@ -66,14 +65,7 @@ def _call(arguments: str, *, index: int = 0, name: str = "f", is_complete: bool 
             [*_call('{"a": "x"}'), MalformedMarkup("\n</tool_c")],
         ),
     ],
-)
-def test_hermes(text: str, parts: list[AnswerPart]) -> None:
-    assert _read(text, "hermes") == parts
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
+    "llama3_json": [
         (
             '{"name": "f", "parameters": {"b": 1}}; {"name": "g", "parameters": {}}',
             [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
@@ -89,44 +81,37 @@ def test_hermes(text: str, parts: list[AnswerPart]) -> None:
         ('Say {"name": "f", "parameters": {}}', [MessageText('Say {"name": "f", "parameters": {}}')]),
         ("<|python_tag|>print(1)", [MalformedMarkup("<|python_tag|>"), MessageText("<|python_tag|>print(1)")]),
     ],
-)
-def test_llama3_json(text: str, parts: list[AnswerPart]) -> None:
-    assert _read(text, "llama3_json") == parts
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ("[f(a='''it's\n\"so\"''')]", '{"a": "it\'s\\n\\"so\\""}'),
-        ("[f(a='\\x41\\101\\u00e9\\U0001F600\\d\\\nz')]", '{"a": "AA\\u00e9\\ud83d\\ude00\\\\dz"}'),
-        ("[f(b=1_000, c=+5, d=.5, e=0x1F, g=(1, 'x',), h={1: None,},)]", None),
-        ("[ f ( a = 'x' ) ]", '{"a": "x"}'),
-        ("[f(a={'k': [True, False, None, true]})]", '{"a": {"k": [true, false, null, true]}}'),
-        ("[f(a='')]", '{"a": ""}'),
+    "pythonic": [
+        ("[f(a='''it's\n\"so\"''')]", _call('{"a": "it\'s\\n\\"so\\""}')),
+        ("[f(a='\\x41\\101\\u00e9\\U0001F600\\d\\\nz')]", _call('{"a": "AA\\u00e9\\ud83d\\ude00\\\\dz"}')),
+        (
+            "[f(b=1_000, c=+5, d=.5, e=0x1F, g=(1, 'x',), h={1: None,},)]",
+            _call('{"b": 1000, "c": 5, "d": 0.5, "e": 31, "g": [1, "x"], "h": {"1": null}}'),
+        ),
+        ("[ f ( a = 'x' ) ]", _call('{"a": "x"}')),
+        ("[f(a={'k': [True, False, None, true]})]", _call('{"a": {"k": [true, false, null, true]}}')),
+        ("[f(a='')]", _call('{"a": ""}')),
+        ("[f('x')]", [*_call("", is_complete=False), MessageText("'x')]")]),
     ],
-)
-def test_pythonic(text: str, arguments: str | None) -> None:
-    expected = arguments or '{"b": 1000, "c": 5, "d": 0.5, "e": 31, "g": [1, "x"], "h": {"1": null}}'
-    assert _read(text, "pythonic") == _call(expected)
+    "mistral": [
+        ('[TOOL_CALLS]{"name": "f", "arguments": {}}', _call("{}")),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "1"}] bye', [*_call("{}"), MessageText(" bye")]),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2, 3]", "[a link](https://example.org)", "[unknown(a=1)]", "[f", "[]", "The list [f(a=1)]"]
+    ("tools", "text", "parts"), [(tools, *row) for tools, rows in _ANSWERS.items() for row in rows]
+)
+def test_calls(tools: str, text: str, parts: list[AnswerPart]) -> None:
+    assert _read(text, tools) == parts
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[a link](https://example.org)", "[unknown(a=1)]", "[f", "[]", "The list [f(a=1)]"]
 )
 def test_other_lists_are_the_message(text: str) -> None:
     assert _read(text, "pythonic") == [MessageText(text)]
-
-
-def test_positional_arguments_end_a_python_call() -> None:
-    assert _read("[f('x')]", "pythonic") == [*_call("", is_complete=False), MessageText("'x')]")]
-
-
-def test_mistral_reads_a_single_object_and_keeps_ids_out() -> None:
-    assert _read('[TOOL_CALLS]{"name": "f", "arguments": {}}', "mistral") == _call("{}")
-    assert _read('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "1"}] bye', "mistral") == [
-        *_call("{}"),
-        MessageText(" bye"),
-    ]
 
 
 @pytest.mark.parametrize("opener", ["<|tool_call|>", "<tool_call>"])

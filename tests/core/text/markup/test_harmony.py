@@ -2,7 +2,8 @@
 
 `harmony_answers.json` has random answers as pieces, [text, 1 where it is one special token], each with the messages that
 `openai-harmony` 0.0.8 reads in it. The library takes any text in a header, and a marker inside a message as text, where this
-parser lets the marker begin the next message; answers of these kinds are left out. Git has the script that recorded them.
+parser lets the marker begin the next message; answers of these kinds are left out. Together they have every run of four
+pieces (markers, headers, kinds of text) and every end that 169 random ones had. Git has the script that recorded them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def _context(*, prompt_end: str = PROMPT_END, parses_tools: bool = True) -> Answ
     return AnswerContext(tools, parses_tools=parses_tools, parses_reasoning=True, prompt_end=prompt_end)
 
 
-def _read(pieces: list[tuple[str, int]], context: AnswerContext | None = None) -> list[AnswerPart]:
+def _read(pieces: list[tuple[str, int]], context: AnswerContext) -> list[AnswerPart]:
     """The parts of an answer of special tokens, and of ordinary text that is cut into characters."""
     tokens: list[tuple[int, str]] = []
     for text, is_special in pieces:
         tokens += [(TOKENIZER.marker_id(text) or 0, "")] if is_special else [(0, character) for character in text]
-    return read_answer(HarmonyFormat().parser(TOKENIZER, context or _context()), tokens)
+    return read_answer(HarmonyFormat().parser(TOKENIZER, context), tokens)
 
 
 def _cut(text: str) -> list[tuple[str, int]]:
@@ -74,36 +75,41 @@ def _said_by_the_library(messages: list[dict[str, Any]]) -> tuple[str, str, list
 
 def test_answers_are_read_as_openais_library_reads_them() -> None:
     for answer in ANSWERS:
-        assert _said(_read(answer["pieces"])) == _said_by_the_library(answer["messages"]), answer
+        assert _said(_read(answer["pieces"], _context())) == _said_by_the_library(answer["messages"]), answer
 
 
-def test_an_answer_may_go_on_from_a_header_that_the_prompt_has_begun() -> None:
-    context = _context(prompt_end=f"{PROMPT_END}<|channel|>final<|message|>")
-    assert _read(_cut("Rain.<|return|>"), context) == [MessageText("Rain.")]
-    context = _context(prompt_end=f"{PROMPT_END}<|channel|>analysis<|message|>")
-    assert _read(_cut("Rain?<|end|><|start|>assistant<|channel|>final<|message|>Yes."), context) == [
-        ReasoningText("Rain?"),
-        MessageText("Yes."),
-    ]
-
-
-def test_a_message_for_a_tool_that_there_is_not_is_counted_and_not_shown() -> None:
-    assert _read(_cut("<|channel|>commentary to=python <|constrain|>code<|message|>print(1)<|call|>")) == [
-        MalformedMarkup("print(1)")
-    ]
-
-
-def test_a_call_is_a_message_where_the_request_has_no_tools() -> None:
-    answer = _cut('<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>')
-    assert _read(answer, _context(parses_tools=False)) == [MessageText('{"a": 1}')]
-
-
-def test_arguments_that_are_no_object_leave_the_call_incomplete() -> None:
-    assert _read(_cut("<|channel|>commentary to=functions.f<|message|>[1]<|call|>")) == [
-        CallBegin(0, "f"),
-        CallEnd(0, is_complete=False),
-        MessageText("[1]"),
-    ]
+@pytest.mark.parametrize(
+    ("text", "context", "parts"),
+    [
+        # It goes on from a header that the prompt has begun.
+        ("Rain.<|return|>", _context(prompt_end=f"{PROMPT_END}<|channel|>final<|message|>"), [MessageText("Rain.")]),
+        (
+            "Rain?<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            _context(prompt_end=f"{PROMPT_END}<|channel|>analysis<|message|>"),
+            [ReasoningText("Rain?"), MessageText("Yes.")],
+        ),
+        # A message for a tool that there is not is counted and not shown.
+        (
+            "<|channel|>commentary to=python <|constrain|>code<|message|>print(1)<|call|>",
+            _context(),
+            [MalformedMarkup("print(1)")],
+        ),
+        # A call is a message where the request has no tools.
+        (
+            '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>',
+            _context(parses_tools=False),
+            [MessageText('{"a": 1}')],
+        ),
+        # Arguments that are no object leave the call incomplete.
+        (
+            "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
+            _context(),
+            [CallBegin(0, "f"), CallEnd(0, is_complete=False), MessageText("[1]")],
+        ),
+    ],
+)
+def test_an_answer(text: str, context: AnswerContext, parts: list[AnswerPart]) -> None:
+    assert _read(_cut(text), context) == parts
 
 
 @pytest.mark.parametrize("names", [("openai", None), (None, "openai_gptoss"), ("openai", "openai_gptoss")])

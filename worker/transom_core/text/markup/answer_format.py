@@ -6,7 +6,6 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import assert_never
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import (
     AnswerContext,
     ChoiceAnswer,
@@ -23,7 +22,7 @@ from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.markup_parser import MarkupParser
 from transom_core.text.markup.reader import SPACE, AnswerEnded, Markers, MarkupReader, Reading
 from transom_core.text.markup.reasoning import ReasoningMarkup
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 from transom_core.text.markup.writer import PartsWriter
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_value, read_string
 from transom_core.text.markup.lark import LarkText, arguments_schema
 from transom_core.text.markup.parameters import is_json
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
+from transom_core.text.markup.tool_markup import CallReading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id")  # keys that a call may have before its name

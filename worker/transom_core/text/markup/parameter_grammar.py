@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.lark import LarkText, string_expression
 from transom_core.text.markup.object_schemas import (
     ObjectSchema,
     listed_values,
@@ -22,7 +22,6 @@ from transom_core.text.markup.object_schemas import (
     with_definitions,
 )
 from transom_core.text.markup.schema_types import json_type, schema_types
-from transom_core.text.markup.string_grammar import string_expression
 
 _NAMES = re.compile(r"[^<>\n]*")  # names that cannot end the tag around them
 

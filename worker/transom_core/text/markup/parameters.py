@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.json_reader import copy_value
 from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, Reading, Write
 from transom_core.text.markup.schema_types import JSON_TYPES, json_type, property_types
+from transom_core.text.markup.tool_markup import CallReading
 
 ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
 
@@ -54,9 +54,15 @@ class ParameterWriter:
         else:
             yield from self._read(_HeldValue(self._write, types), read)
 
-    def read_string(self, read: ReadText) -> Reading[None]:
-        """Read a text that the markup says is a string."""
-        yield from self._read(_TextValue(self._write, frozenset()), read)
+    def read_typed(self, name: str, is_string: bool | None, read: ReadText) -> Reading[None]:
+        """Begin and read the argument `name`, of which the markup says whether it is a string or JSON (None: it does not say)."""
+        self.begin(name)
+        if is_string:
+            yield from self._read(_TextValue(self._write, frozenset()), read)
+        elif is_string is None:
+            yield from self.read_value(name, read)
+        else:
+            yield from self.read_json(read)
 
     def read_json(self, read: ReadText, types: frozenset[str] = JSON_TYPES) -> Reading[None]:
         """Read a text that is JSON of one of `types`. An end marker inside the strings of an object or array is text.

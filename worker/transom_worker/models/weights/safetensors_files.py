@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from transom_core.errors import ModelError
-from transom_core.model_files.weight_index import INDEX_FILE, read_weight_index, weight_files
+from transom_core.model_files.text_files import INDEX_FILE, read_weight_index, weight_files
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, check_shape
 
 

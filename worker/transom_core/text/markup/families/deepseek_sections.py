@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from transom_core.text.markup.call_object import read_json_arguments
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText, arguments_schema
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, Reading
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
-from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading, Write
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading
+from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _TOKEN = "｜DSML｜"
 _BLOCKS = ("tool_calls", "function_calls", " calls")
@@ -105,17 +105,9 @@ def _read_call(calls: CallReading, tags: _Tags) -> Reading[None]:
 
 def _read_parameter(calls: CallReading, parameters: ParameterWriter, tags: _Tags) -> Reading[None]:
     attributes = yield from _read_attributes(calls, _PARAMETER)
-    parameters.begin(attributes["name"])
-
-    def read(write: Write) -> Reading[str]:
-        return calls.reader.until(tags.parameter_ends, write)
-
-    if attributes["string"] == "true":
-        yield from parameters.read_string(read)
-    elif attributes["string"] == "false":
-        yield from parameters.read_json(read)
-    else:
-        yield from parameters.read_value(attributes["name"], read)
+    is_string = None if attributes["string"] is None else attributes["string"] == "true"
+    read = partial(calls.reader.until, tags.parameter_ends)
+    yield from parameters.read_typed(attributes["name"], is_string, read)
 
 
 def _read_attributes(calls: CallReading, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:

@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_string, read_string
-from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.lark import LarkText, string_expression
 from transom_core.text.markup.object_schemas import (
     ObjectSchema,
     listed_values,
@@ -28,8 +27,7 @@ from transom_core.text.markup.object_schemas import (
 from transom_core.text.markup.parameters import quoted, typed_value
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, MarkupReader, Reading
 from transom_core.text.markup.schema_types import JSON_TYPES, schema_types
-from transom_core.text.markup.string_grammar import string_expression
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _QUOTE = '<|"|>'
 _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"

@@ -31,7 +31,7 @@ from transom_core.text.markup.context import (
 )
 from transom_core.text.markup.json_reader import copy_value
 from transom_core.text.markup.lark import LarkText, arguments_schema
-from transom_core.text.markup.markup_parser import MarkupParser
+from transom_core.text.markup.markup_parser import MarkupParser, TokenMarkerParser, TokenMarkers
 from transom_core.text.markup.reader import (
     SPACE,
     AnswerEnded,
@@ -41,7 +41,6 @@ from transom_core.text.markup.reader import (
     Reading,
     Write,
 )
-from transom_core.text.markup.token_markers import TokenMarkerParser, TokenMarkers
 from transom_core.text.markup.writer import PartsWriter
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

@@ -24,11 +24,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transom_core.text.markup.call_object import array_rule, object_rule, read_call_array, read_call_object
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.reader import Reading
-from transom_core.text.markup.tool_markup import BareToolMarkup, ToolMarkup
+from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading, ToolMarkup
 
 _HERMES_END = "</tool_call>"
 _LLAMA_SEPARATORS = ";,"

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
+from functools import partial
 from html import unescape
 
 from transom_core.text.markup.answer_format import AnswerFormat, message_expression, tools_to_hold
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import (
     AnswerContext,
     FreeAnswer,
@@ -25,7 +25,7 @@ from transom_core.text.markup.context import (
     ToolSpec,
 )
 from transom_core.text.markup.lark import LarkText
-from transom_core.text.markup.markup_parser import MarkupParser
+from transom_core.text.markup.markup_parser import MarkupParser, TokenMarkerParser, TokenMarkers
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
 from transom_core.text.markup.reader import (
@@ -35,9 +35,8 @@ from transom_core.text.markup.reader import (
     Markers,
     MarkupReader,
     Reading,
-    Write,
 )
-from transom_core.text.markup.token_markers import TokenMarkerParser, TokenMarkers
+from transom_core.text.markup.tool_markup import CallReading
 from transom_core.text.markup.writer import PartsWriter
 
 OPEN, CLOSE, SEPARATOR, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -143,22 +142,13 @@ class _Answer:
     def _read_arguments(self, parameters: ParameterWriter) -> Reading[None]:
         """Read a call's arguments, and the call's end."""
         reader = self._reader
-
-        def read(write: Write) -> Reading[str]:
-            return reader.until(self._close, write)
-
         yield from reader.skip_space()
         while not (yield from reader.skip(self._m[CLOSE])):
             yield from reader.expect(self._m[OPEN])
             argument = yield from self._read_attributes(_ARGUMENT)
-            name = unescape(argument["name"])
-            parameters.begin(name)
-            if argument["type"] == "string":
-                yield from parameters.read_string(read)
-            elif argument["type"]:
-                yield from parameters.read_json(read)
-            else:
-                yield from parameters.read_value(name, read)
+            is_string = argument["type"] == "string" if argument["type"] else None
+            read = partial(reader.until, self._close)
+            yield from parameters.read_typed(unescape(argument["name"]), is_string, read)
             yield from reader.expect("argument" + self._m[SEPARATOR])
             yield from reader.skip_space()
         yield from reader.expect("call" + self._m[SEPARATOR])

@@ -15,12 +15,11 @@ import re
 from collections.abc import Sequence
 
 from transom_core.text.markup.call_object import array_rule, read_call_array, read_call_object
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_value
 from transom_core.text.markup.lark import LarkText, arguments_schema
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
-from transom_core.text.markup.tool_markup import ToolMarkup
+from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _ARGUMENTS = "[ARGS]"
 _CALL_ID = "[CALL_ID]"

@@ -13,13 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
 from transom_core.text.markup.reader import MalformedMarkupError, Reading
-from transom_core.text.markup.tool_markup import BareToolMarkup
+from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading
 
 _NAME = re.compile(r"[\w.-]*")
 _ARGUMENT_NAME = re.compile(r"[\w.-]+")
