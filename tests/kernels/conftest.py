@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -93,8 +94,18 @@ def fixed_seed() -> None:
     torch.manual_seed(5)
 
 
+@contextlib.contextmanager
+def nan_memory() -> Iterator[None]:
+    """New tensors are full of NaN, or of the largest integer, so that what a kernel leaves out is seen."""
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
-def memory_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` gives NaN, so that what a kernel leaves out is seen."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
+def memory_full_of_nan() -> Iterator[None]:
+    with nan_memory():
+        yield

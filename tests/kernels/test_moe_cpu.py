@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.conftest import nan_memory
 from tests.matrices import matrix
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
 from transom_kernels.moe.op import moe_reference
@@ -55,12 +56,8 @@ def check_moe(
     kernel: Kernel, x: torch.Tensor, chosen: Routes, tensors: ExpertTensors, rule: GateRule, *, scales_input: bool = False
 ) -> None:  # fmt: skip
     """Memory is NaN before."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with nan_memory():
         got = kernel(x, *chosen, tensors, rule, scales_input=scales_input)
-    finally:
-        torch.use_deterministic_algorithms(False)
     wanted = moe_reference(x, *chosen, tensors, rule, scales_input=scales_input)
     limit = LIMITS[x.dtype]
     torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.conftest import nan_memory
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
 from transom_kernels.route.reference import route_reference, routes_of
@@ -25,12 +26,8 @@ Kernel = Callable[..., Pair]
 
 def check_route(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
     """Chosen as by the reference and weighed alike; memory is NaN before."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with nan_memory():
         found, weights = kernel(x, weight, routing, **parts)
-    finally:
-        torch.use_deterministic_algorithms(False)
     wanted, shares = route_reference(x, weight, routing, **parts)
     assert found.equal(wanted)
     assert weights.dtype == torch.float32

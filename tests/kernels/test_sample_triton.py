@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
+from tests.kernels.conftest import nan_memory
 from tests.kernels.test_sample_cpu import KINDS, Kernel, SampleTests, all_kinds, check_sample, params_of, some_rows
 from tests.matrices import some_daily
 from transom_kernels.sample import gpu
@@ -23,11 +24,8 @@ from transom_kernels.sample.reference import best_of_slice_reference, sample_ref
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN, or of the largest integer: what is read must have been written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_memory():
+        yield
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ vocabulary, K ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,21 +51,17 @@ class ShardedSampler(Sampler):
         """
         if self._parallel.size == 1 or not seq_ids:
             return super().sample(logits_SV, seq_ids, grammar_mask)
-        states = [self._states[seq_id] for seq_id in seq_ids]
-        held, local, gathered = _split(states, grammar_mask)
-        result = SamplerOutput(token_ids=[0] * len(states))
-        if local:
-            part = take_rows(logits_SV, local)
-            best_N = self._best_of_slices(part, [seq_ids[row] for row in local], [states[row] for row in local])
-            _fill(result.token_ids, local, best_N.tolist())
-        if gathered:
-            sampled = self._sample_gathered(
-                logits_SV, gathered, [seq_ids[row] for row in gathered], held.mask(gathered)
-            )
-            _fill(result.token_ids, gathered, sampled.token_ids)
+        result = SamplerOutput(token_ids=[])
+
+        def sample_whole(logits_NW: torch.Tensor, gathered: list[int], grammar_mask: bytes | None) -> torch.Tensor:
+            sampled = super(ShardedSampler, self).sample(logits_NW, [seq_ids[row] for row in gathered], grammar_mask)
             if sampled.logprobs:
-                result.logprobs = [None] * len(states)
-                _fill(result.logprobs, gathered, sampled.logprobs)
+                result.logprobs = [None] * len(seq_ids)
+                for row, logprobs in zip(gathered, sampled.logprobs, strict=True):
+                    result.logprobs[row] = logprobs
+            return torch.tensor(sampled.token_ids, device=logits_NW.device)
+
+        result.token_ids = self._sample_on_ranks(logits_SV, seq_ids, grammar_mask, sample_whole).tolist()
         return result
 
     def launch(
@@ -78,19 +73,11 @@ class ShardedSampler(Sampler):
         rows = self._rows_of(seq_ids)
         if rows.logprob_rows or uses_cpu_kernels(logits_SV):
             return None
-        held, local, gathered = _split(rows.states, grammar_mask)
-        token_ids_S = torch.empty(len(seq_ids), dtype=torch.int64, device=logits_SV.device)
-        if local:
-            part = take_rows(logits_SV, local)
-            put_rows(token_ids_S, local, self._best_of_slices(part, [], [rows.states[row] for row in local]))
-        if gathered:
-            chosen_N = torch.zeros(len(gathered), dtype=torch.int64, device=logits_SV.device)
-            logits_NW = self.gather_rows(logits_SV, gathered)
-            if logits_NW is not None:
-                whole = self._rows_of([seq_ids[row] for row in gathered])
-                chosen_N = self._token_ids(logits_NW, whole, held.mask(gathered))
-            put_rows(token_ids_S, gathered, self._parallel.comm.broadcast_(chosen_N))
-        return token_ids_S
+
+        def sample_whole(logits_NW: torch.Tensor, gathered: list[int], grammar_mask: bytes | None) -> torch.Tensor:
+            return self._token_ids(logits_NW, self._rows_of([seq_ids[row] for row in gathered]), grammar_mask)
+
+        return self._sample_on_ranks(logits_SV, seq_ids, grammar_mask, sample_whole)
 
     def gather_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
         """On rank 0, return these rows with the columns of all ranks, [len(rows), W]; None on other ranks. Raises RankLost."""
@@ -115,7 +102,7 @@ class ShardedSampler(Sampler):
     def _best_of_slices(
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
     ) -> torch.Tensor:
-        """Return the ids with the best scores of all ranks, int64 [N]; of equal scores, the lowest. CPU kernels need `seq_ids`."""
+        """Return the ids with the best scores of all ranks, int64 [N]; of equal scores, the lowest."""
         if uses_cpu_kernels(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
@@ -132,32 +119,36 @@ class ShardedSampler(Sampler):
         winner_1N = pairs_K2N[:, 0].view(torch.float64).max(0, keepdim=True).indices
         return pairs_K2N[:, 1].gather(0, winner_1N)[0]
 
-    def _sample_gathered(
-        self, logits_SV: torch.Tensor, rows: Sequence[int], seq_ids: Sequence[int], grammar_mask: bytes | None
-    ) -> SamplerOutput:
-        """Gather these rows on rank 0, sample them there, and broadcast the tokens."""
-        logits_NW = self.gather_rows(logits_SV, rows)
-        sampled = SamplerOutput(token_ids=[0] * len(rows))
-        if logits_NW is not None:
-            sampled = super().sample(logits_NW, seq_ids, grammar_mask)
-        token_ids = torch.tensor(sampled.token_ids, device=logits_SV.device)
-        sampled.token_ids = self._parallel.comm.broadcast_(token_ids).tolist()
-        return sampled
+    def _sample_on_ranks(
+        self,
+        logits_SV: torch.Tensor,
+        seq_ids: Sequence[int],
+        grammar_mask: bytes | None,
+        sample_whole: Callable[[torch.Tensor, list[int], bytes | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the next tokens on every rank's device, int64 [S].
 
-
-def _split(states: Sequence[SequenceState], grammar_mask: bytes | None) -> tuple[HeldRows, list[int], list[int]]:
-    """Return the rows that a grammar holds, the local rows and the gathered rows."""
-    held = HeldRows(grammar_mask, len(states))
-    gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
-    return held, sorted(set(range(len(states))).difference(gathered)), gathered
+        Rank 0 calls `sample_whole` with the whole logits of the gathered rows, their numbers, and their part of the mask.
+        """
+        states = [self._states[seq_id] for seq_id in seq_ids]
+        held = HeldRows(grammar_mask, len(states))
+        gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
+        local = sorted(set(range(len(states))).difference(gathered))
+        token_ids_S = torch.empty(len(states), dtype=torch.int64, device=logits_SV.device)
+        if local:
+            part = take_rows(logits_SV, local)
+            best_N = self._best_of_slices(part, [seq_ids[row] for row in local], [states[row] for row in local])
+            put_rows(token_ids_S, local, best_N)
+        if gathered:
+            chosen_N = torch.zeros(len(gathered), dtype=torch.int64, device=logits_SV.device)
+            logits_NW = self.gather_rows(logits_SV, gathered)
+            if logits_NW is not None:
+                chosen_N = sample_whole(logits_NW, gathered, held.mask(gathered))
+            put_rows(token_ids_S, gathered, self._parallel.comm.broadcast_(chosen_N))
+        return token_ids_S
 
 
 def _needs_gathering(state: SequenceState) -> bool:
     """Return whether a row needs the logits of the whole vocabulary on one rank."""
     params = state.params
     return state.changes_logits or params.logprobs is not None or (state.has_filters and not params.greedy)
-
-
-def _fill(values: list[Any], rows: Sequence[int], found: Sequence[Any]) -> None:
-    for row, value in zip(rows, found, strict=True):
-        values[row] = value
