@@ -61,7 +61,7 @@ def test_a_thread_that_fails_ends_every_request_with_an_error(
 
     monkeypatch.setattr(harness.engine, "step", lambda *_: [])  # makes no event, so that the request still runs then
     monkeypatch.setattr(harness.engine, failing, fail)
-    harness.thread.submit([make_request("running", [5, 6], max_tokens=1000)])
+    assert harness.submit(make_request("running", [5, 6], max_tokens=1000)) == [None]
     harness.thread.abort(["anything"])
     event = harness.last_event("running")
     assert event.error is not None
