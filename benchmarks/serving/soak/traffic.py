@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -98,10 +98,19 @@ class Traffic:
             self._journal.broke(promises.ENDS, f"the soak's client failed ({behaviour}): {fault!r}")
 
     async def fill(self, num_requests: int) -> None:
-        """Send requests of 100 choices each, two at a time, which fill every store of the last requests."""
+        """Send requests of 100 choices each, two at a time, which fill every store of the last requests.
+
+        Half as many grammars and texts of the hostile client fill its share of the workers' caches (64 MiB), and have the
+        vocabulary of grammars read (50 MiB).
+        """
         [case] = [case for case in self._known.cases if case.name == FILLING]
-        for _ in range(num_requests // 2):
-            await asyncio.gather(*(self._ask_well(case, stream=False) for _ in range(2)))
+        source = random.Random("fill")
+        async with http_client(self._url, address=HOSTILE_ADDRESS) as client:
+            for _ in range(num_requests // 2):
+                await asyncio.gather(*(self._ask_well(case, stream=False) for _ in range(2)))
+                for attack in attacks(source):
+                    if attack.name in ("grammars", "tokenize"):
+                        await self._attack(client, replace(attack, leave_after_s=60.0))
 
     async def calm_answers(self) -> None:
         """Ask everything once, and keep the answers."""

@@ -217,12 +217,13 @@ class WorkerConnection:
             yield limit_s
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
-        """Abort attempts without waiting for the worker. Those of a running submission are aborted after it has ended."""
+        """Abort attempts without waiting for the worker. Those of a running submission are aborted again after it has ended, since
+        the call may overtake it. The first call counts, because requests of other clients may wait behind a long submission."""
         request_ids = [request.attempt.request_id for request in requests]
-        known = {one for one in request_ids if self.in_flight.remove(one) is not None}
-        self._withdrawn |= known & self._submitting
-        if now := [one for one in request_ids if one in known - self._submitting]:
-            self.abort_soon(now)
+        known = [one for one in request_ids if self.in_flight.remove(one) is not None]
+        self._withdrawn |= self._submitting.intersection(known)
+        if known:
+            self.abort_soon(known)
 
     def resync(self) -> None:
         """Ask the worker for its whole prefix index again, without waiting for the answer."""

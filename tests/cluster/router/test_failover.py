@@ -234,7 +234,7 @@ async def test_a_resumed_stream_waits_where_all_are_full() -> None:
 
 
 async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> None:
-    """The abort follows the submission, so that it cannot arrive before it."""
+    """It is aborted at once, and again after the submission, which the first abort may have overtaken."""
     async with running_api(*stub_workers(2, max_events=3), **PATIENT) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await until(lambda: busy(api))
@@ -251,10 +251,10 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
         await entered.wait()
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        assert other.aborted == []
+        await other.until(lambda: other.aborted)  # at once: at a worker the submission may wait behind those of others
         release.set()
-        await other.until(lambda: other.aborted)
-        assert other.aborted == [other.submitted[0].request_id]
+        await other.until(lambda: len(other.aborted) == 2)  # again, since the first abort came before the submission
+        assert set(other.aborted) == {other.submitted[0].request_id}
         assert other.num_running == num_in_flight(api.router) == 0
 
 

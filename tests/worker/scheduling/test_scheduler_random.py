@@ -19,6 +19,7 @@ from transom_core.errors import PromptTooLong, RequestTooLarge
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.prompt_pace import PromptPace
+from transom_worker.scheduling.sequence import SequenceStatus
 
 
 def random_run(
@@ -89,6 +90,12 @@ def random_run(
                 driver.requests.pop(name, None)
         if rng.random() < 0.03 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
+        loading = [name for name, one in scheduler.by_request.items() if one.status is SequenceStatus.LOADING]
+        if (
+            loading and rng.random() < 0.3
+        ):  # if it has output, it was preempted: a later prompt goes on after this output
+            driver.abort(name := rng.choice(loading))
+            prompt = [*driver.requests[name].prompt_token_ids, *driver.tokens[name]]
         if rng.random() < 0.01:
             driver.fail()
         if out_of_memory and driver.in_flight and rng.random() < out_of_memory:

@@ -5,9 +5,9 @@ request takes a fraction of a millisecond, and a group may have a thousand reque
 *turn* of the engine's loop, so that steps are not delayed; clients take turns if several have more. If a group takes more than one
 turn, its requests are held until its last one is there.
 
-    add          a group has arrived: add as much of it as this turn of the loop allows
-    next_turn    a step has run: go on with the groups that wait
-    abort        a request has ended before it was added
+    add          a group has arrived: it waits for the next turn
+    next_turn    the groups that arrived during a step are here: add pieces of those that wait
+    abort        a request has ended before it was added, and takes no part of a turn
     flush        the engine has ended, and refuses all requests that are left
 """
 
@@ -58,7 +58,7 @@ class Arrivals:
         self._add, self._end = add, end
         self._waiting: OrderedDict[str, deque[Group]] = OrderedDict()  # client -> its groups; the next client first
         self._group_of: dict[str, Group] = {}  # request id -> its group, of those that wait to be added
-        self._num_requests, self._num_tokens = MAX_PIECE, MAX_PIECE_TOKENS  # that this turn of the loop may still add
+        self._num_requests = self._num_tokens = 0  # that this turn of the loop may still add
 
     @property
     def is_busy(self) -> bool:
@@ -66,7 +66,7 @@ class Arrivals:
         return bool(self._waiting)
 
     def add(self, group: Group) -> None:
-        """Begin to add a group, or refuse it if too many requests of its client wait to be added."""
+        """Queue a group, or refuse it if too many requests of its client wait to be added."""
         own = self._waiting.get(group.client, ())
         num_clients = len(self._waiting) + (not own)
         num_own = sum(len(one.requests) - len(one.results) for one in own)
@@ -77,12 +77,17 @@ class Arrivals:
             return
         self._group_of |= {request.request_id: group for request in group.requests}
         self._waiting.setdefault(group.client, deque()).append(group)
-        self._go_on()
 
     def next_turn(self) -> None:
-        """Begin a new turn: add up to `MAX_PIECE` more requests."""
+        """Add up to `MAX_PIECE` requests in pieces of the waiting groups, client by client."""
         self._num_requests, self._num_tokens = MAX_PIECE, MAX_PIECE_TOKENS
-        self._go_on()
+        while self._waiting and self._num_requests > 0 and self._num_tokens > 0:
+            client, groups = self._waiting.popitem(last=False)
+            self._add_piece(groups[0], min(self._num_requests, MAX_TURN if self._waiting else MAX_PIECE))
+            if len(groups[0].results) == len(groups[0].requests):
+                self._end(groups.popleft())
+            if groups:
+                self._waiting[client] = groups  # after all others
 
     def flush(self) -> None:
         """Add all requests that are left."""
@@ -94,26 +99,20 @@ class Arrivals:
         if (group := self._group_of.get(request_id)) is not None:
             group.aborted.add(request_id)
 
-    def _go_on(self) -> None:
-        """Add pieces of the waiting groups, client by client, until this turn's limit is reached."""
-        while self._waiting and self._num_requests > 0 and self._num_tokens > 0:
-            client, groups = self._waiting.popitem(last=False)
-            self._add_piece(groups[0], min(self._num_requests, MAX_TURN if self._waiting else MAX_PIECE))
-            if len(groups[0].results) == len(groups[0].requests):
-                self._end(groups.popleft())
-            if groups:
-                self._waiting[client] = groups  # after all others
-
     def _add_piece(self, group: Group, count: int) -> None:
         """Add up to `count` requests of a group; after a refusal its other requests are not tried."""
         first = len(group.results)
-        piece = group.requests[first : first + count]
-        group.is_held = group.is_held or len(piece) < len(group.requests)
-        for request in piece:
+        left, aborted = range(first, len(group.requests)), group.aborted
+        wanted = [number for number in left if group.requests[number].request_id not in aborted]
+        end = wanted[count] if len(wanted) > count else len(group.requests)
+        group.is_held = group.is_held or end < len(group.requests)
+        for request in group.requests[first:end]:
+            if request.request_id in aborted:
+                group.results.append(None)
+                continue
+            group.results.append(self._add(group, request))
+            self._num_requests -= 1
             self._num_tokens -= len(request.prompt_token_ids)
-            is_wanted = request.request_id not in group.aborted
-            group.results.append(self._add(group, request) if is_wanted else None)
-        self._num_requests -= len(piece)
         if any(group.results):
             group.results += [None] * (len(group.requests) - len(group.results))
         for request in group.requests[first : len(group.results)]:

@@ -166,8 +166,8 @@ class EngineThread:
         """Run commands and steps in turns until the thread is to end; sleep while there is no work."""
         while not self._stopping and not self._is_hung:
             self._turns.begin()
+            self._run_commands()  # first: a group that arrived during the step takes part in this turn
             self._arrivals.next_turn()
-            self._run_commands()
             if self._engine.has_work:
                 self._deliver_news(self._engine.step(self._deliver_news))
                 if self._arrivals.is_busy:
