@@ -318,17 +318,12 @@ class Engine:
         self._fill()
         self._kept_imports.end_admitted()
         filled_s = time.perf_counter()
-        if self._later:
-            later, self._later = self._later, []
-            self._advance(later, events, self._later_s)
-        if deliver is not None and events:
-            deliver([*events])
-            events.clear()
-        if not self.scheduler.steps_in_flight:
+        self._send_later(events, deliver)
+        self._made_no_plan = not self.scheduler.steps_in_flight
+        if self._made_no_plan or filled_s - self._published_s > PUBLISH_PERIOD_S:
             self.publish()
-            self._made_no_plan = True
+        if self._made_no_plan:
             return
-        self._made_no_plan = False
         scheduled_s = time.perf_counter()
         plan = self.scheduler.steps_in_flight[0].plan
         result = self.executor.receive()
@@ -340,18 +335,13 @@ class Engine:
         self.forward_s += result.timings.forward_s
         now_s = self.clock()
         self._rates.stepped(plan.num_tokens, len(plan.seq_ids), received_s - begin_s, now_s=now_s)
-        pairs = [(self.requests[one.request_id], one) for one in outputs if one.request_id in self.requests]
-        if deliver is not None:
-            may_end = [running.may_end(output) for running, output in pairs]
-            self._later_s, self._later = now_s, [pair for pair, may in zip(pairs, may_end, strict=True) if not may]
-            pairs = [*compress(pairs, may_end)]
-        self._advance(pairs, events, now_s)
+        self._advance(self._split(outputs, now_s, all_now=deliver is None), events, now_s)
         self._compute_masks(outputs, events)
         end_s = time.perf_counter()
         output_s = scheduled_s - filled_s + end_s - received_s
         times = EngineStepTimes(filled_s - begin_s, received_s - scheduled_s, output_s)
         self.events.stepped(result.timings, times)
-        if end_s - self._published_s > PUBLISH_PERIOD_S or not self.requests:
+        if not self.requests:
             self.publish()
         if deliver is not None and self.scheduler.steps_in_flight:
             self._ready += events  # they go out with the others of this step
@@ -368,6 +358,25 @@ class Engine:
                 plan.grammar_mask = self.grammars.plan_mask(rows, sum(plan.sample))
             self.executor.submit(plan)
             self._report_plan(plan)
+
+    def _split(
+        self, outputs: list[SequenceOutput], now_s: float, *, all_now: bool
+    ) -> list[tuple[RunningRequest, SequenceOutput]]:
+        """Return the tokens, each with its request, whose events must be made before the next plan; keep the others for later."""
+        pairs = [(self.requests[one.request_id], one) for one in outputs if one.request_id in self.requests]
+        if all_now:
+            return pairs
+        may_end = [running.may_end(output) for running, output in pairs]
+        self._later_s, self._later = now_s, [pair for pair, may in zip(pairs, may_end, strict=True) if not may]
+        return [*compress(pairs, may_end)]
+
+    def _send_later(self, events: list[OutputEvent], deliver: Callable[[list[OutputEvent]], None] | None) -> None:
+        """Make the events of the tokens that were kept for later, and pass all events to `deliver` if it is given."""
+        later, self._later = self._later, []
+        self._advance(later, events, self._later_s)
+        if deliver is not None and events:
+            deliver([*events])
+            events.clear()
 
     def _advance(
         self, pairs: list[tuple[RunningRequest, SequenceOutput]], events: list[OutputEvent], now_s: float
