@@ -103,7 +103,8 @@ class WorkersSettings(BaseModel):
     )
     kv_transfer_verify: Literal["sample", "all"] = Field(
         "sample",
-        description="Which blocks that NIXL has read are compared with digests of the other worker's: two of each group, or all.",
+        description="Which blocks that NIXL has read are compared with digests of the other worker's: two of each group, or "
+        "all, for which the other worker's steps wait.",
     )
 
     def check_replicas(self) -> None:

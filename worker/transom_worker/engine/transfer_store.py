@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.contract.kv_transfer import (
-    MAX_PIECE_BYTES,
     PIECE_BYTES,
     BlockRange,
     PrefixOffer,
@@ -27,7 +26,7 @@ from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import HOST
 from transom_worker.execution.executor import Executor, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import block_digests, convert_blocks
+from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
@@ -76,10 +75,10 @@ class TransferStore:
         is_readable = query.shares is not None and bool(self.memories)
         digests: list[dict[int, tuple[bytes, ...]]] = [{} for _ in shape.groups]
         for group, logicals in enumerate(blocks):
-            # The last block, since the target may have others already, and one at random.
             if is_readable and logicals:
-                sample = BlockRange(group, tuple({random.choice(logicals), logicals[-1]}))
-                digests[group] = self.digest_export(export_id, query, sample)
+                # The last block, since the target may have others already, and one at random.
+                sample = logicals if query.verifies_all else {random.choice(logicals), logicals[-1]}
+                digests[group] = {one: self._digests(export_id, query, BlockRange(group, (one,))) for one in sample}
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=hit.num_hash_blocks,
@@ -90,17 +89,6 @@ class TransferStore:
             places=tuple(map(tuple, places)) if is_readable else (),
             digests=tuple(digests),
         )
-
-    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
-        """Return, by logical index, the digests of blocks of an export for each rank of the target. This waits for the plans in
-        flight, whose copies may yet write these blocks or others of the export. Raises KeyError: the export has ended."""
-        assert query.shares is not None
-        parts = convert_blocks(self._shares, query.shares, blocks.group, self.read_export(export_id, blocks))
-        ranks = [
-            block_digests(self._shares, query.shares, blocks.group, rank, list(part.reshape(len(blocks.blocks), -1)))
-            for rank, part in enumerate(parts)
-        ]
-        return dict(zip(blocks.blocks, zip(*ranks, strict=True), strict=True))
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -263,6 +251,15 @@ class TransferStore:
         if (reading := self._reads.get(import_id)) is not None:
             reading.rank_ended(rank, error)
 
+    def _digests(self, export_id: str, query: PrefixQuery, block: BlockRange) -> tuple[bytes, ...]:
+        """Return the digest of a block of an export for each rank of the target. This waits for the plans in flight, whose copies
+        may yet write this block or others of the export."""
+        assert query.shares is not None
+        parts = convert_blocks(self._shares, query.shares, block.group, self.read_export(export_id, block))
+        return tuple(
+            block_digest(self._shares, query.shares, block.group, rank, part) for rank, part in enumerate(parts)
+        )
+
     def _query(self, chain: tuple[bytes, ...], num_tokens: int, policy: KvPolicy | None) -> PrefixQuery:
         return PrefixQuery(
             chain=chain,
@@ -282,11 +279,10 @@ class TransferStore:
     def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:
         """Divide the missing blocks of a group into pieces, and return each with its bytes at the source.
 
-        A piece is at most `MAX_PIECE_BYTES` at the source, and `PIECE_BYTES` on any rank of both sides; but at least one block.
+        A piece is at most `PIECE_BYTES` at the source, and on any rank here; but at least one block.
         """
-        sizes = [groups[group].block_bytes for groups in (*offer.shares.groups, *self._shares.groups)]
-        of_source = sum(sizes[: offer.shares.num_ranks])
-        most = max(1, min(MAX_PIECE_BYTES // max(1, of_source), PIECE_BYTES // max(1, *sizes)))
+        of_source = sum(groups[group].block_bytes for groups in offer.shares.groups)
+        most = max(1, PIECE_BYTES // max(of_source, *(groups[group].block_bytes for groups in self._shares.groups)))
         pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
         return [(piece, of_source * len(piece.blocks)) for piece in pieces]
 

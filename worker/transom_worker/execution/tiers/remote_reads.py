@@ -27,7 +27,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.execution.executor import RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.block_format.convert import block_digests
+from transom_worker.kvcache.tiers.block_format.convert import block_digest
 from transom_worker.kvcache.tiers.block_format.segments import Segment, block_segments
 
 logger = logging.getLogger("transom.worker")
@@ -159,7 +159,7 @@ class RemoteReads:
             digests = order.digests[block.group].get(block.logical)
             if digests is not None:
                 row = self._memories[block.target_tier].rows(block.group)[block.target].cpu().numpy()
-                (own,) = block_digests(order.shares, self._shares, block.group, self._rank, [row])
+                own = block_digest(order.shares, self._shares, block.group, self._rank, row)
                 if own != digests[self._rank]:
                     return OTHER_BYTES
         return ""

@@ -334,9 +334,10 @@ async def test_the_budget_is_given_in_order_and_back_from_those_that_leave() -> 
     budget, order = ByteBudget(10), []
 
     async def take(name: str, num_bytes: int, until: asyncio.Event) -> None:
-        async with budget.taken(num_bytes):
-            order.append(name)
-            await until.wait()
+        give_back = await budget.take(num_bytes)
+        order.append(name)
+        await until.wait()
+        give_back()
 
     ends = [asyncio.Event() for _ in range(4)]
     tasks = [asyncio.create_task(take(f"{i}", size, ends[i])) for i, size in enumerate((6, 50, 2, 4))]
@@ -358,9 +359,10 @@ async def test_clients_take_turns_at_the_budget_by_bytes() -> None:
     budget, order = ByteBudget(10), []
 
     async def take(client: str, num_bytes: int) -> None:
-        async with budget.taken(num_bytes, Sharer(client)):
-            order.append(client)
-            await asyncio.sleep(0)
+        give_back = await budget.take(num_bytes, Sharer(client))
+        order.append(client)
+        await asyncio.sleep(0)
+        give_back()
 
     sizes = {"a": 10, "b": 5}
     await asyncio.gather(*(take(client, sizes[client]) for client in "aaaabbbb"))
