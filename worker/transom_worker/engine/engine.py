@@ -539,6 +539,8 @@ class Engine:
             if not self.is_restarting and (self.dead is None or was_stopped):
                 disk.flush(self.executor)
         self.executor.shutdown()
+        if self.transfer_store is not None:
+            self.transfer_store.end_reads()
         self.events.close()
 
     # What the events report

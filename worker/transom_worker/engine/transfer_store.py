@@ -6,6 +6,7 @@ The source lends blocks (*export*), and the target takes host blocks for them an
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +45,9 @@ class TransferStore:
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
-        self._reads: dict[str, _Reading] = {}  # by import
+        # Import id -> for each rank that reads its blocks, None while bytes may still come, then why it failed, or ""; and what is
+        # called when all ranks are done.
+        self._reads: dict[str, tuple[list[str | None], Callable[[str], None]]] = {}
         executor.on_read_end(self._read_ended)
 
     # Source
@@ -202,12 +205,9 @@ class TransferStore:
         """Free the blocks of an import that is not complete, unless ranks may still read into them (False)."""
         if (opened := self._imports.get(import_id)) is None:
             return True
-        try:
+        with contextlib.suppress(StepFailed):  # the ranks do not run
             self._executor.take_read_ends()
-        except StepFailed:
-            self.end_reads()  # the ranks, whose memory was read into, have ended
-        reading = self._reads.get(import_id)
-        if reading is not None and None in reading.errors:
+        if import_id in self._reads and None in self._reads[import_id][0]:
             self._cache.tiers.imports.give_up(opened)
             return False
         del self._imports[import_id]
@@ -225,7 +225,7 @@ class TransferStore:
             RemoteBlock(one.group, one.logical, *places[one.group][one.logical], HOST, one.block)
             for one in opened.blocks
         )
-        self._reads[import_id] = _Reading(self._shares.num_ranks, on_end)
+        self._reads[import_id] = [None] * self._shares.num_ranks, on_end
         self._executor.begin_read(
             RemoteRead(
                 read_id=import_id,
@@ -242,14 +242,18 @@ class TransferStore:
 
     def end_reads(self) -> None:
         """Note that the ranks have ended, and their memory with them, so that nothing is read any more."""
-        for reading in list(self._reads.values()):
-            for rank in range(len(reading.errors)):
-                reading.rank_ended(rank, "the ranks that read have ended")
+        for import_id in list(self._reads):
+            for rank in range(self._shares.num_ranks):
+                self._read_ended(rank, import_id, "the ranks that read have ended")
 
     def _read_ended(self, rank: int, import_id: str, error: str) -> None:
-        """Note how a rank's part of a read ended. Any thread may call this."""
-        if (reading := self._reads.get(import_id)) is not None:
-            reading.rank_ended(rank, error)
+        """Note how a rank's part of a read ended; after the last one, report the first error. Ranks may call this on threads of
+        their own, so that the report may come twice."""
+        errors, on_end = self._reads.get(import_id, ([], lambda error: None))
+        if errors and errors[rank] is None:
+            errors[rank] = error
+            if None not in errors:
+                on_end(next(filter(None, errors), ""))
 
     def _digests(self, export_id: str, query: PrefixQuery, block: BlockRange) -> tuple[bytes, ...]:
         """Return the digest of a block of an export for each rank of the target. This waits for the plans in flight, whose copies
@@ -285,22 +289,6 @@ class TransferStore:
         most = max(1, PIECE_BYTES // max(of_source, *(groups[group].block_bytes for groups in self._shares.groups)))
         pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
         return [(piece, of_source * len(piece.blocks)) for piece in pieces]
-
-
-class _Reading:
-    """A read of an import's blocks. `errors` has, by rank, None while bytes may still come, then why it failed, or ""."""
-
-    def __init__(self, num_ranks: int, on_end: Callable[[str], None]) -> None:
-        self.errors: list[str | None] = [None] * num_ranks
-        self._on_end = on_end
-
-    def rank_ended(self, rank: int, error: str) -> None:
-        """Note how one rank's part ended; after the last one, report the first error. Ranks may report on threads of their own, so
-        that the report may come twice."""
-        if self.errors[rank] is None:
-            self.errors[rank] = error
-        if None not in self.errors:
-            self._on_end(next(filter(None, self.errors), ""))
 
 
 def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -45,17 +45,12 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-class Ends:
-    """How reads have ended."""
-
-    def __init__(self, reads: RemoteReads) -> None:
-        self.by_id: dict[str, str] = {}
-        reads.on_end = self.by_id.__setitem__
+class Ends(dict[str, str]):
+    """The errors of ended reads, by id."""
 
     def of(self, read_id: str) -> str:
-        """The error of a read, or ""."""
-        until(lambda: read_id in self.by_id)
-        return self.by_id.pop(read_id)
+        until(lambda: read_id in self)
+        return self.pop(read_id)
 
 
 class FakeAgent:
@@ -114,7 +109,8 @@ class Case:
         self.agent = cast(Any, FakeAgent(memory))
         tier: Any = SimpleNamespace(rows=lambda group: torch.from_numpy(self.rows))
         self.reads = RemoteReads(self.agent, own, 0, {HOST: tier})
-        self.ends = Ends(self.reads)
+        self.ends = Ends()
+        self.reads.on_end = self.ends.__setitem__
         digests = {i: (block_digest(theirs, own, FULL, 0, row),) for i, row in enumerate(self.wanted)}
         self.digests: Any = (digests, {}, {})  # the reads' logical indices are the source's blocks
         self.memories = tuple(
@@ -147,7 +143,7 @@ def test_a_rank_reads_its_heads_from_the_ranks_that_have_them_until_no_byte_can_
     case.read()
     until(lambda: case.agent.in_flight)
     time.sleep(0.05)
-    assert not case.ends.by_id
+    assert not case.ends
     case.agent.state_of_all = "DONE"
     assert case.ends.of("r") == ""
     assert case.has_come()
@@ -222,7 +218,8 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     there: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
     agent, kept = NixlAgent({HOST: memory}), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, {HOST: memory}), agent.start
-    ends = Ends(reads)
+    ends = Ends()
+    reads.on_end = ends.__setitem__
 
     def noted(*args: Any) -> Any:
         handle = start(*args)
@@ -241,7 +238,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         read(read_id)
         assert started.wait(WAIT_S)
         for _ in range(10):
-            assert not ends.by_id
+            assert not ends
             time.sleep(0.05)
 
     monkeypatch.setattr(agent, "start", noted)

@@ -151,22 +151,6 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
             await asyncio.sleep(0)
 
 
-async def test_a_decoder_that_is_lost_does_not_matter_to_the_prompt() -> None:
-    pair = Pair()
-    pair.source.requests["p"] = CHAIN
-
-    def fail(name: str) -> None:
-        raise ConnectionError("the decoder is gone")
-
-    pair.before = fail
-    handovers = Handovers("a", pair, pair.source, on_loop)
-    handovers.start([Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0, decoder="b")])
-    async with asyncio.timeout(60):
-        while handovers._tasks:
-            await asyncio.sleep(0)
-    assert not pair.target.cached
-
-
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:
     pair = Pair(config=replace(CONFIG, max_bytes_in_flight=3 * 2 * BLOCK_BYTES))
     other = chain("q", 10)
