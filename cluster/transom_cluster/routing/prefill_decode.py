@@ -23,7 +23,6 @@ from transom_cluster.routing.prefix_fetches import (
     MARGIN,
     fetch_times_s,
     has_equal_blocks,
-    rates_from,
     window_of,
 )
 from transom_cluster.routing.worker_table import Selection
@@ -62,6 +61,6 @@ def _is_worth_moving(
         return False
     own = candidates.at(decoders)
     place = source.place(is_on_device=True)  # a prompt that was just computed
-    rates = rates_from(place, (selection.workers[int(one)] for one in decoders))
+    rates = np.array([selection.workers[int(one)].fetch_rate(place) for one in decoders])
     fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, rates, window_of(request))
     return bool(np.all(own.computing_s >= MARGIN * fetching_s))

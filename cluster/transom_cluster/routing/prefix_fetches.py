@@ -19,7 +19,7 @@ For example, with a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 K
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +97,8 @@ def find_fetches(
         return Fetches.none(selection)
     # A fetch is of the tier that has most of the prefix.
     place = source.place(is_on_device=2 * int(hits.device_start[at]) >= start)
-    seconds = fetch_times_s(source, start, lacking, rates_from(place, selection.workers), window_of(request))
+    rates = np.array([worker.fetch_rate(place) for worker in selection.workers])
+    seconds = fetch_times_s(source, start, lacking, rates, window_of(request))
     spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
     return Fetches(
@@ -121,11 +122,6 @@ def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
 def window_of(request: Request) -> WindowPolicy | None:
     """Return the request's KV policy if it is a window, else None: no other policy has blocks in the prefix cache."""
     return request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
-
-
-def rates_from(place: str, targets: Iterable[WorkerView]) -> Floats:
-    """Return each target's bytes per second from a place, 0 if it has measured none."""
-    return np.array([target.fetch_rate(place) for target in targets])
 
 
 def fetch_times_s(

@@ -90,21 +90,18 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
     """The steps of the prefill worker have 16 tokens each, and the worker looks for new blocks between them."""
     evict_all(*pair.replicas)
     prefill = pair.peers.start(tiny_model, **HYBRID, kv_transfer_wire=wire, max_num_batched_tokens=16)
-    try:
-        expected, _ = await at_worker(prefill, replace(request("one"), prompt_token_ids=PROMPT[::-1]))
-        wanted = request("two", prompt=PROMPT[::-1], max_tokens=1)
-        evict_all(prefill)
-        await at_worker(prefill, replace(wanted, prefill_only=True, decoder="w1"))
-        await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
-        early = [len(found) for found in pair.target.engine.scheduler.cache.index.tiers[HOST]]
-        tokens, usage = await at_worker(pair.target, request("three", "w2", prompt=PROMPT[::-1]))
-        assert (tokens, usage.num_cached_tokens) == (expected, HIT)
-        assert 0 < early[0] <= HIT // 16
-        assert early[1] == 0  # the window slides on
-        assert fetch_of(pair.target, "three")["blocks"] == HIT // 16 - early[0] + LIVE_WINDOW_BLOCKS
-    finally:
-        prefill.shutdown()
-        del pair.peers.workers["w2"]
+    pair.replicas.append(prefill)
+    expected, _ = await at_worker(prefill, request("one", prompt=PROMPT[::-1]))
+    evict_all(prefill)
+    wanted = replace(request("two", prompt=PROMPT[::-1], max_tokens=1), prefill_only=True, decoder="w1")
+    await at_worker(prefill, wanted)
+    await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
+    early = [len(found) for found in pair.target.engine.scheduler.cache.index.tiers[HOST]]
+    tokens, usage = await at_worker(pair.target, request("three", "w2", prompt=PROMPT[::-1]))
+    assert (tokens, usage.num_cached_tokens) == (expected, HIT)
+    assert 0 < early[0] <= HIT // 16
+    assert early[1] == 0  # the window slides on
+    assert fetch_of(pair.target, "three")["blocks"] == HIT // 16 - early[0] + LIVE_WINDOW_BLOCKS
     await pair.until_quiet()
 
 

@@ -45,8 +45,7 @@ class FakeStore:
     imports: dict[str, dict[bytes, Bytes]] = field(default_factory=dict)
     chains: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by import
     kept_for: list[str] = field(default_factory=list)  # request ids
-    # Reads of another worker's memory: how many looks they take, and what they bring of a block. `reads` has those in flight, by
-    # import: the offer, and what is to be called at the end.
+    # Reads of another worker's memory: how many looks they take, what they bring of a block, and by import those in flight.
     num_looks: int | None = None  # None: this worker does not read memory
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str], None]]] = field(default_factory=dict)
