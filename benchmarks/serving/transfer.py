@@ -52,6 +52,7 @@ class BenchmarkWorker:
         return await self._source.serve.remote(call, *args)
 
     open_export = partialmethod(_call_source, "open_export")
+    fetch_early = partialmethod(_call_source, "fetch_early")
     read_export = partialmethod(_call_source, "read_export")
     close_export = partialmethod(_call_source, "close_export")
 

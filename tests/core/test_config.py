@@ -24,13 +24,20 @@ def test_every_field_of_a_config_comes_from_a_setting() -> None:
     """But for these, which `Settings` gives under another name, or which are set where the machine is known."""
     given = {
         *("swap_space_bytes", "disk_space_bytes", "policy", "size", "is_on", "timeout_s", "api_keys", "wait_s"),
-        *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share", "wire", "verify"),
+        *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share", "wire", "verify", "ucx"),
         *("endpoint", "sample_ratio"),
     }
     parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]
     sections = {"model", "cache", "scheduler", "ranks", "transfer", "tracing", "limits", "priorities", "failover"}
     unknown = {field.name for part in parts for field in fields(part)} - set(Settings.model_fields) - sections
     assert unknown == given
+
+
+def test_the_wires_settings_are_variables_of_ucx() -> None:
+    given = Settings.parse(model="m", kv_transfer_devices="lo", kv_transfer_ports="30000-30999").engine_config()
+    assert given.transfer.ucx == (("UCX_NET_DEVICES", "lo"), ("UCX_TCP_PORT_RANGE", "30000-30999"))
+    with pytest.raises(ConfigError, match="kv_transfer_ports"):
+        Settings.parse(model="m", kv_transfer_ports="30000")
 
 
 @pytest.mark.parametrize(

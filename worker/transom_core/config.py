@@ -118,6 +118,7 @@ class TransferConfig:
     timeout_s: float = 10.0
     wire: TransferWire = "auto"
     verify: Literal["sample", "all"] = "sample"
+    ucx: tuple[tuple[str, str], ...] = ()  # environment variables of UCX, by which NIXL moves bytes, that the ranks set
     max_bytes_in_flight: int = 256 * 2**20
 
 

@@ -61,12 +61,13 @@ class WorkerReplica:
         *,
         engine: Engine | None = None,
         peers: PrefixPeers | None = None,
+        node: str = "",
         ends_process: bool = False,
     ) -> None:
         """Build the engine that `config` describes, unless `engine` is given, and start its thread.
 
-        `peers` are the other workers, from which this one fetches prefixes. With `ends_process`, this process exits if the
-        engine hangs, because a thread that hangs cannot be ended in any other way.
+        `peers` are the other workers, from which this one fetches prefixes, and `node` names its host. With `ends_process`, this
+        process exits if the engine hangs, because a thread that hangs cannot be ended in any other way.
         """
         show_logs(config.log_format, f"worker/{worker}")
         begin_s, self._loaded_at_s = time.perf_counter(), time.time()
@@ -77,7 +78,7 @@ class WorkerReplica:
         gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._worker = worker
+        self._worker, self._node = worker, node
         self._load = WorkerLoad(max_num_seqs=self.engine.config.scheduler.max_num_seqs)
         self._outboxes: dict[str, RouterOutbox] = {}  # router id -> outbox, while the router's stream is open
         self._routers: dict[str, str] = {}  # request id -> router id
@@ -196,6 +197,7 @@ class WorkerReplica:
                 for group in info.plan.groups
             ),
             role=self.engine.config.role,
+            node=self._node,
             block_bytes=info.block_bytes,
             can_fetch=self.fetches is not None,
             kv_policy_obstacle=self.engine.scheduler.kv_policy_obstacle,
@@ -229,7 +231,7 @@ class WorkerReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""
-        return asdict(self._load)
+        return {name: value for name, value in asdict(self._load).items() if not isinstance(value, dict)}
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
         """Return this worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""

@@ -62,7 +62,6 @@ class Candidate:
     used_share: float = 0.0  # share of the KV pool that running sequences use
     prefill_tokens_per_s: float = 0.0  # 0: not measured
     decode_step_s: float = 0.0  # 0: not measured
-    fetch_bytes_per_s: float = 0.0  # 0: not measured
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -73,11 +72,10 @@ class Candidate:
             pressure(self),
             self.prefill_tokens_per_s,
             self.decode_step_s,
-            self.fetch_bytes_per_s,
         )
 
 
-FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s", "fetch_bytes_per_s")
+FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s")
 """The rows of `Candidates.facts`, in order; the units are those of `Candidate`."""
 
 
@@ -227,7 +225,7 @@ def expected_costs_s(candidates: Candidates) -> npt.NDArray[np.float64]:
 
     The time to load a prefix from another tier, or to fetch it from another worker, is added (`extra_s`).
     """
-    queue_tokens, num_requests, pressures, rates, steps_s, _ = candidates.facts
+    queue_tokens, num_requests, pressures, rates, steps_s = candidates.facts
     num_tokens = candidates.num_to_compute + queue_tokens + REQUEST_TOKENS * num_requests
     step_s = _typical(steps_s, DEFAULT_DECODE_STEP_S)
     costs_s: npt.NDArray[np.float64] = num_tokens / prefill_rates(rates) + ANSWER_STEPS * step_s * pressures

@@ -19,7 +19,12 @@ import numpy as np
 
 from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates
-from transom_cluster.routing.prefix_fetches import FETCH_RATE, MARGIN, fetch_times_s, has_equal_blocks, window_of
+from transom_cluster.routing.prefix_fetches import (
+    MARGIN,
+    fetch_times_s,
+    has_equal_blocks,
+    window_of,
+)
 from transom_cluster.routing.worker_table import Selection
 from transom_core.contract import Request
 
@@ -55,7 +60,7 @@ def _is_worth_moving(
     if not all(has_equal_blocks(selection.workers[int(one)], source) for one in decoders):
         return False
     own = candidates.at(decoders)
-    fetching_s = fetch_times_s(
-        source, request.num_prompt_tokens, own.num_to_compute, own.facts[FETCH_RATE], window_of(request)
-    )
+    place = source.place(is_on_device=True)  # a prompt that was just computed
+    rates = np.array([selection.workers[int(one)].fetch_rate(place) for one in decoders])
+    fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, rates, window_of(request))
     return bool(np.all(own.computing_s >= MARGIN * fetching_s))

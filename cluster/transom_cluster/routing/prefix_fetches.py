@@ -8,8 +8,9 @@
   the KV policy `window` needs only its window (and sinks) of every group.
 
 The rule: let `s` be the seconds to compute the tokens that a fetch saves, and `f` the seconds to fetch them (`FETCH_LATENCY_S`, and
-the bytes at the target's measured rate). The target fetches if `s >= MARGIN * f`. A target that fetched the last time continues to
-fetch while `s >= f`: measured rates vary, and without this *hysteresis* equal requests would alternate between both ways.
+the bytes at the rate that the target has measured from the source's node and tier). The target fetches if `s >= MARGIN * f`. A
+target that fetched the last time continues to fetch while `s >= f`: measured rates vary, and without this *hysteresis* equal
+requests would alternate between both ways.
 
 For example, with a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 KB per token in the full groups, windows of 4 MB and
 1 GB/s, `s` is 1.6 s and `f` is 0.01 s + (4 MB + 16 MB) / (1 GB/s) = 0.03 s, so the target fetches. For 100 tokens `s` is 0.02 s and
@@ -41,7 +42,7 @@ MARGIN = 1.5
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-FETCH_RATE, PREFILL_RATE = 5, 3  # rows of `Candidates.facts`
+PREFILL_RATE = 3  # a row of `Candidates.facts`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +50,12 @@ class Fetches:
     """For each worker of a selection: whether it should fetch the prefix (`pays`), at which token it would then start to compute
     (`start`), and the seconds of the fetch.
 
-    `source` is the worker that has the prefix; None if there is none. `was_asked` is true for workers that could fetch something.
+    `source` is the worker that has the prefix, at the `place` (`PrefixSource.place`); None if there is none. `was_asked` is true
+    for workers that could fetch something.
     """
 
     source: WorkerView | None
+    place: str = ""
     start: Integers
     seconds: Floats
     was_asked: Flags
@@ -69,7 +72,7 @@ class Fetches:
         """Return what the worker at this position should fetch; None if nothing."""
         if self.source is None or not self.pays[position]:
             return None
-        return PrefixSource(worker=self.source.worker_id, num_tokens=int(self.start[position]))
+        return PrefixSource(worker=self.source.worker_id, num_tokens=int(self.start[position]), place=self.place)
 
 
 def find_fetches(
@@ -92,11 +95,15 @@ def find_fetches(
     was_asked = selection.can_fetch & equal & (lacking > 0)
     if not was_asked.any():
         return Fetches.none(selection)
-    seconds = fetch_times_s(source, start, lacking, candidates.facts[FETCH_RATE], window_of(request))
+    # A fetch is of the tier that has most of the prefix.
+    place = source.place(is_on_device=2 * int(hits.device_start[at]) >= start)
+    rates = np.array([worker.fetch_rate(place) for worker in selection.workers])
+    seconds = fetch_times_s(source, start, lacking, rates, window_of(request))
     spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
     return Fetches(
         source=source,
+        place=place,
         start=np.where(was_asked, start, hits.start),
         seconds=seconds,
         was_asked=was_asked,

@@ -56,7 +56,7 @@ class WorkerView:
     def __init__(self, worker_id: str, info: WorkerInfo, index: FleetPrefixIndex) -> None:
         self.worker_id = worker_id
         self.mirror = index.join(info.cache)
-        self.role = info.role
+        self.role, self.node = info.role, info.node
         self.can_fetch = info.can_fetch and bool(info.block_bytes)
         self.block_bytes = info.block_bytes
         self.fetched_last = False  # the last request that could have fetched its prefix did fetch it
@@ -69,6 +69,15 @@ class WorkerView:
         for request_id in taken:
             if (request := self.requests.get(request_id)) is not None:
                 request.is_reported = True
+
+    def place(self, *, is_on_device: bool) -> str:
+        """Return the `PrefixSource.place` of blocks of this worker."""
+        return f"{self.node}/{'device' if is_on_device else 'host'}" if self.node else ""
+
+    def fetch_rate(self, place: str) -> float:
+        """Return the bytes per second at which the worker fetches from a place: if it has not measured it, from all places, and 0
+        if it has measured none."""
+        return self._load.fetch_rates.get(place, self._load.fetch_bytes_per_s)
 
     def candidate(self, num_to_compute: int) -> Candidate:
         """Return the worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
@@ -83,7 +92,6 @@ class WorkerView:
             used_share=load.used_share,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
-            fetch_bytes_per_s=load.fetch_bytes_per_s,
         )
 
     def _queue_tokens(self) -> int:

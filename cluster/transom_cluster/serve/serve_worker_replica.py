@@ -27,5 +27,6 @@ class ServeWorkerReplica(WorkerReplica):
             model_name,
             context.replica_id.unique_id,
             peers=ServeWorkerPeers(deployments, context.app_name),
+            node=ray.get_runtime_context().get_node_id(),
             ends_process=True,
         )

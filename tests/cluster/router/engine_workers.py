@@ -4,7 +4,7 @@ lost after a number of output events."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,11 +39,10 @@ HYBRID: dict[str, Any] = {"window": 40, "window_pattern": "SF", "sinks": 4}
 
 
 class LocalPeers:
-    """The workers of this process by the routers' ids; `before` is called before each call, by its name."""
+    """The workers of this process by the routers' ids."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerReplica] = {}
-        self.before: Callable[[str], Any] = lambda _: None
 
     def start(self, model: Path, *, num_ranks: int | None = None, **settings: Any) -> WorkerReplica:
         """Start one more worker: w0, w1, ... Its ranks are threads if their number is given."""
@@ -52,24 +51,16 @@ class LocalPeers:
         return made
 
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
-        await self._called("open")
         return await self.workers[worker].open_export(query)
 
     async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
-        await self._called("early")
         await self.workers[worker].fetch_early(source, query, sharer)
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        await self._called("read")
         return await self.workers[worker].read_export(export_id, blocks)
 
     async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
-        await self._called("close")
         return await self.workers[worker].close_export(export_id, read_bytes)
-
-    async def _called(self, name: str) -> None:
-        if (waits := self.before(name)) is not None:
-            await waits
 
 
 def start_replica(

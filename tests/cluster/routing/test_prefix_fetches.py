@@ -174,6 +174,17 @@ def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches
     assert made.place(request("s"), ["b"], sources=["a", "b"]).source is None
 
 
+def test_a_rate_holds_for_a_node_and_a_tier() -> None:
+    """From the slow node the target computes; from the other one it fetches, at its rate of all fetches."""
+    made = placer(worker("near", node="n"), worker("far", node="f"), worker("t"))
+    slow = load(prefill_tokens_per_s=5_000.0, fetch_bytes_per_s=1e9, fetch_rates={"f/device": 1e6})
+    made.update("t", WorkerMessage(load=slow))
+    for name, place in (("near", "n/device"), ("far", "")):
+        made.update(name, WorkerMessage(kv=whole(PROMPT)))
+        source = made.place(request("r"), ["t"], sources=[name, "t"]).source
+        assert ("" if source is None else source.place) == place
+
+
 def test_sources_with_equal_hits_take_turns() -> None:
     made = placer(worker("a"), worker("b"), worker("c"), cached={"a": whole(PROMPT), "b": whole(PROMPT)})
     placed = [made.place(request(f"r{i}"), ["c"], sources=["a", "b", "c"]).source for i in range(4)]

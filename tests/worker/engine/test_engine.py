@@ -15,7 +15,7 @@ from transom_core.contract import OutputEvent, WorkerLoad
 from transom_core.errors import ConfigError, RequestError
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.engine.state_report import StepRates
+from transom_worker.engine.state_report import LEAST_FETCHED_BYTES, MAX_PLACES, StepRates
 from transom_worker.scheduling.outputs import SequenceOutput
 
 HOUR_S = 3600.0
@@ -176,6 +176,20 @@ def test_rates_forget_the_cold_start_and_weigh_steps_by_their_length() -> None:
     for _ in range(40):
         rates.stepped(1000, 2, 0.2, now_s=20.0)
     assert rates.prefill_tokens_per_s == pytest.approx(5_000, rel=0.01)
+
+
+def test_fetches_are_measured_by_place_and_the_last_places_are_kept() -> None:
+    rates = StepRates()
+    rates.fetched("near/device", LEAST_FETCHED_BYTES, 0.001)
+    rates.fetched("far/host", LEAST_FETCHED_BYTES, 0.1)
+    rates.fetched("far/host", LEAST_FETCHED_BYTES - 1, 10.0)  # too small
+    found = rates.fetch_rates
+    assert found["near/device"] == pytest.approx(100 * found["far/host"])
+    assert found["far/host"] < found[""] < found["near/device"]
+    for number in range(2 * MAX_PLACES):
+        rates.fetched(f"{number}/device", LEAST_FETCHED_BYTES, 0.1)
+    assert len(rates.fetch_rates) == MAX_PLACES
+    assert {"", f"{2 * MAX_PLACES - 1}/device"} <= rates.fetch_rates.keys()
 
 
 def test_the_first_token_time_leaves_out_the_cold_start_and_begins_at_nothing() -> None:

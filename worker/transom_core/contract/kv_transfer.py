@@ -21,10 +21,9 @@ from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
 
-# The most bytes of one rank that a source or a target moves between two steps, so that these wait only a moment for it.
 PIECE_BYTES = 16 * 2**20
-MAX_PIECE_BYTES = 16 * 2**20
-"""The most bytes of one `read_export`, of all ranks together; a larger block is a piece of its own."""
+"""The most bytes of one `read_export`, of all ranks together, and the most of a rank that are read or written between two steps, so
+that these wait only a moment. A larger block is a piece of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,13 @@ MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
 class PrefixSource:
     """Where a request's cached prefix can be fetched from: `worker` has the KV of its first `num_tokens` tokens.
 
-    `worker` is the id by which the routers know it (not `WorkerInfo.worker`, where the two differ).
+    `worker` is the id by which the routers know it (not `WorkerInfo.worker`, where the two differ). `place` names the node of that
+    worker and the tier that has the blocks; empty: unknown. Fetches from one place are expected to be equally fast.
     """
 
     worker: str
     num_tokens: int
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transom_core.config import WorkerRole
@@ -30,6 +31,7 @@ class WorkerLoad:
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
     fetch_bytes_per_s: float = 0.0  # the rate at which prefixes came from other workers
+    fetch_rates: Mapping[str, float] = field(default_factory=dict)  # the same by `PrefixSource.place`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class WorkerInfo:
     loaded_at_s: float = 0.0
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
+    node: str = ""  # the host, if it is known
     block_bytes: tuple[int, ...] = ()  # the most bytes of one block of each group, over all ranks; empty: not known
     can_fetch: bool = False  # fetch prefixes from other workers, and lend them its own
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can

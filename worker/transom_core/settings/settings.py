@@ -164,6 +164,15 @@ class Settings(
                 timeout_s=self.kv_transfer_timeout_s,
                 wire=self.kv_transfer_wire,
                 verify=self.kv_transfer_verify,
+                ucx=tuple(
+                    (name, value)
+                    for name, value in (
+                        ("UCX_NET_DEVICES", self.kv_transfer_devices),
+                        ("UCX_TLS", self.kv_transfer_transports),
+                        ("UCX_TCP_PORT_RANGE", self.kv_transfer_ports),
+                    )
+                    if value
+                ),
             ),
             tracing=self._tracing_config(),
         )

@@ -236,7 +236,8 @@ class Engine:
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
         """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
         if (running := self.requests.get(request_id)) is not None:
-            self._rates.fetched(report.num_bytes, report.seconds)
+            source = running.request.prefix_source
+            self._rates.fetched("" if source is None else source.place, report.num_bytes, report.seconds)
             self.events.prefix_fetched(running.times, report)
             running.num_fetched_tokens = report.num_tokens
             self._end_hold(request_id)
@@ -547,6 +548,8 @@ class Engine:
             if not self.is_restarting and (self.dead is None or was_stopped):
                 disk.flush(self.executor)
         self.executor.shutdown()
+        if self.transfer_store is not None:
+            self.transfer_store.end_reads()
         self.events.close()
 
     # What the events report

@@ -132,6 +132,7 @@ def is_news(sent: WorkerLoad, load: WorkerLoad) -> bool:
         or _differ(load.prefill_tokens_per_s, sent.prefill_tokens_per_s)
         or _differ(load.decode_step_s, sent.decode_step_s)
         or _differ(load.fetch_bytes_per_s, sent.fetch_bytes_per_s)
+        or any(_differ(rate, sent.fetch_rates.get(place, 0.0)) for place, rate in load.fetch_rates.items())
     )
 
 

@@ -14,6 +14,7 @@ WEIGHT = 0.2  # of the newest measurement in the moving averages
 LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens say too little about the prefill rate
 # Fetches of fewer bytes say too little about the transfer rate: most of their time is that of the calls.
 LEAST_FETCHED_BYTES = 2**20
+MAX_PLACES = 64  # whose rates are kept: those of the last fetches, since nodes come and go
 
 
 class StepRates:
@@ -34,8 +35,8 @@ class StepRates:
         self._warm_since_s: float | None = None  # the end of the first step
         self._prefill_tokens = 0.0  # average of a step
         self._prefill_s = 0.0  # average of a step
-        self._fetched_bytes = 0.0  # average of a fetch
-        self._fetch_s = 0.0  # average of a fetch
+        # Place -> the averages of a fetch from there, in bytes and seconds; "": of all fetches.
+        self._fetches: dict[str, tuple[float, float]] = {}
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -43,15 +44,19 @@ class StepRates:
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     @property
-    def fetch_bytes_per_s(self) -> float:
-        """Bytes per second of fetches of prefixes from other workers."""
-        return self._fetched_bytes / self._fetch_s if self._fetch_s else 0.0
+    def fetch_rates(self) -> dict[str, float]:
+        """Bytes per second of fetches of prefixes from other workers, by `PrefixSource.place`; "": of all fetches."""
+        return {place: num_bytes / seconds for place, (num_bytes, seconds) in self._fetches.items()}
 
-    def fetched(self, num_bytes: int, seconds: float) -> None:
+    def fetched(self, place: str, num_bytes: int, seconds: float) -> None:
         """Count the fetch of a prefix from another worker."""
-        if num_bytes >= LEAST_FETCHED_BYTES:
-            self._fetched_bytes = _mean(self._fetched_bytes, num_bytes)
-            self._fetch_s = _mean(self._fetch_s, seconds)
+        if num_bytes < LEAST_FETCHED_BYTES:
+            return
+        for one in {"", place}:
+            of_bytes, of_s = self._fetches.pop(one, (0.0, 0.0))
+            self._fetches[one] = _mean(of_bytes, num_bytes), _mean(of_s, seconds)
+        if len(self._fetches) > MAX_PLACES:
+            del self._fetches[next(iter(self._fetches))]
 
     def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float, *, now_s: float) -> None:
         """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`.
@@ -76,7 +81,7 @@ class StepRates:
 
 def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
     """Return how much a worker has to do now, and how fast it has been lately."""
-    stats = scheduler.stats()
+    stats, fetch_rates = scheduler.stats(), rates.fetch_rates
     used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
     return WorkerLoad(
         num_running=scheduler.num_running,
@@ -87,7 +92,8 @@ def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_s=rates.decode_step_s,
         first_token_s=rates.first_token_s,
-        fetch_bytes_per_s=rates.fetch_bytes_per_s,
+        fetch_bytes_per_s=fetch_rates.pop("", 0.0),
+        fetch_rates=fetch_rates,
     )
 
 

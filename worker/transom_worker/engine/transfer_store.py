@@ -6,13 +6,13 @@ The source lends blocks (*export*), and the target takes host blocks for them an
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.contract.kv_transfer import (
-    MAX_PIECE_BYTES,
     PIECE_BYTES,
     BlockRange,
     PrefixOffer,
@@ -27,7 +27,7 @@ from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import HOST
 from transom_worker.execution.executor import Executor, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import block_digests, convert_blocks
+from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
@@ -45,7 +45,9 @@ class TransferStore:
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
-        self._reads: dict[str, _Reading] = {}  # by import
+        # Import id -> for each rank that reads its blocks, None while bytes may still come, then why it failed, or ""; and what is
+        # called when all ranks are done.
+        self._reads: dict[str, tuple[list[str | None], Callable[[str], None]]] = {}
         executor.on_read_end(self._read_ended)
 
     # Source
@@ -76,10 +78,10 @@ class TransferStore:
         is_readable = query.shares is not None and bool(self.memories)
         digests: list[dict[int, tuple[bytes, ...]]] = [{} for _ in shape.groups]
         for group, logicals in enumerate(blocks):
-            # The last block, since the target may have others already, and one at random.
             if is_readable and logicals:
-                sample = BlockRange(group, tuple({random.choice(logicals), logicals[-1]}))
-                digests[group] = self.digest_export(export_id, query, sample)
+                # The last block, since the target may have others already, and one at random.
+                sample = logicals if query.verifies_all else {random.choice(logicals), logicals[-1]}
+                digests[group] = {one: self._digests(export_id, query, BlockRange(group, (one,))) for one in sample}
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=hit.num_hash_blocks,
@@ -90,17 +92,6 @@ class TransferStore:
             places=tuple(map(tuple, places)) if is_readable else (),
             digests=tuple(digests),
         )
-
-    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
-        """Return, by logical index, the digests of blocks of an export for each rank of the target. This waits for the plans in
-        flight, whose copies may yet write these blocks or others of the export. Raises KeyError: the export has ended."""
-        assert query.shares is not None
-        parts = convert_blocks(self._shares, query.shares, blocks.group, self.read_export(export_id, blocks))
-        ranks = [
-            block_digests(self._shares, query.shares, blocks.group, rank, list(part.reshape(len(blocks.blocks), -1)))
-            for rank, part in enumerate(parts)
-        ]
-        return dict(zip(blocks.blocks, zip(*ranks, strict=True), strict=True))
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -214,12 +205,9 @@ class TransferStore:
         """Free the blocks of an import that is not complete, unless ranks may still read into them (False)."""
         if (opened := self._imports.get(import_id)) is None:
             return True
-        try:
+        with contextlib.suppress(StepFailed):  # the ranks do not run
             self._executor.take_read_ends()
-        except StepFailed:
-            self.end_reads()  # the ranks, whose memory was read into, have ended
-        reading = self._reads.get(import_id)
-        if reading is not None and None in reading.errors:
+        if import_id in self._reads and None in self._reads[import_id][0]:
             self._cache.tiers.imports.give_up(opened)
             return False
         del self._imports[import_id]
@@ -237,7 +225,7 @@ class TransferStore:
             RemoteBlock(one.group, one.logical, *places[one.group][one.logical], HOST, one.block)
             for one in opened.blocks
         )
-        self._reads[import_id] = _Reading(self._shares.num_ranks, on_end)
+        self._reads[import_id] = [None] * self._shares.num_ranks, on_end
         self._executor.begin_read(
             RemoteRead(
                 read_id=import_id,
@@ -254,14 +242,27 @@ class TransferStore:
 
     def end_reads(self) -> None:
         """Note that the ranks have ended, and their memory with them, so that nothing is read any more."""
-        for reading in list(self._reads.values()):
-            for rank in range(len(reading.errors)):
-                reading.rank_ended(rank, "the ranks that read have ended")
+        for import_id in list(self._reads):
+            for rank in range(self._shares.num_ranks):
+                self._read_ended(rank, import_id, "the ranks that read have ended")
 
     def _read_ended(self, rank: int, import_id: str, error: str) -> None:
-        """Note how a rank's part of a read ended. Any thread may call this."""
-        if (reading := self._reads.get(import_id)) is not None:
-            reading.rank_ended(rank, error)
+        """Note how a rank's part of a read ended; after the last one, report the first error. Ranks may call this on threads of
+        their own, so that the report may come twice."""
+        errors, on_end = self._reads.get(import_id, ([], lambda error: None))
+        if errors and errors[rank] is None:
+            errors[rank] = error
+            if None not in errors:
+                on_end(next(filter(None, errors), ""))
+
+    def _digests(self, export_id: str, query: PrefixQuery, block: BlockRange) -> tuple[bytes, ...]:
+        """Return the digest of a block of an export for each rank of the target. This waits for the plans in flight, whose copies
+        may yet write this block or others of the export."""
+        assert query.shares is not None
+        parts = convert_blocks(self._shares, query.shares, block.group, self.read_export(export_id, block))
+        return tuple(
+            block_digest(self._shares, query.shares, block.group, rank, part) for rank, part in enumerate(parts)
+        )
 
     def _query(self, chain: tuple[bytes, ...], num_tokens: int, policy: KvPolicy | None) -> PrefixQuery:
         return PrefixQuery(
@@ -282,29 +283,12 @@ class TransferStore:
     def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:
         """Divide the missing blocks of a group into pieces, and return each with its bytes at the source.
 
-        A piece is at most `MAX_PIECE_BYTES` at the source, and `PIECE_BYTES` on any rank of both sides; but at least one block.
+        A piece is at most `PIECE_BYTES` at the source, and on any rank here; but at least one block.
         """
-        sizes = [groups[group].block_bytes for groups in (*offer.shares.groups, *self._shares.groups)]
-        of_source = sum(sizes[: offer.shares.num_ranks])
-        most = max(1, min(MAX_PIECE_BYTES // max(1, of_source), PIECE_BYTES // max(1, *sizes)))
+        of_source = sum(groups[group].block_bytes for groups in offer.shares.groups)
+        most = max(1, PIECE_BYTES // max(of_source, *(groups[group].block_bytes for groups in self._shares.groups)))
         pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
         return [(piece, of_source * len(piece.blocks)) for piece in pieces]
-
-
-class _Reading:
-    """A read of an import's blocks. `errors` has, by rank, None while bytes may still come, then why it failed, or ""."""
-
-    def __init__(self, num_ranks: int, on_end: Callable[[str], None]) -> None:
-        self.errors: list[str | None] = [None] * num_ranks
-        self._on_end = on_end
-
-    def rank_ended(self, rank: int, error: str) -> None:
-        """Note how one rank's part ended; after the last one, report the first error. Ranks may report on threads of their own, so
-        that the report may come twice."""
-        if self.errors[rank] is None:
-            self.errors[rank] = error
-        if None not in self.errors:
-            self._on_end(next(filter(None, self.errors), ""))
 
 
 def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -227,7 +227,7 @@ class Executor(ABC):
 
     def take_read_ends(self) -> None:  # noqa: B027
         """Take the reports of ended reads that have come; `receive` does so, too, which an idle engine does not call. Raises
-        StepFailed: the executor does not run.  RankLost."""
+        RankLost."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""

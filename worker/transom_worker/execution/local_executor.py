@@ -97,11 +97,6 @@ class LocalExecutor(Executor):
         """Have `callback` called on the thread of the reads."""
         self._on_read_end = callback
 
-    def take_read_ends(self) -> None:
-        """Do nothing, since the callback has got them already. Raises StepFailed if the executor does not run."""
-        if self._runner is None:
-            raise StepFailed("The rank has ended.")
-
     def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:
             raise StepFailed("Blocks were asked of an executor that is not running.")

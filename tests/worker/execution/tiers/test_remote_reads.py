@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,14 +26,13 @@ from tests.worker.kvcache.tiers.block_format.test_convert import FULL, shares, w
 from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError
-from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.execution.executor import RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
 from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, OTHER_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.block_format.convert import block_digests
+from transom_worker.kvcache.tiers.block_format.convert import block_digest
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 WAIT_S = 120.0
@@ -45,17 +45,12 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-class Ends:
-    """How reads have ended."""
-
-    def __init__(self, reads: RemoteReads) -> None:
-        self.by_id: dict[str, str] = {}
-        reads.on_end = self.by_id.__setitem__
+class Ends(dict[str, str]):
+    """The errors of ended reads, by id."""
 
     def of(self, read_id: str) -> str:
-        """The error of a read, or ""."""
-        until(lambda: read_id in self.by_id)
-        return self.by_id.pop(read_id)
+        until(lambda: read_id in self)
+        return self.pop(read_id)
 
 
 class FakeAgent:
@@ -112,12 +107,12 @@ class Case:
         self.rows = np.zeros((5, self.wanted.shape[1] + 16), np.uint8)
         memory = RankMemory(agent=b"own", regions={HOST: region(self.rows)})
         self.agent = cast(Any, FakeAgent(memory))
-        slab = torch.from_numpy(self.rows.reshape(-1))
-        self.reads = RemoteReads(self.agent, own, 0, {HOST: TierMemory(layout_of(own, self.rows.shape[1], 5), slab)})
-        self.ends = Ends(self.reads)
-        parts = block_digests(theirs, own, FULL, 0, list(self.wanted))
-        # The reads' logical indices are the source's blocks.
-        self.digests: Any = ({block: (part,) for block, part in enumerate(parts)}, {}, {})
+        tier: Any = SimpleNamespace(rows=lambda group: torch.from_numpy(self.rows))
+        self.reads = RemoteReads(self.agent, own, 0, {HOST: tier})
+        self.ends = Ends()
+        self.reads.on_end = self.ends.__setitem__
+        digests = {i: (block_digest(theirs, own, FULL, 0, row),) for i, row in enumerate(self.wanted)}
+        self.digests: Any = (digests, {}, {})  # the reads' logical indices are the source's blocks
         self.memories = tuple(
             RankMemory(agent=f"{rank}".encode(), regions={DEVICE: region(rows)}) for rank, rows in enumerate(self.there)
         )
@@ -148,7 +143,7 @@ def test_a_rank_reads_its_heads_from_the_ranks_that_have_them_until_no_byte_can_
     case.read()
     until(lambda: case.agent.in_flight)
     time.sleep(0.05)
-    assert not case.ends.by_id
+    assert not case.ends
     case.agent.state_of_all = "DONE"
     assert case.ends.of("r") == ""
     assert case.has_come()
@@ -196,16 +191,9 @@ NUM_BLOCKS, BLOCK_BYTES = 10, HANDLE_BYTES // 2
 
 def slab_memory(slab: torch.Tensor) -> TierMemory:
     """`NUM_BLOCKS` blocks of the group FULL, whose strides are far larger than they are."""
-    return TierMemory(layout_of(shares(1), BLOCK_BYTES, NUM_BLOCKS, is_full=True), slab)
-
-
-def layout_of(one: KvShares, stride: int, num_blocks: int, *, is_full: bool = False) -> ArenaLayout:
-    """The arena of the first rank, whose blocks all have this stride, and are as large if it `is_full`."""
-    groups = tuple(
-        replace(group, stride_bytes=stride, block_bytes=stride if is_full else group.block_bytes)
-        for group in one.groups[0]
-    )
-    return ArenaLayout(page_bytes=stride, num_pages=num_blocks - 1, groups=groups)
+    layouts = shares(1).groups[0]
+    groups = tuple(replace(one, block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES) for one in layouts)
+    return TierMemory(ArenaLayout(page_bytes=BLOCK_BYTES, num_pages=NUM_BLOCKS - 1, groups=groups), slab)
 
 
 def source_process() -> None:
@@ -230,7 +218,8 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     there: RankMemory = pickle.loads(bytes.fromhex(line.split()[1]))
     agent, kept = NixlAgent({HOST: memory}), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, {HOST: memory}), agent.start
-    ends = Ends(reads)
+    ends = Ends()
+    reads.on_end = ends.__setitem__
 
     def noted(*args: Any) -> Any:
         handle = start(*args)
@@ -249,7 +238,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
         read(read_id)
         assert started.wait(WAIT_S)
         for _ in range(10):
-            assert not ends.by_id
+            assert not ends
             time.sleep(0.05)
 
     monkeypatch.setattr(agent, "start", noted)

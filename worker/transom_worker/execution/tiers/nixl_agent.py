@@ -9,12 +9,13 @@ A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its
 agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So a caller that gives a
 read up waits for one of these; if the source dies, NIXL says "ERR".
 
-NIXL chooses the transport by UCX, whose environment variables hold (`UCX_TLS`, `UCX_NET_DEVICES`).
+NIXL chooses the transport by UCX, whose environment variables hold; the settings set some of them (`TransferConfig.ucx`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
@@ -110,6 +111,7 @@ def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory]) -> 
     """
     if not transfer.is_on or transfer.wire == "ray":
         return None
+    os.environ.update(transfer.ucx)  # UCX reads them when the agent is made
     try:
         return NixlAgent(memories)
     except Exception as error:  # of a library that may be missing, or that this machine may not suit

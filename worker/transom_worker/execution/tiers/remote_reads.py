@@ -27,7 +27,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.execution.executor import RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.block_format.convert import block_digests
+from transom_worker.kvcache.tiers.block_format.convert import block_digest
 from transom_worker.kvcache.tiers.block_format.segments import Segment, block_segments
 
 logger = logging.getLogger("transom.worker")
@@ -112,22 +112,18 @@ class RemoteReads:
             reads = self._look_after(reads)
 
     def _start(self, order: RemoteRead) -> _Read:
-        read = _Read(order)
+        read, source = _Read(order), None
         try:
             for (rank, kind, device, tier), spans in self._spans(order).items():
                 source = order.memories[rank]
-                try:
-                    if source.agent in self._broken:
-                        raise ConnectionError("the connection is broken")
-                    for part in np.split(spans, _cuts(spans)):
-                        read.handles.append((rank, self._agent.start(source, (kind, device), part, tier)))
-                except Exception:
-                    self._broken[source.agent] = source
-                    raise
-        except (
-            Exception
-        ) as error:  # of the library, for a source that is gone, or a format from which this rank cannot read
+                if source.agent in self._broken:
+                    raise ConnectionError("the connection is broken")
+                for part in np.split(spans, _cuts(spans)):
+                    read.handles.append((rank, self._agent.start(source, (kind, device), part, tier)))
+        except Exception as error:  # of the library, say for a source that is gone, or of formats that differ
             read.error = f"{type(error).__name__}: {error}"
+            if source is not None:
+                self._broken[source.agent] = source
         return read
 
     def _look_after(self, reads: list[_Read]) -> list[_Read]:
@@ -159,7 +155,7 @@ class RemoteReads:
             digests = order.digests[block.group].get(block.logical)
             if digests is not None:
                 row = self._memories[block.target_tier].rows(block.group)[block.target].cpu().numpy()
-                (own,) = block_digests(order.shares, self._shares, block.group, self._rank, [row])
+                own = block_digest(order.shares, self._shares, block.group, self._rank, row)
                 if own != digests[self._rank]:
                     return OTHER_BYTES
         return ""

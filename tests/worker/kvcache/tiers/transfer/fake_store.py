@@ -13,7 +13,6 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_core.kv_cache.layout import GroupLayout
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.kvcache.tiers.transfer.transfer_report import ExportOutcome, FetchReport, TransferObserver
 
@@ -22,8 +21,7 @@ T = TypeVar("T")
 BLOCK = 4
 BLOCK_BYTES = 8
 GROUPS = (GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),)
-LAYOUT = GroupLayout(spec=GROUPS[0], block_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES, layers=())
-SHARES = KvShares(groups=((LAYOUT,),), heads=((),))
+SHARES = KvShares(groups=((),), heads=((),))
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
@@ -47,12 +45,10 @@ class FakeStore:
     imports: dict[str, dict[bytes, Bytes]] = field(default_factory=dict)
     chains: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by import
     kept_for: list[str] = field(default_factory=list)  # request ids
-    # Reads of another worker's memory: how many looks they take, and what they bring of a block. `reads` has those in flight, by
-    # import: the offer, and what is to be called at the end.
+    # Reads of another worker's memory: how many looks they take, what they bring of a block, and by import those in flight.
     num_looks: int | None = None  # None: this worker does not read memory
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str], None]]] = field(default_factory=dict)
-    num_digests: int = 0  # of blocks, as a source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
@@ -69,16 +65,12 @@ class FakeStore:
             blocks=blocks,
             shares=SHARES,
             memories=() if query.shares is None else (RankMemory(agent=b"", regions={}),),
-            digests=({len(held) - 1: (contents(held[-1]).tobytes(),)},),
+            digests=({i: (contents(held[i]).tobytes(),) for i in blocks[0][0 if query.verifies_all else -1 :]},),
         )
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         digests = self.exports[export_id]
         return [b"".join(contents(digests[i]).tobytes() for i in blocks.blocks)]
-
-    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
-        self.num_digests += len(blocks.blocks)
-        return {i: (contents(self.exports[export_id][i]).tobytes(),) for i in blocks.blocks}
 
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -24,10 +23,9 @@ def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair
     return pair
 
 
-@pytest.mark.parametrize(("verify", "num_digests"), [("sample", 0), ("all", 10)])
-async def test_memory_is_read_with_two_calls(verify: Literal["sample", "all"], num_digests: int) -> None:
+async def test_memory_is_read_with_two_calls() -> None:
     calls: list[str] = []
-    pair = reading_pair(config=replace(CONFIG, verify=verify))
+    pair = reading_pair()
     pair.before = calls.append
     pair.target.put(CHAIN[:3])
     pair.start()
@@ -36,7 +34,7 @@ async def test_memory_is_read_with_two_calls(verify: Literal["sample", "all"], n
     assert (pair.ended["r"].wire, pair.ended["r"].num_bytes) == ("nixl", 56)
     await pair.until_quiet()
     assert calls == ["open", "close"]
-    assert (pair.source_notes.num_bytes, pair.source.num_digests) == (56, num_digests)
+    assert pair.source_notes.num_bytes == 56
     assert pair.source_notes.exports == ["read"]
 
 

@@ -38,18 +38,13 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
     return [block.reshape(-1) for block in out]
 
 
-def block_digests(
-    source: KvShares, target: KvShares, group: int, rank: int, blocks: Sequence[bytes | Bytes]
-) -> list[bytes]:
-    """Return a digest of each block of the target's `rank`. It covers the segments that were read from the source, and not the
-    padding between them."""
-    segments, digests = block_segments(source, target, group, rank), []
-    for block in blocks:
-        digest, data = blake2b(digest_size=DIGEST_BYTES), np.frombuffer(block, np.uint8)
-        for one in segments:
-            digest.update(data[one.target : one.target + one.size].data)
-        digests.append(digest.digest())
-    return digests
+def block_digest(source: KvShares, target: KvShares, group: int, rank: int, block: Bytes) -> bytes:
+    """Return a digest of a block of the target's `rank`. It covers the segments that were read from the source, and not the padding
+    between them."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for one in block_segments(source, target, group, rank):
+        digest.update(block[one.target : one.target + one.size].data)
+    return digest.digest()
 
 
 def _as_blocks(shares: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -45,15 +44,6 @@ class ByteBudget:
             raise
         return partial(self._give_back, num_bytes)
 
-    @contextlib.asynccontextmanager
-    async def taken(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> AsyncIterator[None]:
-        """Hold `num_bytes` of the budget while the context is open."""
-        give_back = await self.take(num_bytes, sharer)
-        try:
-            yield
-        finally:
-            give_back()
-
     def _give_back(self, num_bytes: int) -> None:
         self.used_bytes -= min(num_bytes, self._limit_bytes)
         self._admit()
@@ -61,7 +51,7 @@ class ByteBudget:
     def _admit(self) -> None:
         """Grant bytes to the callers that wait, by turns, until the first one that does not fit."""
         while (wanted := self._waiting.first) is not None:
-            if wanted.turn.cancelled():  # its caller removes it in `taken` and calls `_admit` again
+            if wanted.turn.cancelled():  # its caller removes it in `take` and calls `_admit` again
                 return
             held_bytes = min(wanted.num_bytes, self._limit_bytes)
             if self.used_bytes + held_bytes > self._limit_bytes:

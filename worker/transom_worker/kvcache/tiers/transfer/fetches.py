@@ -1,7 +1,7 @@
 """`PrefixFetches`: the target's side of KV transfer, which brings a held request's prefix from another worker into the host tier.
 
 - **held request**: a request that the engine does not admit before its fetch has ended, with or without success.
-- **piece**: some blocks of one group that move together (`contract.kv_transfer.MAX_PIECE_BYTES`).
+- **piece**: some blocks of one group that move together (`contract.kv_transfer.PIECE_BYTES`).
 
 One fetch, from a request to its end:
 

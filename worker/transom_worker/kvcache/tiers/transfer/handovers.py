@@ -34,8 +34,8 @@ class Handovers:
     def start(self, requests: Sequence[Request]) -> None:
         """Begin to hand over those of the admitted requests that name a decoder."""
         for request in requests:
-            # Under a KV policy that is a window, no group keeps every token.
-            if request.decoder is not None and request.kv_policy is None:
+            # Under a KV policy that is a window, no group keeps every token. A prompt's other choices wait for its first one.
+            if request.decoder is not None and request.kv_policy is None and request.choice_index == 0:
                 task = asyncio.create_task(self._run(request, request.decoder))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

@@ -62,10 +62,6 @@ class KvStore(Protocol):
         """Return, for each rank, the bytes of these blocks of an export, one after the other. Raises KeyError: the export has
         ended."""
 
-    def digest_export(self, export_id: str, query: PrefixQuery, blocks: BlockRange) -> dict[int, tuple[bytes, ...]]:
-        """Return digests of blocks of an export, as `PrefixOffer.digests` has them for a group. Raises KeyError: the export has
-        ended."""
-
     def close_export(self, export_id: str) -> None:
         """Release the blocks of an export."""
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
-from functools import partial
 from uuid import uuid4
 
 import numpy as np
 
 from transom_core.config import TransferConfig
-from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
 from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserver
@@ -64,7 +62,7 @@ class PrefixExports:
             self._observer.exported("not_found")
             return "not_found"
         self._renew(export_id)
-        return await self._with_all_digests(offer, query) if offer.memories and query.verifies_all else offer
+        return offer
 
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an open export, for each rank.
@@ -91,19 +89,6 @@ class PrefixExports:
         self._observer.exported("read")
         self._end(export_id)
         return True
-
-    async def _with_all_digests(self, offer: PrefixOffer, query: PrefixQuery) -> PrefixOffer:
-        """Return an offer with the digests of all its blocks, which are read by pieces, as by `read`."""
-        digests = []
-        for group, logicals in enumerate(offer.blocks):
-            at_once = max(1, PIECE_BYTES // max(groups[group].block_bytes for groups in offer.shares.groups))
-            found: dict[int, tuple[bytes, ...]] = {}
-            for first in range(0, len(logicals), at_once):
-                blocks = BlockRange(group, logicals[first : first + at_once])
-                found |= await self._on_engine(partial(self._store.digest_export, offer.export_id, query, blocks))
-                self._renew(offer.export_id)
-            digests.append(found)
-        return replace(offer, digests=tuple(digests))
 
     def _renew(self, export_id: str) -> None:
         """Let an export's lease begin again. Raises KeyError: the export has ended."""

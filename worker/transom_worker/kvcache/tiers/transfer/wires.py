@@ -57,10 +57,13 @@ class CallWire:
     async def _bring(
         self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int
     ) -> None:
-        async with self.budget.taken(num_bytes, sharer):
+        give_back = await self.budget.take(num_bytes, sharer)
+        try:
             data = await self.ask(source, self.peers.read_export(source, offer.export_id, blocks))
             converted = await asyncio.to_thread(self.store.convert, offer, blocks, data)
             await self.on_engine(lambda: self.store.write_import(import_id, blocks, converted))
+        finally:
+            give_back()
 
 
 class MemoryWire:
