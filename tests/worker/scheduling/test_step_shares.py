@@ -54,7 +54,7 @@ LONG = Device(15e-3, 1.4e-3, 1e-6, 1e-3, token_key_s=4e-6, target_step_s=0.2)  #
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a client does all the time: it sends `num` requests of (prompt, output) tokens, so many at once, and leaves what has not
+    """What a client does all the time: it keeps `num` requests of (prompt, output) tokens running, and leaves those that have not
     ended `leaves_s` after its first request; then it does the same again."""
 
     sizes: list[tuple[int, int]]
@@ -92,7 +92,7 @@ class Client:
             self.since_s = now_s
         while len(self.own) < self.load.num:
             (num_prompt, num_output), number = next(self.sizes), next(self.numbers)
-            name, prompt = f"{self.name} {number}", [hash((self.name, number)) % 1000] * num_prompt
+            name, prompt = f"{self.name} {number}", [int(self.name) + 100 * number] * num_prompt  # no two are equal
             try:
                 scheduler.add(request(name, prompt, num_output, client=self.name, client_weight=self.load.weight))
             except Overloaded:
