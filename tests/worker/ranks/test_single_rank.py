@@ -1,4 +1,4 @@
-"""A worker's only rank in a process of its own, which is the default on GPUs: the same tokens and identity, failures, metrics."""
+"""A worker's only rank in a process of its own (`--rank-process`): the same tokens and identity, failures, metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine_driver import drain, make_engine, make_request, run
-from tests.fake_gpus import H100, driver_of, install
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.ranks.rank_watch import left_behind, process_ids, wait_until_gone
-from transom_core.machine.gpus import NO_DRIVER
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.startup import resolve_for_device
 from transom_worker.execution.ranks import process_launcher
 
 PROMPTS = [[(31 * i + 17 * j) % 1900 + 40 for j in range(length)] for i, length in enumerate((40, 130, 7))]
@@ -62,24 +59,6 @@ def test_its_loss_costs_a_restart(engine: Engine, tiny_model: Path) -> None:
     assert not engine.is_restarting
     (whole,) = run(engine, [make_request("after", PROMPTS[0], max_tokens=5)])
     assert whole.token_ids == reference_greedy(tiny_model, PROMPTS[0], 5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "has_gpu", "expected"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"rank_process": False}, True, False),
-        ({"rank_process": True}, False, True),
-    ],
-)
-def test_where_it_has_a_process(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], has_gpu: bool, expected: bool
-) -> None:
-    install(driver_of(H100) if has_gpu else NO_DRIVER, monkeypatch.setattr)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = resolve_for_device(Settings.parse(model="m", **settings).engine_config())
-    assert config.ranks.have_processes == expected
 
 
 def test_the_process_sees_the_gpus_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,10 +205,10 @@ class RanksSettings(BaseModel):
         description="Ranks of each worker: processes that split every layer, with one GPU each where there are GPUs; "
         "heads need not divide evenly.",
     )
-    rank_process: bool | None = Field(
-        None,
+    rank_process: bool = Field(
+        False,
         description="Whether a worker's only rank has a process of its own, so that planning steps and sending answers do not "
-        "delay launches; if unset, on GPUs. Several ranks always have.",
+        "delay launches; it takes a core more. Several ranks always have.",
     )
     num_threads: int | None = Field(
         None,

@@ -81,10 +81,8 @@ def resolve_for_device(config: EngineConfig) -> EngineConfig:
     if model.device == "cuda":
         gpus = visible_gpus(read_driver(), {} if are_actors else os.environ)
         gpu_bytes = min((int(gpu.memory_bytes * config.cache.gpu_share) for gpu in gpus), default=0)
-    if ranks.rank_process is None:
-        ranks = replace(ranks, rank_process=model.device == "cuda")
     defaults = batch_defaults(gpu_bytes, num_ranks=ranks.size)
-    return replace(config, model=model, ranks=ranks, scheduler=with_defaults(config.scheduler, defaults))
+    return replace(config, model=model, scheduler=with_defaults(config.scheduler, defaults))
 
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}

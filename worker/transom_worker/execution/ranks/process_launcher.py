@@ -1,4 +1,4 @@
-"""Launches ranks as processes on this host, for offline use and tests, and the only rank of a worker on a GPU.
+"""Launches ranks as processes on this host, for offline use and tests, and a worker's only rank with `--rank-process`.
 
 A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, even if it
 crashes. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transom_core.model_files.weight_index import weight_files
 
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture, runnable
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.resolve import resolve_model
+from transom_core.model_files.text_files import weight_files
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
 from transom_worker.models.weights.load import load_weights
