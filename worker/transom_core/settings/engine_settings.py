@@ -163,7 +163,7 @@ class BatchingSettings(BaseModel):
     share_step_time: bool = Field(
         True,
         description="Clients that share a worker share the time of its steps: one with many or long requests makes steps "
-        "at most about 1.5 times as long as usual. The price is throughput while a large client runs beside a small one.",
+        "at most about 1.35 times as long as usual. The price is throughput while a large client runs beside a small one.",
     )
     max_waiting: int = Field(
         1024,
