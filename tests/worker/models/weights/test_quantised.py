@@ -144,6 +144,23 @@ def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None
     weights.close()
 
 
+def test_groups_without_activation_order(tmp_path: Path) -> None:
+    tensors, rounded = FORMATS["w4a16 32"].stored(torch.randn(48, 256))
+    tensors[".weight_g_idx"] = torch.full((256,), -1, dtype=torch.int32)
+    config = compressed("pack-quantized", 4, "group", group_size=32, actorder="group")
+    weights = open_weights(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, config)
+    torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(48, 256)), rounded)
+
+
+def test_zero_points_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
+    tensors, _ = FORMATS["w8a8 asym"].stored(torch.randn(48, 256))
+    tensors[".weight_zero_point"] = tensors[".weight_zero_point"][1:]
+    config = FORMATS["w8a8 asym"].config
+    weights = open_weights(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, config)
+    with pytest.raises(ModelError, match=r"weight_zero_point' has shape \[47, 1\]"):
+        weights(f"{MATRIX}.weight", shape=(48, 256))
+
+
 @pytest.mark.parametrize("name", ["w4a16 channel", "w4a16 channel asym", "w8a8 asym", "ct fp8 blocks"])
 def test_sizes_that_fill_no_word_and_no_group(tmp_path: Path, name: str) -> None:
     tensors, rounded = FORMATS[name].stored(torch.randn(43, 90))
