@@ -20,14 +20,15 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 Form = Literal["stack", "qweight", "packed", "scaled"]
 
-# Suffixes of stored tensors that show a form. The first form of a tensor whose suffixes are found is the one.
+# The form in which a weight is stored, and the suffixes of the stored tensors that show it.
 _SHOWN_BY: dict[Form, tuple[str, ...]] = {
     "stack": ("_blocks", "_scales"),
     "qweight": (".qweight", ".qzeros", ".scales"),
     "packed": (".weight_packed",),
     "scaled": (".weight_scale_inv", ".weight_scale", ".scale"),
 }
-# Tensors beside a quantised weight that hold no weights: those that are not needed, and scales of activations and KV caches.
+# Tensors beside a quantised weight that may stay unread: some are not always needed, and others are scales of activations and of
+# KV caches.
 _BESIDE = (
     *(".g_idx", ".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_scale_2"),
     *(".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".input_scale_ub"),
@@ -206,8 +207,8 @@ class QuantisedWeights(WeightsView):
         *,
         order_name: str,
     ) -> QuantisedTensor:
-        """Return the description of packed integers. Zero points that are all the middle one, and groups that lie in order, are
-        left out; of tensors without data (`meta`) the config says whether they are."""
+        """Return the description of packed integers. It leaves out zero points that are all the middle one, and an order of groups
+        that is the plain one. For tensors without data (`meta`) the config says whether they are."""
         scheme, middle = self._scheme, 1 << (numbers.bits - 1)
         found: Packed | int = middle
         if zero_words is not None:
