@@ -38,8 +38,8 @@ from transom_core.fair_cache import FairCache
 class PlacementDecision:
     """The worker for a request, the reason for the choice, and the predicted hit.
 
-    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token,
-    by present knowledge `decoder`.
+    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token:
+    `decoder`, if it is still the best one then.
     """
 
     worker_id: str

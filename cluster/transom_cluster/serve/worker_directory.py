@@ -1,8 +1,8 @@
 """`ServeWorkerDirectory` tells a router which worker replicas run now, from `serve.running_replicas` of all worker deployments;
 `ServeWorkerClient` calls one of them through a Ray Serve handle.
 
-When a replica's process has ended, Ray's error describes the reason in words and does not give the signal. The client reads only
-from it whether the replica's node is gone.
+When a replica's process has ended, Ray's error describes the reason in words and does not give the signal. The client reads one
+thing from these words: whether the replica's node is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transom_core.errors import LossCause, WorkerLost
 
 class ServeWorkerDirectory:
     """Implements `WorkerDirectory` for worker deployments whose calls go through `ReplicaRequestRouter`. Only the first deployment
-    can be scaled to zero, so `wake` starts a replica of this one."""
+    can be scaled to zero, so `wake` starts a replica of the first."""
 
     def __init__(self, handle: Any, *others: Any) -> None:
         self._handle = handle

@@ -16,7 +16,7 @@ from tests.worker.models.quantised_formats import FORMATS
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits say; the fourth is the sign
 _GROUP = 32
 _FILE = "model.safetensors"
-_NOT_QUANTISED = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+_NOT_QUANTISED = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router.")
 
 Tensors = dict[str, torch.Tensor]
 

@@ -28,8 +28,8 @@ class GrammarMatcher:
         self.num_consumed = 0
 
     def copy(self) -> GrammarMatcher:
-        """Return a matcher at the same position, which takes about 10 kB of its own. It shares the compiled grammar with the lexer
-        states that answers have reached, whose number has a limit for all of them together (`GrammarCompiler.forget`)."""
+        """Return a matcher at the same position, which takes about 10 kB of its own. All copies share the compiled grammar and the
+        lexer states that their answers have reached; one limit holds for these states together (`GrammarCompiler.forget`)."""
         copied = GrammarMatcher(self.library_matcher.deep_copy(), self.vocabulary)
         copied.num_consumed = self.num_consumed
         return copied

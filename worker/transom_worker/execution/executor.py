@@ -91,9 +91,9 @@ class RankUsage:
 
     `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
     decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program, and `num_graph_decodes`
-    those of them that only decode. `num_wrong_graphs` counts the sizes of steps that run eagerly because their CUDA graph computed
-    something else, twice.
-    `other_bytes` is the memory that the process holds now beyond weights and KV pool.
+    those of them that only decode. `num_wrong_graphs` counts the sizes of steps that run eagerly because their CUDA graph was
+    captured twice and both times gave wrong logits. `other_bytes` is the memory that the process holds now beyond weights and KV
+    pool.
     """
 
     forward_s: float = 0.0
@@ -213,8 +213,7 @@ class Executor(ABC):
 
     @abstractmethod
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write contents, as `read_blocks` returns them, into blocks after all plans that were submitted so far. Raises the same
-        errors."""
+        """Write contents into blocks after all plans that were submitted so far. `data` and errors are as of `read_blocks`."""
 
     def begin_read(self, read: RemoteRead) -> None:
         """Let all ranks read another worker's memory after the plans that were submitted so far; does not wait for these. Only
@@ -222,11 +221,11 @@ class Executor(ABC):
         raise StepFailed("These ranks cannot read the memory of other workers.")
 
     def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:  # noqa: B027
-        """Call `callback` with the rank, the id and the error of each rank's part of a read that is over; "" if all was read. Any
-        thread may call it."""
+        """Call `callback` when a rank's part of a read is over, with the rank, the read's id and the error ("" if all was read).
+        Any thread may call it."""
 
     def take_read_ends(self) -> None:  # noqa: B027
-        """Take the reports of ended reads that have come; `receive` does so, too, which an idle engine does not call. Raises
+        """Take the reports of ended reads that have come. `receive` does this too, but an idle engine does not call it. Raises
         RankLost."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:

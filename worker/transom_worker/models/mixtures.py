@@ -9,8 +9,9 @@
     llama4_text     chunked attention with RoPE, and every fourth layer global without RoPE (NoPE), both in `Architecture`; a shared
                     expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
 
-Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss and llama4_text all experts in two stacks. gpt_oss is
-published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device computes with MXFP4.
+Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss and (unless quantised) llama4_text all experts in two
+stacks. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device computes with
+MXFP4.
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`); model cards of gpt-oss and Llama 4.
 
@@ -94,12 +95,17 @@ def _llama4(architecture: Architecture, index: int, load: Loader) -> FeedForward
         return load.mlp(activation, (hidden_size, mixture.dense_size), prefix="feed_forward.")
     load = load.under("feed_forward.")
     routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
-    experts = make_experts(
-        experts_by_stack(load.under("experts."), mixture, hidden_size),
-        GateRule(activation=activation),
-        quantization=load.quantization,
-        scales_input=True,
+    names = [f"experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")]
+    # Tools that quantise make one matrix per expert of the stacks; `weights.names` may have the prefix of a multimodal model.
+    first = load.prefix.removeprefix("model.") + names[0].format(0)
+    is_split = any(name.endswith(first) for name in load.weights.names)
+    weights = (
+        experts_by_name(load, names, mixture, hidden_size)
+        if is_split
+        else experts_by_stack(load.under("experts."), mixture, hidden_size)
     )
+    rule = GateRule(activation=activation)
+    experts = make_experts(weights, rule, quantization=load.quantization, scales_input=True)
     shared = load.partial().mlp(activation, (hidden_size, mixture.inner_size), prefix="shared_expert.")
     return Moe(ExpertRouter(_gate(architecture, load, "router"), routing), experts, shared, comm=load.comm)
 

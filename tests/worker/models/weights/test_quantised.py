@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
+from transom_worker.execution.setup import load_progress
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights
 from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTensor
@@ -143,6 +144,23 @@ def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None
     weights.close()
 
 
+def test_groups_without_activation_order(tmp_path: Path) -> None:
+    tensors, rounded = FORMATS["w4a16 32"].stored(torch.randn(48, 256))
+    tensors[".weight_g_idx"] = torch.full((256,), -1, dtype=torch.int32)
+    config = compressed("pack-quantized", 4, "group", group_size=32, actorder="group")
+    weights = open_weights(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, config)
+    torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(48, 256)), rounded)
+
+
+def test_zero_points_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
+    tensors, _ = FORMATS["w8a8 asym"].stored(torch.randn(48, 256))
+    tensors[".weight_zero_point"] = tensors[".weight_zero_point"][1:]
+    config = FORMATS["w8a8 asym"].config
+    weights = open_weights(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, config)
+    with pytest.raises(ModelError, match=r"weight_zero_point' has shape \[47, 1\]"):
+        weights(f"{MATRIX}.weight", shape=(48, 256))
+
+
 @pytest.mark.parametrize("name", ["w4a16 channel", "w4a16 channel asym", "w8a8 asym", "ct fp8 blocks"])
 def test_sizes_that_fill_no_word_and_no_group(tmp_path: Path, name: str) -> None:
     tensors, rounded = FORMATS[name].stored(torch.randn(43, 90))
@@ -163,6 +181,25 @@ def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps(config))
     weights = load_weights(resolve_model(str(folder)))
     torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(40, 96)), rounded)
+
+
+def test_the_text_decoders_config_says_how(tmp_path: Path) -> None:
+    folder = write(tmp_path, fp8(), None)
+    (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": FP8}}))
+    assert load_weights(resolve_model(str(folder)))(f"{MATRIX}.weight").dtype == torch.float32
+
+
+def test_progress_counts_stored_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_progress, "PERIOD_S", -1.0)
+    stored, _ = FORMATS["gptq"].stored(torch.randn(48, 256))
+    tensors = {f"{layer}{key}": tensor.clone() for layer in ("a", "b") for key, tensor in stored.items()}
+    told: list[float] = []
+    weights = load_progress.ProgressWeights(
+        open_weights(tmp_path, tensors, FORMATS["gptq"].config), lambda share, _: told.append(share)
+    )
+    for layer in ("a", "b"):
+        weights(f"{layer}.weight", shape=(48, 256))
+    assert told == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("scale", [f"{MATRIX}.weight_scale_inv", f"{MATRIX}.scale"])

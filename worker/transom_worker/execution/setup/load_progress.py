@@ -77,7 +77,7 @@ class ProgressWeights(WeightsView):
     def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
         super().__init__(weights)
         self._on_progress = on_progress
-        self._num_tensors = max(1, len(weights.names))
+        self._num_tensors = max(1, len(weights.unread))  # stored ones: a quantised matrix has several
         self._num_bytes = 0
         self._reported_s = time.monotonic()
 

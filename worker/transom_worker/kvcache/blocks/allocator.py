@@ -5,7 +5,7 @@ KV pool can hold.
     active       said of a block that a running sequence references
     busy page    a leased page with an active block
     usable page  a page without an active block: not leased, or leased and *idle*; any group may take it, after evictions
-    slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
+    slack        the number of a group's blocks that are in busy pages and not active: the group may take them, after evictions
     run          consecutive free blocks of one page
 
 A group can take its slack and the blocks of usable pages. Every page has the same number of a group's blocks, so simple arithmetic
@@ -55,7 +55,7 @@ class BlockAllocator:
         return num_pages
 
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
-        """Return the usable pages that each group must take to get `num_blocks[group]` more blocks; None if there are too few
+        """Return how many usable pages each group must take to get `num_blocks[group]` more blocks; None if there are too few
         pages.
         """
         pages = [
@@ -162,7 +162,7 @@ class BlockAllocator:
     def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
         """Evict the evictable blocks of one busy page, and return one of them; None if no busy page has any.
 
-        With `must`, evict checkpoints until a busy page has one.
+        With `must`, evict checkpoints until a busy page has an evictable block.
         """
         while not (blocks := pool.evictable_in_busy_page()):
             if not must:

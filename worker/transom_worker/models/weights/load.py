@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from transom_core.model_files.resolve import ModelFiles
 from transom_core.model_files.text_files import read_json
 from transom_worker.models.weights.checkpoint import Weights
@@ -29,7 +32,14 @@ def load_weights(files: ModelFiles, *, in_memory: bool = False, without_data: bo
         family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
         return with_hf_experts(GgufWeights(files), family, num_experts=experts)
     plain = SafetensorsWeights(files.path, in_memory=in_memory, without_data=without_data)
-    config = files.config.get("quantization_config")
+    config = _quantization_config(files.config)
     if config is None and (files.path / _MODELOPT_FILE).exists():
         config = read_json(files.path / _MODELOPT_FILE)
     return text_decoder(plain if config is None else open_quantised(plain, config, keeps_groups=in_memory))
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Any:
+    """Return what a config.json says of quantised weights; multimodal models may say it of the text decoder alone."""
+    inner = config.get("text_config")
+    found = config.get("quantization_config")
+    return inner.get("quantization_config") if found is None and isinstance(inner, Mapping) else found

@@ -38,7 +38,7 @@ _MODELOPT: Mapping[str, Group] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How quantised tensors are stored. Which of several `bits` and `groups` a tensor has shows by its shapes."""
+    """How quantised tensors are stored. If there are several `bits` or `groups`, a tensor's shapes show which ones it has."""
 
     groups: tuple[Group, ...]
     bits: tuple[int, ...] = (4,)  # of integers
@@ -93,7 +93,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     stored = config.get("checkpoint_format") or ("marlin" if config.get("is_marlin_format") else "gptq")
     _only("checkpoint_format", stored, ("gptq", "gptq_v2"))
-    # `dynamic` has settings of its own for some layers, by patterns of their names; those of layers left out are empty.
+    # `dynamic` maps patterns of layers' names to settings of these layers alone; empty ones mean that they are not quantised.
     layers = [config, *({**config, **own} for own in (config.get("dynamic") or {}).values() if own)]
     return Scheme(
         groups=tuple(dict.fromkeys(_columns(layer.get("group_size", 128)) for layer in layers)),

@@ -20,14 +20,15 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 Form = Literal["stack", "qweight", "packed", "scaled"]
 
-# Suffixes of stored tensors that show a form. The first form of a tensor whose suffixes are found is the one.
+# The form in which a weight is stored, and the suffixes of the stored tensors that show it.
 _SHOWN_BY: dict[Form, tuple[str, ...]] = {
     "stack": ("_blocks", "_scales"),
     "qweight": (".qweight", ".qzeros", ".scales"),
     "packed": (".weight_packed",),
     "scaled": (".weight_scale_inv", ".weight_scale", ".scale"),
 }
-# Tensors beside a quantised weight that hold no weights: those that are not needed, and scales of activations and KV caches.
+# Tensors beside a quantised weight that may stay unread: some are not always needed, and others are scales of activations and of
+# KV caches.
 _BESIDE = (
     *(".g_idx", ".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_scale_2"),
     *(".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".input_scale_ub"),
@@ -152,8 +153,8 @@ class QuantisedWeights(WeightsView):
             return QuantisedTensor(shape=whole, kind="fp8", numbers=values, scales=scales, group=group)
         zeros: Packed | int = 128
         if f"{stem}.weight_zero_point" in self._stored and not self._scheme.is_symmetric:
-            stored_zeros = self._plain.mapped(f"{stem}.weight_zero_point").to(torch.int8).expand(scales.shape)
-            zeros = Packed(words=stored_zeros, bits=8, flips=0x80)
+            stored_zeros, _ = self._scales(f"{stem}.weight_zero_point", whole, (group,))
+            zeros = Packed(words=stored_zeros.to(torch.int8), bits=8, flips=0x80)
         numbers = Packed(words=values, bits=8, flips=0x80)
         return QuantisedTensor(shape=whole, kind="integer", numbers=numbers, scales=scales, group=group, zeros=zeros)
 
@@ -190,9 +191,8 @@ class QuantisedWeights(WeightsView):
         zeros = self._plain.mapped(f"{stem}.qzeros")
         stored = (scales.shape[1], -(-num_rows * bits // 32))
         check_shape(zeros, stored, name=f"{stem}.qzeros", file=self._file(f"{stem}.qzeros"))
-        if (
-            scheme.zeros_less_one
-        ):  # they were subtracted, and are added, in whole words, so that a carry undoes a borrow
+        if scheme.zeros_less_one:
+            # ones were subtracted, and are added, in whole words, so that a carry undoes a borrow
             zeros = zeros + sum(1 << place for place in range(0, 32, bits))
         numbers = Packed(words=words.T, bits=bits, axis=-2 if scheme.packs_rows else -1, order=scheme.order)
         return self._integers(shape, numbers, zeros.T, scales, group, order_name=f"{stem}.g_idx")
@@ -207,8 +207,8 @@ class QuantisedWeights(WeightsView):
         *,
         order_name: str,
     ) -> QuantisedTensor:
-        """Return the description of packed integers. Zero points that are all the middle one, and groups that lie in order, are
-        left out; of tensors without data (`meta`) the config says whether they are."""
+        """Return the description of packed integers. It leaves out zero points that are all the middle one, and an order of groups
+        that is the plain one. For tensors without data (`meta`) the config says whether they are."""
         scheme, middle = self._scheme, 1 << (numbers.bits - 1)
         found: Packed | int = middle
         if zero_words is not None:
@@ -218,9 +218,9 @@ class QuantisedWeights(WeightsView):
         of_column = None
         if group[1] < shape[1] and (scheme.has_order or order_name in self._stored):
             order = check_shape(self._plain.mapped(order_name), shape[1:], name=order_name, file=self._file(order_name))
-            is_plain = (
-                not scheme.has_order if order.is_meta else order.equal(torch.arange(shape[1]).to(order) // group[1])
-            )
+            plain = torch.arange(shape[1]).to(order) // group[1]
+            # compressed-tensors writes -1 for a matrix without activation order
+            is_plain = not scheme.has_order if order.is_meta else order.equal(plain) or bool((order == -1).all())
             of_column = None if is_plain else order.long()
         return QuantisedTensor(
             shape=shape,

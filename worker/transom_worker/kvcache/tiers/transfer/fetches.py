@@ -9,7 +9,7 @@ One fetch, from a request to its end:
     export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
     import    host blocks are taken for what is missing    (`KvStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
-    publish   only when all pieces have come; close the export once nothing is read any more, and call `on_end`
+    publish   when all pieces have come; in any case the export is closed once nothing is read any more, and `on_end` is called
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
@@ -79,7 +79,7 @@ class PrefixFetches:
     def wanted_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
         """Return, by id, the requests for which the router has named another worker as the source of their prefix.
 
-        Of a source that is away by calls, one request is returned each `AWAY_S`.
+        Of the requests for a source that does not answer calls (`away_sources`), one is returned each `AWAY_S`.
         """
         sources = ((one, one.prefix_source) for one in requests)
         return {
