@@ -89,9 +89,16 @@ class RanksExecutor(Executor):
             raise
 
     def submit(self, plan: StepPlan) -> None:
-        """Send one plan to all ranks. Raises RankLost."""
+        """Send one plan to all ranks. Raises RankLost.
+
+        After a refusal that `receive` has yet to raise, the plan relies on a step that failed. So it is sent in that step's epoch,
+        in which the ranks drop it.
+        """
         self.check()
         assert self._group is not None
+        if self._refused is not None:
+            self._group.send_all(RunStep(self._epoch - 1, plan))
+            return
         self._group.send_all(RunStep(self._epoch, plan))
         self._in_flight.append((plan.step_id, time.monotonic()))
         if not plan.seq_ids:
@@ -104,7 +111,7 @@ class RanksExecutor(Executor):
             StepFailed: every rank refused the step before its first collective.  OutOfMemory: the same, because memory was short.
             RankLost: a rank died, hung, or failed alone.
         """
-        if self._refused is not None:
+        if self._refused is not None and not self._results:
             refused, self._refused = self._refused, None
             raise refused
         if not self._in_flight and not self._results:
