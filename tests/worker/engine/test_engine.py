@@ -86,6 +86,17 @@ def test_many_aborts_publish_the_state_once(start: Start, monkeypatch: pytest.Mo
     assert (states[0].load.num_running, states[0].load.num_waiting) == (0, 0)
 
 
+def test_no_event_follows_an_abort(start: Start) -> None:
+    """Not even one that waits for the next plan, of a request that has ended with it."""
+    engine, delivered = start(steps_in_flight=2), list[list[OutputEvent]]()
+    for name, max_tokens in (("ended", 1), ("goes on", 9)):
+        engine.add(make_request(name, [5, 6, 7], max_tokens=max_tokens))
+    assert engine.step(delivered.append) == []
+    assert not engine.abort("ended")
+    assert engine.abort("goes on")
+    assert drain(engine) + delivered == []
+
+
 def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

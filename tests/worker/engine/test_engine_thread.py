@@ -238,6 +238,17 @@ def test_a_group_that_is_left_or_refused_is_not_added_to_the_end() -> None:
     assert left.results == [None] * 100
 
 
+def test_a_request_with_the_id_of_an_aborted_one_can_be_aborted_too() -> None:
+    engine = Engine()
+    engine.submit("a", 1)
+    engine.arrivals.abort("a0")
+    engine.submit("a", MAX_PIECE, name="-")
+    engine.submit("a", 1)
+    assert len(engine.turn()) == MAX_PIECE  # the second request with the id waits
+    engine.arrivals.abort("a0")
+    assert engine.turn() == []
+
+
 def test_what_waits_to_be_added_is_bounded_and_each_client_has_its_share() -> None:
     engine = Engine()
     for number in range(8):

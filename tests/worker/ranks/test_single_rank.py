@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.engine_driver import drain, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.ranks.rank_watch import left_behind, process_ids, wait_until_gone
+from transom_core.errors import RankLost
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.ranks import process_launcher
@@ -47,14 +49,22 @@ def test_it_gives_what_a_rank_in_the_engines_process_gives(engine: Engine, tiny_
     assert report.info.process_id != os.getpid()
 
 
-def test_its_loss_costs_a_restart(engine: Engine, tiny_model: Path) -> None:
-    engine.add(make_request("lost", PROMPTS[0]))
+@pytest.mark.parametrize("is_met_by_a_call", [False, True])
+def test_its_loss_costs_a_restart(engine: Engine, tiny_model: Path, is_met_by_a_call: bool) -> None:
+    """Also if a call between two steps meets the loss, for a prefix that moves, and no request runs."""
+    engine.add(make_request("lost", PROMPTS[0]), is_held=is_met_by_a_call)
     engine.step()
     (process_id,) = process_ids(engine)
     os.kill(process_id, signal.SIGKILL)
+    if is_met_by_a_call:
+        while not engine.executor.lost:
+            time.sleep(0.001)
+        with pytest.raises(RankLost):
+            engine.executor.take_read_ends()
     (event,) = [event for event in drain(engine) if event.error is not None]
     assert event.error is not None
     assert event.error.kind == "WorkerLost"
+    assert event.error.loss_cause == "killed"
     wait_until_gone(process_id)
     assert not engine.is_restarting
     (whole,) = run(engine, [make_request("after", PROMPTS[0], max_tokens=5)])

@@ -112,11 +112,17 @@ def test_a_dropped_plan_makes_its_copies_and_reports_its_load(executor: RanksExe
 
 
 def test_a_refused_plan_is_reported_by_receive(executor: RanksExecutor, info: ExecutorInfo) -> None:
+    """After earlier results; the ranks drop the plan that was made before the engine learned of it."""
     data = contents(info, 1, seed=3)
+    executor.submit(StepPlan(step_id=199))
     executor.submit(StepPlan(step_id=200, version=99))
     executor.write_blocks(TIER_HOST, 0, [1], data)
+    executor.submit(StepPlan(step_id=201))
+    assert executor.receive().step_id == 199
     with pytest.raises(StepFailed, match="version 99"):
         executor.receive()
+    executor.submit(StepPlan(step_id=202))
+    assert executor.receive().step_id == 202
     assert executor.read_blocks(TIER_HOST, 0, [1]) == data
 
 

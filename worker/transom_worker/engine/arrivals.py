@@ -116,4 +116,5 @@ class Arrivals:
         if any(group.results):
             group.results += [None] * (len(group.requests) - len(group.results))
         for request in group.requests[first : len(group.results)]:
-            self._group_of.pop(request.request_id, None)
+            if self._group_of.get(request.request_id) is group:  # else it was aborted, and its id is used again
+                del self._group_of[request.request_id]

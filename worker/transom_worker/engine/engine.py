@@ -252,6 +252,8 @@ class Engine:
 
         The state is published by a later step, once for all requests that were dropped together.
         """
+        if self._ready:  # also those of a request that has ended: another one may get its id
+            self._ready = [event for event in self._ready if event.request_id != request_id]
         if request_id not in self.requests:
             return False
         self.scheduler.abort(request_id)

@@ -154,6 +154,9 @@ def test_other_bytes_than_the_source_has_are_noticed(case: Case) -> None:
     case.there[1][2] ^= 1
     case.read()
     assert case.ends.of("r") == OTHER_BYTES
+    case.digests = ()
+    case.read("without digests")
+    assert "IndexError" in case.ends.of("without digests")
 
 
 def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: Case) -> None:

@@ -62,7 +62,7 @@ class RanksExecutor(Executor):
         self._group: RankGroup | None = None
         self._starting: RankGroup | None = None
         self._interrupted = False
-        self._killed = False  # true from the loss of a rank until the next start
+        self._loss: RankLost | None = None  # from the loss of a rank until the next start
         self._pool_bytes: int | None = None
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
@@ -89,9 +89,16 @@ class RanksExecutor(Executor):
             raise
 
     def submit(self, plan: StepPlan) -> None:
-        """Send one plan to all ranks. Raises RankLost."""
+        """Send one plan to all ranks. Raises RankLost.
+
+        After a refusal that `receive` has yet to raise, the plan relies on a step that failed. So it is sent in that step's epoch,
+        in which the ranks drop it.
+        """
         self.check()
         assert self._group is not None
+        if self._refused is not None:
+            self._group.send_all(RunStep(self._epoch - 1, plan))
+            return
         self._group.send_all(RunStep(self._epoch, plan))
         self._in_flight.append((plan.step_id, time.monotonic()))
         if not plan.seq_ids:
@@ -104,7 +111,7 @@ class RanksExecutor(Executor):
             StepFailed: every rank refused the step before its first collective.  OutOfMemory: the same, because memory was short.
             RankLost: a rank died, hung, or failed alone.
         """
-        if self._refused is not None:
+        if self._refused is not None and not self._results:
             refused, self._refused = self._refused, None
             raise refused
         if not self._in_flight and not self._results:
@@ -112,16 +119,18 @@ class RanksExecutor(Executor):
         return self._kill_if_lost(self._receive)
 
     def check(self) -> None:
-        """Raise RankLost when a rank's process has ended."""
-        if self._group is None or self._killed:
+        """Raise RankLost when a rank's process has ended; again if another call has met the loss, with its cause."""
+        if (loss := self._loss) is not None:
+            raise RankLost(f"The ranks are not running: {loss}", loss_cause=loss.loss_cause) from loss.__cause__
+        if self._group is None:
             raise RankLost("The ranks are not running.")
         self._kill_if_lost(self._group.check)
 
     @property
     def lost(self) -> bool:
-        """Return whether a rank's process has ended by itself; any thread may read it."""
+        """Return whether a rank was lost, and the ranks do not start again; any thread may read it."""
         group = self._group
-        return group is not None and group.lost and not self._killed
+        return group is not None and (group.lost or self._loss is not None)
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on another thread, when `lost` becomes true."""
@@ -186,19 +195,16 @@ class RanksExecutor(Executor):
         """Call `action`, and kill all ranks if it raises RankLost. The next start waits until they are gone."""
         try:
             return action()
-        except RankLost:
-            self._kill()
+        except RankLost as loss:
+            self._loss = loss
+            self._forget_plans()
+            if self._group is not None:
+                self._group.kill()
             raise
-
-    def _kill(self) -> None:
-        self._killed = True
-        self._forget_plans()
-        if self._group is not None:
-            self._group.kill()
 
     def _start(self) -> ExecutorInfo:
         self._forget_steps()
-        self._killed = False
+        self._loss = None
         # The lambda looks `_on_lost` up when a rank is lost, because `on_lost` may set it after the start.
         self._starting = group = RankGroup(self._config, self._make_launcher(), lambda: self._on_lost())
         try:

@@ -150,14 +150,18 @@ class RemoteReads:
 
     @torch.inference_mode()
     def _compared(self, order: RemoteRead) -> str:
-        """Return "" if the blocks of which the source has sent digests have the same contents here, else OTHER_BYTES."""
-        for block in order.blocks:
-            digests = order.digests[block.group].get(block.logical)
-            if digests is not None:
-                row = self._memories[block.target_tier].rows(block.group)[block.target].cpu().numpy()
-                own = block_digest(order.shares, self._shares, block.group, self._rank, row)
-                if own != digests[self._rank]:
-                    return OTHER_BYTES
+        """Return "" if the blocks of which the source has sent digests have the same contents here, else OTHER_BYTES, or why they
+        cannot be compared: the thread must go on."""
+        try:
+            for block in order.blocks:
+                digests = order.digests[block.group].get(block.logical)
+                if digests is not None:
+                    row = self._memories[block.target_tier].rows(block.group)[block.target].cpu().numpy()
+                    own = block_digest(order.shares, self._shares, block.group, self._rank, row)
+                    if own != digests[self._rank]:
+                        return OTHER_BYTES
+        except Exception as error:  # of an offer that does not fit, or of the device
+            return f"{type(error).__name__}: {error}"
         return ""
 
 

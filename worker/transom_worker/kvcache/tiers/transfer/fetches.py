@@ -161,11 +161,12 @@ class PrefixFetches:
         query = self._store.query(request_id, num_tokens)
         if query is None:
             return None, False
-        return replace(query, verifies_all=self._config.verify == "all"), self._store.has(request_id, query)
+        return query, self._store.has(request_id, query)
 
     async def _import(self, request_id: str, sharer: Sharer, source: str, query: PrefixQuery) -> tuple[ImportPlan, str]:
         """Bring all pieces of an offer that are missing here, publish them, and close the export. Returns and raises what `_fetch`
         does."""
+        query = replace(query, verifies_all=self._config.verify == "all")
         offer = await self.calls.ask(source, self._peers.open_export(source, query))
         if not isinstance(offer, PrefixOffer):
             raise _Ended("refused" if offer == "refused" else "not_found")
