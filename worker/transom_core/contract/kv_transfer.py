@@ -68,9 +68,7 @@ class PrefixQuery:
     shares: KvShares | None = (
         None  # what the blocks of the target's ranks contain, if these can read the source's memory
     )
-    is_early: bool = (
-        False  # the target wants the groups that keep every token alone, since the source still computes the prompt
-    )
+    is_early: bool = False  # the source still computes the prompt: only groups that keep every token are wanted
     verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
 
