@@ -21,8 +21,7 @@ from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
 
 logger = logging.getLogger("transom.worker")
 
-# Between two looks for new blocks, which take the engine's time: twice as long after each look that found none, since most prompts
-# of a busy worker wait. While a step is computed, a look waits for its end.
+# Between two looks for new blocks, doubled after each that found none: a look waits for the step, and takes the engine's time.
 LOOK_S, LONGEST_LOOK_S = 5e-3, 0.1
 
 
