@@ -53,7 +53,7 @@ def _flag(name: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default in (None, ()):
+    if field.default in (None, (), ""):
         return "unset"
     if isinstance(field.default, bool):
         return "on" if field.default else "off"

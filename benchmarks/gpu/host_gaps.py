@@ -6,7 +6,7 @@ All host work is real: scheduling, block tables, the arrays of a step, sampling 
 takes 0.1 ms to launch a step (one CUDA graph), `eager` 1.5 ms (some 300 kernels at 5 us).
 
     ahead     a step is launched when it is planned, while the device computes the last one (`execution.device_queue`)
-    waiting   a step is launched when the last one's tokens are there, as before that
+    waiting   a step is launched when the last one's tokens are there
 
 The engine and rank 0 are real, each in its process (a single rank with --rank-process only), and need a core each.
 Other ranks have cores of their own on a GPU machine and do there what rank 0 does; here they only receive the plans

@@ -1,4 +1,4 @@
-"""Launches one kernel in several ways over a driver that takes notes, and prints them as JSON; see `test_prepared_launch`."""
+"""Launches one kernel in several ways over a driver that takes notes, and prints them as JSON; see `test_launching_triton`."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ class RanksConfig:
     """The ranks of one worker: the processes that split every layer of its model.
 
     If there are several ranks, `launcher` starts them as local processes or as Ray actors. With `rank_process`, a single rank is a
-    local process, too. A step that takes longer than `step_timeout_s` counts as hung,
-    even if there is only one rank.
+    local process, too. A step that takes longer than `step_timeout_s` counts as hung, even if there is only one rank.
     """
 
     size: int = 1

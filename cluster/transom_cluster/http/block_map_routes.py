@@ -135,13 +135,9 @@ class BlockStream(Response):
         for worker in self._feeds.keys() - connections.keys():
             self._feeds.pop(worker).cancel()
         for worker in connections.keys() - self._feeds.keys():
+            client, timings = connections[worker].client, self._router.timings
             feed = Feed(
-                worker,
-                connections[worker].client,
-                self._outbox,
-                router_id=self._router.router_id,
-                period_s=self._period_s,
-                timings=self._router.timings,
+                worker, client, self._outbox, router_id=self._router.router_id, period_s=self._period_s, timings=timings
             )
             self._feeds[worker] = self._tasks.spawn(feed.run())
         model = self._router.config.served_model_name

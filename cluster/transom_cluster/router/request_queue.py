@@ -93,11 +93,6 @@ class RequestQueue:
     def _is_full(self) -> bool:
         return len(self._waiting) >= MAX_WAITING or self._waiting.num_tokens >= MAX_WAITING_TOKENS
 
-    @property
-    def num_submitting(self) -> int:
-        """Return the number of submissions to workers that run now; each has one request or several."""
-        return len(self._submissions)
-
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
         """Give requests to workers, by turns of their clients. The first ones are placed at once if a worker may take them."""
         requests, now_s = list(requests), time.monotonic()

@@ -218,7 +218,7 @@ class WorkerConnection:
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
         """Abort attempts without waiting for the worker. Those of a running submission are aborted again after it has ended, since
-        the call may overtake it. The first call counts, because requests of other clients may wait behind a long submission."""
+        the first abort may have overtaken it. It is sent at once all the same: at the worker a submission may wait for its turn."""
         request_ids = [request.attempt.request_id for request in requests]
         known = [one for one in request_ids if self.in_flight.remove(one) is not None]
         self._withdrawn |= self._submitting.intersection(known)

@@ -38,8 +38,8 @@ from transom_core.fair_cache import FairCache
 class PlacementDecision:
     """The worker for a request, the reason for the choice, and the predicted hit.
 
-    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token:
-    `decoder`, if it is still the best one then.
+    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token,
+    by present knowledge `decoder`; None if that cannot be foreseen.
     """
 
     worker_id: str
@@ -160,8 +160,9 @@ class Placer:
         )
         chosen, reason = choose(self.policy, candidates.at(split.positions), tie_break)
         decoder = None
-        if split.is_prefill_only:
-            decoders = allowed[selection.may_decode[allowed]]
+        decoders = allowed[selection.may_decode[allowed]]
+        # When the first token is there, `kv` alone will look at which decoder has the blocks.
+        if split.is_prefill_only and (self.policy == "kv" or len(decoders) == 1):
             key_position = self._key_position(key, selection, decoders)
             at, _ = choose(self.policy, candidates.at(decoders), replace(tie_break, key_position=key_position))
             decoder = selection.workers[int(decoders[at])].worker_id

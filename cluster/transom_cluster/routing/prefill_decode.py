@@ -1,8 +1,8 @@
 """Disaggregation of prefill and decode: chooses by role which workers may take a request. Pure functions.
 
 - **role**: what a worker is for (`--role`): `prefill`, `decode`, or `both`.
-- **handover**: a worker with the role `prefill` computes a prompt and its first token; then a worker that may decode continues, and
-  fetches the prompt's KV from the first one (`prefix_fetches`).
+- **handover**: a worker with the role `prefill` computes a prompt and its first token; then a worker that may decode continues. It
+  fetches the prompt's KV from the first one, most of it while the prompt is computed (`Request.decoder`).
 
 A request goes to the `prefill` workers if it has no output yet and every worker that may decode would fetch the part of the prompt
 that it lacks faster than compute it. All other requests go to workers that may decode: requests with output, *short* prompts,
@@ -19,12 +19,7 @@ import numpy as np
 
 from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates
-from transom_cluster.routing.prefix_fetches import (
-    MARGIN,
-    fetch_times_s,
-    has_equal_blocks,
-    window_of,
-)
+from transom_cluster.routing.prefix_fetches import MARGIN, fetch_times_s, has_equal_blocks, window_of
 from transom_cluster.routing.worker_table import Selection
 from transom_core.contract import Request
 

@@ -95,7 +95,7 @@ def find_fetches(
     was_asked = selection.can_fetch & equal & (lacking > 0)
     if not was_asked.any():
         return Fetches.none(selection)
-    # A fetch is of the tier that has most of the prefix.
+    # A prefix may lie in two tiers; the place names the one that has most of it.
     place = source.place(is_on_device=2 * int(hits.device_start[at]) >= start)
     rates = np.array([worker.fetch_rate(place) for worker in selection.workers])
     seconds = fetch_times_s(source, start, lacking, rates, window_of(request))

@@ -75,8 +75,8 @@ class WorkerView:
         return f"{self.node}/{'device' if is_on_device else 'host'}" if self.node else ""
 
     def fetch_rate(self, place: str) -> float:
-        """Return the bytes per second at which the worker fetches from a place; if it has not measured this place, the rate from
-        all places together, which is 0 before the first fetch."""
+        """Return the bytes per second at which the worker fetches from a place. If it has not measured this place, the rate is that
+        of all its fetches, or 0 if there were none."""
         return self._load.fetch_rates.get(place, self._load.fetch_bytes_per_s)
 
     def candidate(self, num_to_compute: int) -> Candidate:

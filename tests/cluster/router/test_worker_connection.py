@@ -219,7 +219,7 @@ async def test_a_submission_that_hangs_ends_when_the_link_breaks():
         worker.die()
         async with asyncio.timeout(120):
             assert (await waiting).status_code == 503
-        await until(lambda: not api.router.queue.num_submitting)  # the router waits for no reply of the worker any more
+        await until(lambda: not api.router.queue._submissions)  # the router waits for no reply of the worker any more
 
 
 async def test_a_submission_that_fails_is_503():

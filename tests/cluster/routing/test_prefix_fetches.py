@@ -17,7 +17,7 @@ from transom_cluster.routing.prefix_fetches import (
     prefix_bytes,
 )
 from transom_cluster.routing.worker_view import HitTokens, WorkerView
-from transom_core.config import WorkerRole
+from transom_core.config import RoutingPolicy, WorkerRole
 from transom_core.contract import (
     AdaptivePolicy,
     HeavyPolicy,
@@ -219,12 +219,19 @@ def disaggregated(**options: object) -> Placer:
 def test_prompts_go_to_prefill_workers_and_streams_to_decode_workers() -> None:
     made = disaggregated()
     first = made.place(request("r"), ("p", "d"))
-    assert (first.worker_id, first.is_prefill_only, first.source) == ("p", True, None)
+    assert (first.worker_id, first.is_prefill_only, first.decoder, first.source) == ("p", True, "d", None)
     made.ended("r")
     made.update("p", WorkerMessage(kv=whole(PROMPT, version=2)))
     second = made.place(request("r+1", resumed_output_ids=(7,)), ("p", "d"))
     assert (second.worker_id, second.is_prefill_only) == ("d", False)
     assert second.source == PrefixSource(worker="p", num_tokens=2000)
+
+
+@pytest.mark.parametrize(("policy", "decoder"), [("kv", "e"), ("round_robin", None)])
+def test_a_decoder_is_named_where_the_policy_will_look_at_its_blocks(policy: RoutingPolicy, decoder: str | None):
+    made = placer(worker("p", "prefill"), worker("d", "decode"), worker("e", "decode"), loads={"d": BUSY})
+    made.policy = policy
+    assert made.place(request("r"), ("p", "d", "e")).decoder == decoder
 
 
 def test_short_prompts_and_cached_ones_stay_with_decode_workers() -> None:

@@ -52,7 +52,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     class Watched(RankGroup):
         def __init__(self, config: EngineConfig, launcher: RankProcesses, on_lost: Callable[[], None]) -> None:
             super().__init__(config, launcher, on_lost)
-            found.extend(launcher.process_ids)
+            found.extend(one.process_id for one in launcher._rank_processes)
 
     monkeypatch.setattr(executor, "RankGroup", Watched)
     return found

@@ -65,12 +65,8 @@ class PrefixQuery:
     block_size: int  # tokens of a hash block
     identity: str = ""  # the identity of the target's model
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
-    shares: KvShares | None = (
-        None  # what the blocks of the target's ranks contain, if these can read the source's memory
-    )
-    is_early: bool = (
-        False  # the target wants the groups that keep every token alone, since the source still computes the prompt
-    )
+    shares: KvShares | None = None  # what blocks of the target's ranks hold, if these can read the source's memory
+    is_early: bool = False  # the source still computes the prompt: only groups that keep every token are wanted
     verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
 

@@ -88,8 +88,8 @@ class Verdict(NamedTuple):
 class GrammarChecker:
     """Checks grammars in child processes; any thread may call it.
 
-    `check` waits for a child, so an event loop uses `known` first and calls `check` on a thread. The first check
-    starts a child, which takes a second or two to read the vocabulary; `warm_up` does that before there are requests.
+    `check` waits for a child, so an event loop asks `known` first, and calls `check` on a thread. The first check starts a child,
+    which takes a second or two to read the vocabulary; `warm_up` does that before there are requests.
     """
 
     def __init__(

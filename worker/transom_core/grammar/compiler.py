@@ -265,9 +265,8 @@ class GrammarCompiler(Generic[Owner]):
         if isinstance(compiled, GrammarMatcher):
             compiled_bytes = job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text)
             state_bytes = min(_MAX_STATE_BYTES, _STATE_BYTES_PER_TEXT_BYTE * len(job.text))
-            share = (
-                int(self._entries.max_bytes * CLIENT_SHARE) - num_bytes
-            )  # a grammar that fits in is kept without its states
+            # A grammar that fits into a client's share is cached, even if its states do not fit in as well.
+            share = int(self._entries.max_bytes * CLIENT_SHARE) - num_bytes
             num_bytes += max(_LEAST_BYTES, compiled_bytes, min(compiled_bytes + state_bytes, share))
         self._entries.put(job.text, compiled, num_bytes=num_bytes, client=job.client, keep_s=keep_s)
 

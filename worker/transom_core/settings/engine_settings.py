@@ -43,9 +43,7 @@ class HybridSettings(BaseModel):
     """Windows and chunks for layers of a model that was trained without them."""
 
     window: int | None = Field(
-        None,
-        ge=1,
-        description="Turns layers into sliding-window layers of this many tokens, the query included.",
+        None, ge=1, description="Turns layers into sliding-window layers of this many tokens, the query included."
     )
     sinks: int = Field(
         0, ge=0, description="Sink tokens: the first tokens of a sequence, which layers with a window keep as well."

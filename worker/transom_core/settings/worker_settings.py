@@ -106,21 +106,20 @@ class WorkersSettings(BaseModel):
         description="Which blocks that NIXL has read are compared with digests of the other worker's: two of each group, or "
         "all, for which the other worker's steps wait.",
     )
-
     kv_transfer_devices: str = Field(
         "",
         description="The network devices over which NIXL moves KV blocks between hosts, by which its addresses are chosen, such as "
-        "eth0 or mlx5_0:1,mlx5_1:1 (UCX_NET_DEVICES); all if empty.",
+        "eth0 or mlx5_0:1,mlx5_1:1 (UCX_NET_DEVICES); all if unset.",
     )
     kv_transfer_transports: str = Field(
         "",
-        description="The transports that NIXL may use, such as tcp or rc,cuda,sm (UCX_TLS); what UCX finds if empty.",
+        description="The transports that NIXL may use, such as tcp or rc,cuda,sm (UCX_TLS); what UCX finds if unset.",
     )
     kv_transfer_ports: str = Field(
         "",
         pattern=r"^(\d{1,5}-\d{1,5})?$",
         description="The TCP ports at which ranks listen for NIXL, such as 30000-30999 (UCX_TCP_PORT_RANGE), one or more each; any "
-        "free ones if empty.",
+        "free ones if unset.",
     )
 
     def check_replicas(self) -> None:

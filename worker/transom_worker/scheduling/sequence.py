@@ -117,7 +117,7 @@ class Sequence:
     order_key: OrderKey
     num_prompt_tokens: int  # without resumed output
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
-    root: bytes  # the value that the chain's first digest is computed from (`kvcache.hashing`)
+    root: bytes  # the value that the chain's first digest is computed from (`kv_cache.hashing`)
     token_ids: list[int]  # prompt, then output as received
     retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens

@@ -254,13 +254,13 @@ def _divide_s(limit_s: float, needs_s: Sequences[float], weights: Sequences[floa
 
 
 def _round(works: list[ClientWork], chosen: list[list[Sequence]]) -> None:
-    """Let some more rows wait, so that a step has one of `REPLAYED_ROWS` rows: of the client with the most of those with rows that
-    wait already."""
+    """Let some more rows wait, so that a step in which rows wait has one of `REPLAYED_ROWS` rows: of the client with the most, if
+    possible one with rows that wait already."""
     limited = [own for work, own in zip(works, chosen, strict=True) if len(own) < len(work.decodes)]
     if limited:
         num_rows = sum(map(len, chosen))
         size = max((size for size in REPLAYED_ROWS if size <= num_rows), default=num_rows)
-        most = max(limited, key=len)
+        most = max([own for own in limited if own] or chosen, key=len)
         del most[max(1, len(most) - (num_rows - size)) :]
 
 

@@ -63,11 +63,6 @@ class RankProcesses(Launcher):
             rank_process.join(KILL_TIMEOUT_S)
         self._rank_processes = []
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Return the process ids of the ranks, in order of rank."""
-        return [rank_process.process_id for rank_process in self._rank_processes]
-
 
 class _RankProcess(threading.Thread):
     """The thread that starts one rank's process and waits for its end."""

@@ -148,6 +148,22 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
 
 
+async def test_looks_for_blocks_of_a_prompt_that_waits_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, pauses = Pair(), list[float]()
+    pair.source.cached.clear()
+    pair.source.requests["p"] = CHAIN
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 7:
+            del pair.source.requests["p"]
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+    await Handovers("a", pair, pair.source, on_loop)._run(request, "b")
+    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
+
+
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:
     pair = Pair(config=replace(CONFIG, max_bytes_in_flight=3 * 2 * BLOCK_BYTES))
     other = chain("q", 10)

@@ -2,7 +2,7 @@
 
     bytes 0 to 8        magic number and version of the format
     8 to 40             fingerprint of the model and the rank's layout (`disk_fingerprint`)
-    40 to 72            digest of the block's tokens and all before them, with the tenant's salt (`kvcache.hashing`)
+    40 to 72            digest of the block's tokens and all before them, with the tenant's salt (`kv_cache.hashing`)
     72 to 76            KV cache group
     76 to 84            length of the contents
     84 to 116           BLAKE2b of bytes 0 to 84 and the contents

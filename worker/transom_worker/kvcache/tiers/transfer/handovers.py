@@ -21,7 +21,8 @@ from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
 
 logger = logging.getLogger("transom.worker")
 
-LOOK_S = 5e-3  # between two looks for new blocks; while a step is computed, a look waits for its end
+# Between two looks for new blocks, doubled after each that found none: a look waits for the step, and takes the engine's time.
+LOOK_S, LONGEST_LOOK_S = 5e-3, 0.1
 
 
 class Handovers:
@@ -41,13 +42,14 @@ class Handovers:
                 task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: Request, decoder: str) -> None:
-        num_told = 0
+        num_told, pause_s = 0, LOOK_S
         try:
             while (query := await self._on_engine(lambda: self._store.published(request.request_id))) is not None:
                 if len(query.chain) > num_told:
-                    num_told = len(query.chain)
+                    num_told, pause_s = len(query.chain), LOOK_S
                     await self._peers.fetch_early(decoder, self._own_id, query, request.sharer)
                 else:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_LOOK_S)
         except Exception as error:
             logger.info("Worker %s cannot fetch a prompt while it is computed: %r", decoder, error)
