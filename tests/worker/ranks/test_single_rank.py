@@ -40,7 +40,8 @@ def test_it_gives_what_a_rank_in_the_engines_process_gives(engine: Engine, tiny_
         assert [one.logprobs for one in own] == [one.logprobs for one in in_process]
         assert engine.info.identity == here.info.identity
         assert engine.info.disk_fingerprint == here.info.disk_fingerprint
-        assert engine.report == here.report
+        before_compiling = [one.report.split(" (compiling")[0] for one in (engine, here)]  # the first to start compiles
+        assert before_compiling[0] == before_compiling[1]
         assert (engine.info.memory.device, engine.info.memory.kv_bytes) == ("cpu", here.info.memory.kv_bytes)
     finally:
         here.shutdown()
