@@ -17,7 +17,7 @@ from transom_cluster.openai.answer.error_responses import HttpError, wire_error
 from transom_core.config import ServerConfig
 from transom_core.errors import RateLimited
 
-# These paths need no key: Kubernetes' probes of /health send none, and the block map's page itself holds no data.
+# These paths need no key: Kubernetes' probes of /health send none, and the page that draws the KV blocks has no data.
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
 TIMELINES_PATH = "/debug/requests"
 COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the router asks other processes for the answer
@@ -30,9 +30,9 @@ MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Cont
 class AdmissionMiddleware:
     """Refuses requests that the server does not take, and stores the client of every other request in the request's state.
 
-    In this order it checks the size of the headers, the API key, the client's limits and the declared size of the body; and, while
-    the app reads the body, its size, the time that it takes to arrive, and the bytes of all bodies. If there are admin keys, only
-    they open the routes that show all clients' data; they open every other route, too.
+    In this order it checks the size of the headers, the API key, the client's limits and the declared size of the body. While the
+    app reads the body, it checks the body's size, its time to arrive, and the total size of the bodies that the server holds. If
+    there are admin keys, only they open the routes that show all clients' data; they open every other route, too.
 
     A request counts for its client's limits until the last byte of its response. If there are limits per minute, responses to POST
     requests have OpenAI's headers about them (`x-ratelimit-...`). GET requests that need no key have no limits: the server cannot
@@ -72,7 +72,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
-        """Check the size of the request line and the headers, as estimated from what the proxy has parsed."""
+        """Check the size of the request line and the headers, as estimated from the ASGI scope, which has them parsed."""
         num_bytes = len(scope.get("raw_path") or scope["path"].encode()) + len(scope.get("query_string", b""))
         num_bytes += sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
         if num_bytes > self._max_header_bytes:
@@ -106,7 +106,7 @@ class AdmissionMiddleware:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        # `client` decides which requests the caller may see; `sharer` takes turns with other callers.
+        # `client` decides which requests the caller may see; turns and limits count the caller as `sharer`.
         state, owner = request_state(scope), client or admin
         if owner is not None:
             state.client = state.sharer = owner.client
@@ -130,7 +130,7 @@ class AdmissionMiddleware:
             raise body_too_large(self._max_body_bytes)
 
     def _with_budgets(self, client: str, send: Send) -> Send:
-        """Add to a response what the client has left of its limits by the minute."""
+        """Add headers to a response: what is left of the client's limits per minute, in requests and in tokens."""
 
         async def send_with_budgets(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -158,7 +158,7 @@ class _Body:
 
         Raises:
             HttpError: the body is too large (status 413), or did not arrive in time (408).
-            RateLimited, Overloaded: the bodies of this client or of all clients are too large together.
+            RateLimited, Overloaded: the total size of this client's bodies, or of all clients' bodies, is too large.
         """
         if self._is_whole:  # the next message says that the client has disconnected, and may come at any time
             return await receive()

@@ -41,7 +41,7 @@ _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 
 
 class OpenAiRoutes:
-    """Route handlers for one router. They parse bodies of any content type themselves, so that errors can name fields."""
+    """Route handlers for one router. They, not FastAPI, parse the bodies (of any content type), so that errors can name fields."""
 
     def __init__(self, router: Router, threads: RequestThreads, work: WorkLimits) -> None:
         self._router = router
@@ -138,7 +138,7 @@ class OpenAiRoutes:
         stream: bool,
         headers: Mapping[str, str] | None = None,
     ) -> GenerationResponse:
-        """Return the response that will run `requests`; create its timeline, and describe the request in its span."""
+        """Return the response that will run `requests`; create their timeline, and add their parameters to the trace's span."""
         state = asked.state
         if state.trace is not None:
             state.trace.describe(requests[0].params, num_choices=len(requests), stream=stream)

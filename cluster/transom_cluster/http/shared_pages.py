@@ -1,10 +1,10 @@
 """`SharedPages`: collects each metrics page about once a second, however many clients ask for it.
 
-Making a page takes a few milliseconds in every process, and some tens in the router that merges them. So each page has a token
-bucket: a collection takes a token, and every second adds one. Without a token, callers get the page of the last collection, which
-is at most a second old. Callers that come while a collection runs wait for its page.
+A page takes a few milliseconds in each process that it covers, and tens of milliseconds in the router, which merges their parts. So
+each page has a token bucket: a collection takes a token, and every second adds one. Without a token, callers get the page of the
+last collection, which is at most a second old. Callers that come while a collection runs wait for its page.
 
-Example: Prometheus asks every 15 s and always gets a new page. Of 35 requests in a second, one starts a collection.
+Example: Prometheus asks every 15 s and always gets a new page. At a steady 35 requests per second, one per second collects a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transom_cluster.http.client_limits import TokenBucket
 from transom_cluster.router.background_tasks import BackgroundTasks
 
 COLLECTIONS_PER_S = 1.0
-MAX_BURST = 5.0  # how many collections of a page may follow each other at once after an idle time
+MAX_BURST = 5.0  # after an idle time, up to this number of collections of a page may follow without a pause
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Page(TokenBucket):
 
 
 class SharedPages:
-    """The last pages, by a key for the processes and the format. All calls come from one event loop."""
+    """Keeps the last page for each key, which names the page's processes and format. All calls come from one event loop."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class SharedPages:
         return len(self._pages)
 
     async def get(self, key: Hashable, collect: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Return the page. If it is time for a new one, `collect` makes it. An error of `collect` stands for its page."""
+        """Return the page; `collect` makes it if it is time for a new one. If that raises, callers get the error instead."""
         now_s = self._clock()
         self._forget_full(now_s)
         page = self._pages.setdefault(key, _Page(MAX_BURST, COLLECTIONS_PER_S, now_s))

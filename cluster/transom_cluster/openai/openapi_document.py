@@ -27,7 +27,7 @@ from transom_cluster.openai.responses.object_types import ResponseObject
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 
 POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
-    # path of a POST route: its request body, the rules for other fields, its response body
+    # path of a POST route: its request body, the rules for fields that the body's class lacks, its response body
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
     "/v1/responses": (ResponsesRequest, RESPONSES_RULES, ResponseObject),
@@ -121,7 +121,7 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add the schema of a response body, and the schemas that it refers to; returns a reference to it."""
+    """Add the schema of a response body, and the schemas that it refers to; return a reference to it."""
     if model.__name__ not in schemas:
         schema = dict(_schema(model))  # type: ignore[arg-type] # mypy takes a class for unhashable
         schemas.update(schema.pop("$defs", {}))
@@ -131,7 +131,7 @@ def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _schema(model: type[Any]) -> Mapping[str, Any]:
-    """Return the JSON Schema of a response body, whose objects have no other properties. All documents of this process share it."""
+    """Return the JSON Schema of a response body; its objects allow no other properties. Cached: callers must not change it."""
     schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
     for part in (schema, *schema.get("$defs", {}).values()):
         part["additionalProperties"] = False
@@ -139,7 +139,7 @@ def _schema(model: type[Any]) -> Mapping[str, Any]:
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a request body's schema, with the fields that are ignored, and those that are refused with their neutral values."""
+    """Add a request body's schema. It lists ignored fields, and unsupported fields with the only values that they may have."""
     model, rules, _ = POST_ENDPOINTS[path]
     reference, added = _body_schemas(model)
     properties = dict(added[model.__name__]["properties"])
@@ -154,7 +154,7 @@ def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _body_schemas(model: type[BodyModel]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a reference to a request body's JSON Schema, and a dict by name of this schema and those that it refers to. All
-    documents share them."""
+    """Return a reference to a request body's JSON Schema, and a dict of the schemas by name: this one, and those that it refers to.
+    Both are cached: callers must not change them."""
     (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")
     return reference, added

@@ -1,9 +1,9 @@
 """Compiles the text of a grammar, within limits of size, and says what is wrong with a text that cannot be compiled.
 
-The limits bound the cost of one grammar: its memory, the time of compiling it, and the time of computing one mask (the tokens
-allowed next). A text that exceeds one of the first two is refused; an answer whose masks exceed the last one ends with an error
-(`GrammarMatcher`). The library's limits do not count some of its work (combining `multipleOf` numbers and the disjoint names of
-`patternProperties`), so a client's grammar is compiled in a child process first (`GrammarChecker`).
+The limits bound the cost of one grammar: its memory, the time to compile it, and the time to compute one mask (the tokens allowed
+next). A text that takes too much memory or time to compile is refused; an answer with a mask that takes too long ends with an error
+(`GrammarMatcher`). The limits of the library, llguidance, do not count some of its work (combining `multipleOf` numbers and the
+disjoint names of `patternProperties`), so a client's grammar is compiled in a child process first (`GrammarChecker`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_REASON_CHARS = 300  # the library quotes the text that it refuses, which may
 # docs/structured_output.md has the measurements that these comments quote.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,  # work on the regular expressions: a schema with 10,000 enumerated strings takes 200,000
-    max_items_in_row=5_000,  # items at one position: 1,200 optional properties reach it, and their mask takes 10 ms
+    max_items_in_row=5_000,  # parser items at one position: 1,200 optional properties reach it; their mask takes 10 ms
     step_lexer_fuel=100_000,  # work of the lexer for one mask: about 7 ms
     step_max_items=20_000,  # items that the parser makes for one mask: about 1 ms
-    max_lexer_states=20_000,  # states that the answers of one compiled grammar may reach: some 600 bytes each
+    max_lexer_states=20_000,  # lexer states of all answers of one compiled grammar together: about 600 bytes each
     max_grammar_size=50_000,  # symbols of the grammar
     verbose_errors=False,
 )

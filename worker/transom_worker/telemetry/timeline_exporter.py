@@ -26,7 +26,7 @@ MAX_QUEUED = 4096
 CLOSE_S = 2.0
 
 ExportFormat = Callable[[EngineTimeline, str], None]
-"""Exports one timeline in one format; takes the timeline and its finish reason (stop, length, abort, error or handover)."""
+"""Exports a timeline in one format; takes it and its finish reason (stop, length, abort, error, handover to a decode worker)."""
 
 
 class TimelineExporter:
@@ -63,7 +63,7 @@ class TimelineExporter:
 class RequestSpans:
     """Makes the spans `queue`, `prefill` and `decode` of a request from its timeline's times, as children of the router's span.
 
-    A request without a router, such as one of offline use, gets a span `request` as their parent.
+    If a request came without a router, such as in offline inference, they are children of a span `request` that this class makes.
     """
 
     def __init__(self, tracing: Tracing, worker: str) -> None:
@@ -90,7 +90,7 @@ class RequestSpans:
             if not begin_s:  # the request ended before this part began
                 break
             span = tracing.start(name, parent, at_s=begin_s, attributes=about | attributes)
-            is_last = not end_s or name == "decode"
+            is_last = not end_s or name == "decode"  # the request ended in this part
             if is_last:
                 span.set_attribute("transom.preemptions", timeline.num_preemptions)
                 span.set_attribute("transom.finish_reason", finish_reason)
@@ -103,7 +103,7 @@ class RequestSpans:
 
 
 def prefix_attributes(timeline: EngineTimeline) -> dict[str, Any]:
-    """Return span attributes with the prompt's tokens by outcome of the prefix cache search."""
+    """Return span attributes with the number of prompt tokens by prompt outcome, such as `hit`: found in the prefix cache."""
     return {"transom.tokens.hit": 0, "transom.tokens.repaired": 0} | {
         f"transom.tokens.{outcome}": count for outcome, count in timeline.tokens.items()
     }

@@ -14,10 +14,10 @@ once all characters of the token are final. Example, with the stop string `END`:
     `It`           `It`         `It`
     ` E`           ` `          -            `E` is held back: it could be the beginning of `END`
     `ast`          `East`       ` E`, `ast`
-    ` END`         ` `          ` `          the stop string is cut; the rest of the token is plain text
+    ` END`         ` `          ` `          `END` is cut; the parser gets the space before it as plain text
 
-Text that the worker has cut never reaches the parser. If a part of a token was cut, the rest of it is text, even if the whole token
-is a marker.
+Text that the worker has cut never reaches the parser. If only a part of a token was cut, the parser gets the rest of it as plain
+text, even if the whole token is a marker.
 
 With `include_reasoning: false` the client gets neither the reasoning nor the log-probabilities of reasoning tokens. With
 `parallel_tool_calls: false` it gets only the first call; in most cases a grammar has already kept the model from writing more.
@@ -57,8 +57,8 @@ string has cut."""
 class AnswerTally:
     """Counts the tool calls of an answer by outcome. `num_calls` counts the calls that have begun, whose names are known.
 
-    `num_parsed` calls were read to their end, `num_malformed` pieces of markup break the model's rules, and `num_incomplete` calls
-    were unfinished when the answer ended. `has_degraded` is true if the client got malformed markup as text.
+    `num_parsed` calls were read to their end, `num_malformed` pieces of markup break the rules of the model's call format, and
+    `num_incomplete` calls were unfinished when the answer ended. `has_degraded`: the client got malformed markup as text.
     """
 
     num_calls: int = 0
@@ -68,7 +68,7 @@ class AnswerTally:
     has_degraded: bool = False
 
     def add(self, parts: Iterable[AnswerPart], *, has_ended: bool) -> None:
-        """Count the calls in `parts`. With `has_ended` they are what the parser had held back until the answer ended."""
+        """Count the calls in `parts`. `has_ended` is true for the parts that the parser held back until the answer ended."""
         for part in parts:
             if isinstance(part, CallBegin):
                 self.num_calls += 1
@@ -121,7 +121,7 @@ class AnswerReader:
 
     def is_reasoning(self, position: int) -> bool:
         """Return whether the output token at `position` is reasoning. A token that a stop string has cut counts as reasoning if the
-        answer ended in its reasoning."""
+        answer ended before its reasoning did."""
         if position >= self.num_read:
             return self.state == "reasoning"
         return _is_in(self.reasoning_spans, position)
@@ -142,9 +142,9 @@ class AnswerReader:
         return "tool_calls" if reason == "stop" and self.has_called else reason
 
     def shown_logprobs(self, event: OutputEvent) -> Iterable[TokenLogprobs]:
-        """Return the log-probabilities that the client gets with an event that was read: of every output token, markup included.
+        """Return the log-probabilities that the client gets with an event that was read. They include those of markup tokens.
 
-        If the client gets no reasoning, a token's entry waits until the reader knows whether the token is reasoning.
+        If the client gets no reasoning, an entry waits until its token is read, and is left out if the token is reasoning.
         """
         if self._include_reasoning:
             return event.logprobs or ()
@@ -185,7 +185,7 @@ class AnswerReader:
         has_ended = event.finish_reason is not None
         text, begin = self._unread_text + event.text, 0
         parts: list[AnswerPart] = []
-        while len(unread) > has_ended:  # the last token of all is read below
+        while len(unread) > has_ended:  # `_read_end` reads the answer's last token
             token_id, token_text = unread[0]
             end = begin + len(token_text)
             if end > len(text):
@@ -223,8 +223,8 @@ class AnswerReader:
             self._unread_tokens.clear()
 
     def _read_token(self, token_id: int, text: str) -> Iterator[AnswerPart]:
-        """Give one token to the parser. If its text begins with a broken character of earlier tokens, that character goes to the
-        parser first, because the parser expects exactly the marker as a marker's text."""
+        """Give one token to the parser. If its text begins with U+FFFD for an unfinished character of earlier tokens, the parser
+        gets that character first, by itself, because it recognises a marker only if the token's text is exactly the marker."""
         if text.startswith("\ufffd") and len(text) > 1:
             own = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
             if len(own) < len(text) and text.endswith(own):

@@ -56,7 +56,7 @@ class UsageTotals:
 
 
 def _quality(total: KvQuality) -> KvQualityObject:
-    """Return the means, and the maximum KL divergence, over all tokens whose logits were compared with those of a full KV cache."""
+    """Return means, and the maximum KL divergence, over the tokens whose logits were compared with those of a full KV cache."""
     count = total.num_tokens
     return {
         "compared_tokens": count,
