@@ -36,8 +36,9 @@ def test_every_field_of_a_config_comes_from_a_setting() -> None:
 def test_the_wires_settings_are_variables_of_ucx() -> None:
     given = Settings.parse(model="m", kv_transfer_devices="lo", kv_transfer_ports="30000-30999").engine_config()
     assert given.transfer.ucx == (("UCX_NET_DEVICES", "lo"), ("UCX_TCP_PORT_RANGE", "30000-30999"))
-    with pytest.raises(ConfigError, match="kv_transfer_ports"):
-        Settings.parse(model="m", kv_transfer_ports="30000")
+    for ports in ("30000", "0-9", "30999-30000", "60000-65536"):
+        with pytest.raises(ConfigError, match=r"kv[-_]transfer[-_]ports"):
+            Settings.parse(model="m", kv_transfer_ports=ports)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ class Settings(
         KvDtypes.parse(self.kv_cache_dtype)
         self.check_pattern()
         self.check_replicas()
+        self.check_ports()
         self.groups()
         self.check_disk()
         if self.preemption_mode == "swap" and not self._swap_space_bytes():

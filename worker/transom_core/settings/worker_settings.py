@@ -122,6 +122,15 @@ class WorkersSettings(BaseModel):
         "free ones if unset.",
     )
 
+    def check_ports(self) -> None:
+        """Raise ConfigError if the TCP ports of KV transfers are no range."""
+        if self.kv_transfer_ports:
+            first, last = map(int, self.kv_transfer_ports.split("-"))
+            if not 0 < first <= last <= 65535:
+                raise ConfigError(
+                    f"--kv-transfer-ports is {self.kv_transfer_ports}; it must be a range from 1 to 65535, such as 30000-30999."
+                )
+
     def check_replicas(self) -> None:
         """Raise ConfigError if the numbers of workers contradict each other."""
         least, most = self.min_replicas, self.max_replicas

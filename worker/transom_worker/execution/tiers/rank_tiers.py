@@ -159,11 +159,13 @@ class RankTiers:
 
     def close(self) -> None:
         """Wait for the running load, drop the loads after it, and write the blocks that are queued for the disk; idempotent."""
-        if self._remote is not None:
-            self._remote.close()
-        self._loads.close()
-        if self._disk is not None:
-            self._disk.close()
+        try:
+            if self._remote is not None:
+                self._remote.close()
+        finally:  # what NIXL raises must cost no queued blocks
+            self._loads.close()
+            if self._disk is not None:
+                self._disk.close()
 
     @property
     def disk_usage(self) -> DiskUsage | None:
