@@ -40,7 +40,7 @@ class Fate:
 class SpeakingWorker(StubWorker):
     """Says `texts[choice]` to every request, with an end of text where it has none; `per_event` tokens come in one event.
 
-    With `max_events` it falls silent after so many tokens, until `go`.
+    With `max_events` it falls silent after that number of tokens, until `go`.
     """
 
     tokenizer: Tokenizer | None = None

@@ -224,7 +224,7 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
 async def test_a_router_that_was_killed_leaves_no_stream_and_no_request(
     replica: WorkerReplica, executor: HookedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody closes its streams, which are read on as Ray does. A call, if only of no request, shows that a router is there."""
+    """Its streams are not closed, and are read on as Ray does. A call shows that a router is there, even one without a request."""
     monkeypatch.setattr("transom_worker.engine.router_outbox.SILENT_ROUTER_S", 1.0)
     monkeypatch.setattr("transom_worker.engine.router_outbox.HEARTBEAT_S", 0.05)
     async with opened(replica, "living") as living, opened(replica, "killed") as killed:

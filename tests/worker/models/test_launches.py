@@ -74,7 +74,7 @@ def layer_of(folder: Path, name: str) -> Counter[str]:
 
 
 def added_by_a_layer(make: Callable[[int], Path]) -> Counter[str]:
-    """What the second layer adds to the first; `make` writes a checkpoint of so many."""
+    """What the second layer adds to the first; `make` writes a checkpoint with a given number of layers."""
     one, two = (decoding_step(make(num_layers)) for num_layers in (1, 2))
     two.subtract(one)
     layer = Counter({kind: count for kind, count in two.items() if count})

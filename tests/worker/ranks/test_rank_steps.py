@@ -136,7 +136,7 @@ def test_a_refusal_follows_the_results_of_earlier_plans() -> None:
 
 
 def test_a_single_rank_goes_on_after_a_step_without_memory() -> None:
-    """Nobody waits for it in the middle of the step, as other ranks would."""
+    """A single rank has no other ranks that wait for it in the middle of the step."""
     bench = Bench(
         [step(1), step(2), step(3, epoch=1)], runs_ahead=True, looks=3, refused=2, error=OutOfMemory("of GPU")
     )
