@@ -199,12 +199,14 @@ hostile_loads = st.builds(
 )
 
 
-@settings(max_examples=num_examples(daily=4, exhaustive=400), deadline=None)
+@settings(max_examples=num_examples(daily=4, exhaustive=150), deadline=None)
 @given(device=st.sampled_from([*DEVICES]), hostile=hostile_loads, num_others=st.integers(0, 3))
 def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(
     device: str, hostile: Load, num_others: int
 ) -> None:
-    check_bound(DEVICES[device], [ORDINARY] * num_others, hostile)
+    # The mean of 16 first tokens varies by a third with the moments at which they are sent: 150 examples would find the largest.
+    num_requests = num_examples(daily=16, exhaustive=64)
+    check_bound(DEVICES[device], [ORDINARY] * num_others, hostile, num_requests=num_requests)
 
 
 @pytest.mark.parametrize("device", DEVICES)
