@@ -144,7 +144,9 @@ def _tile(is_small: bool, num_experts: int) -> Tile:
     experts = max(MIN_EXPERTS, next_power_of_two(num_experts))
     if is_small:
         return Tile(block_t=16, block_e=min(32, experts), block_n=32, num_warps=2)
-    return Tile(block_t=64, block_e=min(64, experts), block_n=32 if experts > 32 else 16, num_warps=4)
+    if experts <= 32:
+        return Tile(block_t=64, block_e=experts, block_n=16, num_warps=4)
+    return Tile(block_t=64, block_e=64, block_n=32, num_warps=8)  # with 4, a float32 tile spills registers on sm_100
 
 
 def split_of(width: int, num_experts: int) -> int:
