@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from transom_kernels.moe import MxTensor
-from transom_worker.models.weights.checkpoint import GROUP, Mxfp4Tensors, Weights
+from transom_kernels.quantised_linear import GROUP
+from transom_worker.models.weights.checkpoint import Mxfp4Tensors, Weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

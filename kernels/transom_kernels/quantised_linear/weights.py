@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-GROUP = 32  # columns that share a scale
+GROUP = 32  # columns that share a scale, also in GGUF files and in MXFP4
 PANEL = 16  # rows (outputs) of a weight that are stored together
 QUADS = GROUP // 4  # quads (four columns of one row) of a group
 LINE = 64  # bytes of a line: one quad of levels of each of a panel's rows

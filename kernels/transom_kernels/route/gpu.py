@@ -30,7 +30,7 @@ FEW_TOKENS = 256  # with up to this many tokens (a decoding batch) tiles are sma
 MIN_EXPERTS = 16  # least experts of a tile
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # `rule.Score` -> one of these constants
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # `reference.Score` -> one of these constants
 
 _NEVER = tl.constexpr(-(2**62))  # the key of experts that do not exist or are chosen already; below all others
 

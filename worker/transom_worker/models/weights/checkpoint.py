@@ -20,7 +20,6 @@ from transom_kernels.quantised_linear import QuantisedRows
 Part = tuple[slice, ...]  # a part of a tensor: a range for each of its first axes
 # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
 Mxfp4Tensors = tuple[torch.Tensor, torch.Tensor]
-GROUP = 32  # columns that share a scale in GGUF and MXFP4
 ALL = slice(None)
 WHOLE: Part = ()
 

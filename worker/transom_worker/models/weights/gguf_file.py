@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufTensor, read_gguf_header
 from transom_core.model_files.resolve import ModelFiles
-from transom_kernels.quantised_linear import QuantisedRows
-from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Part, Weights, check_shape
+from transom_kernels.quantised_linear import GROUP, QuantisedRows
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights, check_shape
 from transom_worker.models.weights.gguf_names import INTERLEAVED_ROPE, NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PARAMETERS
 
 _STORED_KINDS = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from transom_core.errors import ModelError
-from transom_kernels.quantised_linear import QuantisedRows
-from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
+from transom_kernels.quantised_linear import GROUP, QuantisedRows
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
 from transom_worker.models.weights.quantisation_scheme import Scheme, read_scheme
 from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTensor
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
