@@ -1,6 +1,6 @@
-"""The operator `position_scale`: the factor of queries in Llama 4's layers without RoPE, which grows with the position p:
+"""The operator `position_scale`: the factor of queries in Llama 4 and Ministral 3, which grows with the position p:
 
-    1 + factor * log(1 + floor((p + 1) / interval))
+    1 + factor * log(1 + floor((p + first) / interval))
 
 Legend: T tokens.
 """
@@ -18,7 +18,9 @@ from transom_kernels.cpu.work import argument, each_item
 from transom_kernels.launch import uses_cpu_kernels
 
 
-def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
+def position_scale(
+    positions: torch.Tensor, *, factor: float, interval: int, first: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the factors [T] of `positions` [T] int64, computed in float32 and rounded to `dtype`.
 
     Raises:
@@ -27,15 +29,15 @@ def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dty
     if interval < 1:
         raise ValueError(f"interval is {interval}; give at least 1.")
     if uses_cpu_kernels(positions) and fits_cpu(positions, dtype):
-        return position_scale_cpu(positions, factor=factor, interval=interval, dtype=dtype)
-    return position_scale_reference(positions, factor=factor, interval=interval, dtype=dtype)
+        return position_scale_cpu(positions, factor=factor, interval=interval, first=first, dtype=dtype)
+    return position_scale_reference(positions, factor=factor, interval=interval, first=first, dtype=dtype)
 
 
 def position_scale_reference(
-    positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype
+    positions: torch.Tensor, *, factor: float, interval: int, first: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Compute `position_scale` in torch: the specification."""
-    intervals_T = ((positions.float() + 1.0) / interval).floor()
+    intervals_T = ((positions.float() + first) / interval).floor()
     return (intervals_T.log1p() * factor + 1.0).to(dtype)
 
 
@@ -49,14 +51,16 @@ def fits_cpu(positions: torch.Tensor, dtype: torch.dtype) -> bool:
     return positions.dtype == torch.int64 and positions.is_contiguous() and dtype in DTYPES
 
 
-def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return 1 + factor * log(1 + floor((p + 1) / interval)) [T] for `positions` p [T] int64, rounded to `dtype`."""
+def position_scale_cpu(
+    positions: torch.Tensor, *, factor: float, interval: int, first: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return 1 + factor * log(1 + floor((p + first) / interval)) [T] for `positions` p [T] int64, rounded to `dtype`."""
     num_tokens = len(positions)
     out = empty((num_tokens,), dtype)
     launch(
         cpu_kernel("transom_kernels.position_scale", "make_position_scale", dtype=DTYPES[dtype]),
         -(-num_tokens // ITEM_TOKENS),
-        [positions, out, num_tokens, ITEM_TOKENS, float(factor), float(interval)],
+        [positions, out, num_tokens, ITEM_TOKENS, float(factor), float(interval), float(first)],
     )
     return out
 
@@ -64,7 +68,7 @@ def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int,
 def make_position_scale(dtype: str) -> Any:
     """Build the kernel. A work item is a group of tokens.
 
-    Argument words: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval.
+    Argument words: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval, 6 first.
     """
     store_part, size = STORE_PART[dtype], NUM_BYTES[dtype]
 
@@ -72,10 +76,11 @@ def make_position_scale(dtype: str) -> Any:
     def position_scale(arguments, thread, item):
         factor = splat(float_of_bits(argument(arguments, 4)))
         interval = splat(float_of_bits(argument(arguments, 5)))
+        offset = splat(float_of_bits(argument(arguments, 6)))
         first = item * argument(arguments, 3)
         for token in range(first, min(first + argument(arguments, 3), argument(arguments, 2))):
-            next_position = splat(load_i64(argument(arguments, 0) + token * 8)) + splat(1.0)
-            intervals = vector_floor(next_position / interval)
+            position = splat(load_i64(argument(arguments, 0) + token * 8)) + offset
+            intervals = vector_floor(position / interval)
             value = fma(logarithm(intervals + splat(1.0)), factor, splat(1.0))
             store_part(argument(arguments, 1) + token * size, value, 1)
 

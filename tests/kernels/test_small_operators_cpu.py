@@ -201,13 +201,13 @@ def test_cosine_and_sine_are_exact_to_the_last_bit_but_one():
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("interval", [1, 7, 8192])
-def test_position_scale(dtype, interval):
+@pytest.mark.parametrize(("interval", "first"), [(1, 1), (7, 0), (8192, 1)])
+def test_position_scale(dtype, interval, first):
     near, far = torch.arange(3 * position_scales.ITEM_TOKENS + 1), [8190, 8191, 8192, 131_071, 9_999_999]
     positions = torch.cat([near, torch.tensor(far)])
     assert position_scales.fits_cpu(positions, dtype)
-    got = position_scale(positions, factor=0.1, interval=interval, dtype=dtype)
-    wanted = position_scale_reference(positions, factor=0.1, interval=interval, dtype=dtype)
+    got = position_scale(positions, factor=0.1, interval=interval, first=first, dtype=dtype)
+    wanted = position_scale_reference(positions, factor=0.1, interval=interval, first=first, dtype=dtype)
     torch.testing.assert_close(got, wanted, rtol=2e-7 if dtype == F32 else 2**-7, atol=0)
 
 
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: gated_activation(zeros(2, 13), "silu"), "width 13"),
         (lambda: rotary_(zeros(1, 1, 3), zeros(1, 1, 3), zeros(1, 1, 3)), "odd"),
         (lambda: rotary_(zeros(2, 1, 4), zeros(1, 1, 4), zeros(1, 1, 4)), "needs tables"),
-        (lambda: position_scale(zeros(1).long(), factor=0.1, interval=0, dtype=F32), "at least 1"),
+        (lambda: position_scale(zeros(1).long(), factor=0.1, interval=0, first=1, dtype=F32), "at least 1"),
         (lambda: logprobs(zeros(2, 5), zeros(3).long(), 1), "chosen"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -271,6 +271,6 @@ def small_case() -> None:
         test_gated_activations(dtype, "silu", 37)
         check_rotation(dtype, dtype == F32, 22)
         test_rotary_tables(dtype, 22, 1.3)
-        test_position_scale(dtype, 2)
+        test_position_scale(dtype, 2, 1)
     test_gated_activations(F32, "gelu_tanh", 37)
     check_logprobs(torch.randn(6, 8200), 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
+from tests.matrices import some_daily
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -17,6 +18,7 @@ YARN = {
     "beta_fast": 4.0,
     "beta_slow": 1.0,
 }
+MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA3_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
     FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
@@ -132,13 +134,55 @@ CASES = {
         config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
         mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
     ),
+    "ministral3": FamilyCase(
+        family="ministral3",
+        config={"rope_parameters": MINISTRAL3_ROPE},
+        mistakes=({"rope_parameters": MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}}, {"sliding_window": 190}),
+    ),
+    "olmo2": FamilyCase(family="olmo2", mistakes=({"rms_norm_eps": 1.0},)),
+    "exaone4": FamilyCase(
+        family="exaone4",
+        config={"sliding_window": 20, "sliding_window_pattern": 2},
+        mistakes=({"sliding_window": 21}, {"layer_types": [SLIDING] * 4}),
+    ),
+    "exaone4 without windows": FamilyCase(
+        family="exaone4",
+        config={"sliding_window": None, "layer_types": [FULL] * 4},
+        mistakes=({"sliding_window": 190},),
+    ),
+    "granite": FamilyCase(
+        family="granite",
+        config={
+            "seed": 1,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 4.0,
+            "rms_norm_eps": 1e-3,
+        },
+        mistakes=({"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"attention_multiplier": 0.2}),
+    ),
+    "phi3": FamilyCase(
+        family="phi3",
+        config={"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
+        mistakes=({"sliding_window": 25}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}),
+    ),
+    "seed_oss": FamilyCase(
+        family="seed_oss",
+        config={"head_dim": 24, "attention_out_bias": True},
+        mistakes=({"attention_out_bias": False},),
+    ),
     "cohere2": FamilyCase(
         family="cohere2", config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)
     ),
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+# The others differ from one of these in what `Architecture` says alone.
+DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "exaone4 without windows")]
+
+
+@pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family.make(tmp_path_factory.mktemp(request.param), CASES[request.param])
 

@@ -44,6 +44,35 @@ CASES = {
         config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
         mistakes=({"sliding_window": 25},),
     ),
+    "qwen2_moe": FamilyCase(
+        family="qwen2_moe",
+        config={
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [0],
+        },
+        mistakes=({"norm_topk_prob": True},),
+    ),
+    "glm4_moe": FamilyCase(
+        family="glm4_moe",
+        config={
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
+    ),
+    "minimax_m2": FamilyCase(
+        family="minimax_m2",
+        config={"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1},
+        mistakes=({"num_experts_per_tok": 1},),
+    ),
     "qwen3_moe": FamilyCase(
         family="qwen3_moe",
         config={

@@ -34,7 +34,12 @@ LENGTHS = (1, 5, 37)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        "shared_expert_intermediate_size": 96,
+    },
     "cohere2": {"sliding_window": 16},  # reorders the rows of its heads
+    "phi3": {},  # reads parts of fused projections
 }
 CHECKED = ["awq 32", "gptq", "gptq order", "w4a16 channel asym", "w8a8", "ct fp8 tensor", "nvfp4"]
 

@@ -18,7 +18,7 @@ from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.mixture import Mixture, read_mixture
 from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
-from transom_core.model_config.scales import NO_SCALES, Scales, read_scales
+from transom_core.model_config.scales import NO_SCALES, Scales, read_scales, residual_factor
 
 __all__ = [
     "RUNNABLE_FAMILIES",
@@ -33,15 +33,28 @@ __all__ = [
 
 # `models.registry` can build each of these; other families can only be planned.
 RUNNABLE_FAMILIES = (
-    *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
-    "gemma4_text",
-    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    *(
+        "llama",
+        "smollm3",
+        "mistral",
+        "ministral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "olmo3",
+    ),
+    *("cohere2", "exaone4", "granite", "phi3", "seed_oss", "gemma4_text"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
+_UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm4_moe", "mimo_v2_flash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,7 @@ class Architecture:
     mixture: Mixture | None = None
     sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
     readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
+    has_qk_norm: bool = True  # False: the config turns the family's norm of each query and key head off
     norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
     keys_are_values: bool = False  # in layers without a window the values are the keys before their norm
     layer_embedding_size: int = 0  # width of Gemma 4's per-layer embeddings; 0: none
@@ -110,12 +124,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             max_position=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
+            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]) / residual_factor(config) ** 2,
             ropes=read_ropes(config, layers),
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
             sink_layers=_sink_layers(family, layers),
             readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
+            has_qk_norm=family != "glm4_moe" or bool(config.get("use_qk_norm", False)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
             keys_are_values=bool(config.get("attention_k_eq_v", False)),
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
@@ -124,7 +139,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,
-            output_bias=attention_bias and family not in (*_BIASED_INPUTS, "mimo_v2_flash"),
+            output_bias=bool(config.get("attention_out_bias", attention_bias and family not in _UNBIASED_OUTPUTS)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )

@@ -184,6 +184,20 @@ def _full_every_nth(default: int) -> Callable[[Config, int], str]:
     return rule
 
 
+def _full_every_nth_if_sliding(default: int) -> Callable[[Config, int], str]:
+    """Return the rule of `_full_every_nth` for configs with a window. A pattern may be letters, L for a window: "LLLG"."""
+
+    def rule(config: Config, index: int) -> str:
+        pattern = config.get("sliding_window_pattern")
+        if config.get("sliding_window") is None:
+            return FULL
+        if isinstance(pattern, str):
+            return SLIDING if pattern[index % len(pattern)] == "L" else FULL
+        return _full_every_nth(default)(config, index)
+
+    return rule
+
+
 def _full_every_sixth_and_last(config: Config, index: int) -> str:
     return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every_nth(6)(config, index)
 
@@ -214,17 +228,25 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "smollm3": _sliding_where_not_rotary,
     "mistral": _sliding_if_set,
     "ministral": _sliding_if_set,
+    "ministral3": _sliding_if_set,
+    "phi3": _sliding_if_set,
     "mixtral": _sliding_if_set,
     "qwen2": _sliding_from_max_window_layers,
     "qwen2_moe": _sliding_from_max_window_layers,
     "qwen3": _sliding_from_max_window_layers,
     "qwen3_moe": _sliding_if_used,
+    "glm4_moe": _always_full,
+    "minimax_m2": _always_full,
+    "granite": _always_full,
+    "seed_oss": _always_full,
+    "olmo2": _always_full,
     "gemma": _always_full,
     "gemma2": _every_other,
     "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
     "olmo3": _full_every_nth(4),
     "cohere2": _full_every_nth(4),
+    "exaone4": _full_every_nth_if_sliding(4),
     "gpt_oss": _every_other,
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": _full_first_and_every_sixth,

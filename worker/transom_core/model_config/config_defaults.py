@@ -47,7 +47,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cohere2": {"layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
     "smollm3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "minimax_m2": {"head_dim": 128},
 }
 
 

@@ -21,6 +21,7 @@ class Mixture:
     inner_size: int  # inner width of one expert
     dense_size: int  # inner width of a dense MLP
     layers: frozenset[int]  # the MoE layers
+    shared_size: int = 0  # inner width of the expert that every token uses besides its own; 0: there is none
     normalise: bool = True  # routing weights of a token are normalised to a sum of 1, before `scale`
     scale: float = 1.0  # factor of routing weights
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
@@ -31,6 +32,15 @@ class Mixture:
 _DEFAULTS: dict[str, Config] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "qwen2_moe": {
+        **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        "shared_expert_intermediate_size": 5632,
+    },
+    "glm4_moe": {
+        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1},
+    },
+    "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
     "deepseek_v4": {
@@ -71,21 +81,28 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
     match family:
         case "gpt_oss":
             return replace(plain, gate_gain=float(config["swiglu_alpha"]), clamp=float(config["swiglu_limit"]))
-        case "qwen3_moe":
-            layers = _qwen_layers(config, num_layers)
-            return replace(plain, layers=layers, normalise=bool(config.get("norm_topk_prob", False)))
-        case "llama4_text":
-            return replace(plain, layers=_llama4_layers(config, num_layers), normalise=False)
-        case "deepseek_v4":
-            return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
-        case "mimo_v2_flash":
-            if int(config.get("n_group", 1)) > 1:
-                raise ValueError("n_group above 1, experts chosen by group, is not supported")
+        case "qwen2_moe" | "qwen3_moe":
             return replace(
                 plain,
-                layers=_mimo_layers(config, num_layers),
+                layers=_qwen_layers(config, num_layers),
+                normalise=bool(config.get("norm_topk_prob", False)),
+                shared_size=int(config.get("shared_expert_intermediate_size", 0)),
+            )
+        case "llama4_text":
+            layers = _llama4_layers(config, num_layers)
+            return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)
+        case "deepseek_v4":
+            return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
+        case "glm4_moe" | "mimo_v2_flash":
+            if int(config.get("n_group", 1)) > 1:
+                raise ValueError("n_group above 1, experts chosen by group, is not supported")
+            is_glm = family == "glm4_moe"
+            return replace(
+                plain,
+                layers=_glm_layers(config, num_layers) if is_glm else _mimo_layers(config, num_layers),
                 normalise=bool(config.get("norm_topk_prob", True)),
                 scale=float(config.get("routed_scaling_factor", 1.0)),
+                shared_size=int(config["n_shared_experts"]) * plain.inner_size if is_glm else 0,
             )
     return plain
 
@@ -101,6 +118,10 @@ def _llama4_layers(config: Config, num_layers: int) -> frozenset[int]:
         return frozenset(int(index) for index in given)
     step = int(config.get("interleave_moe_layer_step", 1))
     return frozenset(range(step - 1, num_layers, step))
+
+
+def _glm_layers(config: Config, num_layers: int) -> frozenset[int]:
+    return frozenset(range(int(config["first_k_dense_replace"]), num_layers))
 
 
 def _mimo_layers(config: Config, num_layers: int) -> frozenset[int]:

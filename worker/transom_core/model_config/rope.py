@@ -18,7 +18,13 @@ Config = Mapping[str, Any]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 INTERLEAVED_FAMILIES = ("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4")
-_DEFAULT_THETA = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0, "gemma3_text": 1_000_000.0}
+_DEFAULT_THETA = {
+    "smollm3": 2_000_000.0,
+    "olmo3": 500_000.0,
+    "gpt_oss": 150_000.0,
+    "gemma3_text": 1_000_000.0,
+    "minimax_m2": 5_000_000.0,
+}
 _DEFAULT_PARAMETERS: dict[str, Config] = {
     "mimo_v2_flash": {
         "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
@@ -72,6 +78,8 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
             interval = int(config.get("no_rope_layer_interval", 4))
             return [bool(flags[i]) if flags else bool((i + 1) % interval) for i in range(len(layers))]
+        case "exaone4":
+            return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
         case "cohere2":
             return [layer.window is not None for layer in layers]
     return [True] * len(layers)
@@ -81,7 +89,8 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     """Return the RoPE of a layer. Fields that the config lacks have transformers' defaults."""
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    given = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = float(given or int(config.get("rotary_dim") or layer.head_size) / layer.head_size)
     original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
     factor = float(parameters.get("factor") or int(config["max_position_embeddings"]) / original)
     return Rope(

@@ -12,10 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionScale:
-    """Llama 4's factor for queries at position `p` in NoPE layers: `1 + factor * log(1 + floor((p + 1) / interval))`."""
+    """A factor for queries at position `p`: `1 + factor * log(1 + floor((p + first) / interval))`.
+
+    Llama 4 applies it in NoPE layers and counts positions from 1; Ministral 3 applies it in all layers and counts from 0.
+    """
 
     factor: float
     interval: int
+    first: int = 1
+    in_all_layers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,7 @@ class Scales:
 
     embedding: float = 1.0  # factor of token embeddings
     query: float | None = None  # factor of attention scores; None: head size ** -0.5
-    query_by_position: PositionScale | None = None  # in layers without RoPE
+    query_by_position: PositionScale | None = None
     attention_cap: float | None = None  # soft cap of attention scores
     value: float = 1.0  # factor of attention's values
     logit: float = 1.0  # factor of logits
@@ -60,13 +65,38 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             return Scales(value=float(config.get("attention_value_scale") or 1.0))
         case "cohere2":
             return Scales(logit=float(config.get("logit_scale", 0.0625)))
+        case "granite":
+            return Scales(
+                embedding=float(config.get("embedding_multiplier", 1.0)) / residual_factor(config),
+                query=float(config.get("attention_multiplier", 1.0)),
+                logit=1.0 / float(config.get("logits_scaling", 1.0)),
+            )
+        case "ministral3":
+            return Scales(query_by_position=_ministral3_scale(config))
     return NO_SCALES
+
+
+def residual_factor(config: Mapping[str, Any]) -> float:
+    """Return Granite's `residual_multiplier` m, by which sublayers' outputs are multiplied; 1 in other families.
+
+    The model is computed without this factor, with the residual divided by m: x + m y = m (x / m + y). So embeddings are divided by
+    m, and since rms_norm(x, eps) = rms_norm(x / m, eps / m ** 2), norms have the eps divided by m ** 2.
+    """
+    return float(config.get("residual_multiplier", 1.0)) if config.get("model_type") == "granite" else 1.0
 
 
 def _llama4_scale(config: Mapping[str, Any]) -> PositionScale | None:
     if not config.get("attn_temperature_tuning", True):
         return None
     return PositionScale(factor=float(config.get("attn_scale", 0.1)), interval=int(config.get("floor_scale", 8192)))
+
+
+def _ministral3_scale(config: Mapping[str, Any]) -> PositionScale | None:
+    found = config.get("rope_parameters") or {}
+    if not found.get("llama_4_scaling_beta"):
+        return None
+    factor, interval = float(found["llama_4_scaling_beta"]), int(found["original_max_position_embeddings"])
+    return PositionScale(factor=factor, interval=interval, first=0, in_all_layers=True)
 
 
 def _root_of_hidden_size(config: Mapping[str, Any]) -> float:

@@ -30,7 +30,7 @@ _AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, Paged
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """A step's rotary tables, one for each RoPE of the model, and the factor of queries in layers without RoPE (NoPE)."""
+    """A step's rotary tables, one for each RoPE of the model, and the factor of queries, if the model has one."""
 
     tables: dict[Rope, RotaryTables]
     query_scale_T11: torch.Tensor | None
@@ -80,19 +80,23 @@ class Decoder(Model):
         scale = self.architecture.scales.query_by_position
         if scale is None:
             return Rotations(tables, None)
-        scale_T = position_scale(batch.positions, factor=scale.factor, interval=scale.interval, dtype=dtype)
+        scale_T = position_scale(
+            batch.positions, factor=scale.factor, interval=scale.interval, first=scale.first, dtype=dtype
+        )
         return Rotations(tables, scale_T[:, None, None])
 
     def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
         """Run layer `index`. After the last layer the residual has only the rows whose logits are requested."""
         rope, source = self.architecture.ropes[index], self.architecture.layers[index].reads_cache_of
         cache = index if source is None else source
+        scale = self.architecture.scales.query_by_position
+        has_scale = scale is not None and (scale.in_all_layers or rope is None)
         self._layers[index](
             residual,
             None if rope is None else rotations.tables[rope],
             batch.caches[cache],
             batch.groups[batch.group_of_layer[cache]],
-            query_scale_T11=rotations.query_scale_T11 if rope is None else None,
+            query_scale_T11=rotations.query_scale_T11 if has_scale else None,
             rows=batch.logit_rows if index == len(self._layers) - 1 else None,
         )
 

@@ -30,8 +30,8 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     widths = (architecture.hidden_size, layer.num_heads * value_size)
     columns = _rows(heads.queries, value_size)
     output = load.row_parallel("o_proj", shape=widths, columns=columns, bias=architecture.output_bias)
-    scale = architecture.scales.query
-    q_weight, k_weight = _head_norms(layer, heads, style, load) if style.qk_norm == "each" else (None, None)
+    scale, has_head_norms = architecture.scales.query, style.qk_norm == "each" and architecture.has_qk_norm
+    q_weight, k_weight = _head_norms(layer, heads, style, load) if has_head_norms else (None, None)
     preparation = Preparation(
         norm=q_weight is not None,
         q_weight=q_weight,

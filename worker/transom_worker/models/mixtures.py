@@ -1,7 +1,10 @@
 """The MoE families of the shared decoder, except Gemma 4. Each row names a family's differences from mixtral:
 
     mixtral         none here: all layers are MoE, with a softmax over the chosen experts
+    qwen2_moe       some layers may be dense; a shared expert, whose output a sigmoid of the token multiplies
     qwen3_moe       QK norm of each head; some layers may be dense
+    glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
+    minimax_m2      routed as mimo_v2_flash; QK norm over all heads
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
     gpt_oss         a sink logit for each head; biases in router and experts; the experts' gate is
@@ -20,6 +23,8 @@ Legend: E experts, N hidden width.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from transom_core.model_config.architecture import Architecture
@@ -27,7 +32,8 @@ from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
-from transom_worker.models.layers.experts import ExpertRouter, Moe, make_experts
+from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
+from transom_worker.models.layers.linear import GatedMlp
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import FeedForward, Style, dense_feed_forward
 
@@ -36,34 +42,39 @@ def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForwar
     return _routed(architecture, load.under("block_sparse_moe."), names=("w1", "w3", "w2"))
 
 
-def _qwen3(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    return _routed_or_dense(architecture, index, load, corrected=False)
+def _minimax(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    names, correction = ("w1", "w3", "w2"), "e_score_correction_bias"
+    return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
+
+
+def _qwen(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    return _routed_or_dense(architecture, index, load)
 
 
 def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    return _routed_or_dense(architecture, index, load, corrected=True)
+    return _routed_or_dense(architecture, index, load, correction="gate.e_score_correction_bias")
 
 
-def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, corrected: bool) -> FeedForward:
+def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, correction: str = "") -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
     if index not in _mixture(architecture).layers:
         return dense_feed_forward(architecture, index, load)
     names = ("gate_proj", "up_proj", "down_proj")
-    return _routed(architecture, load.under("mlp."), names=names, corrected=corrected)
+    return _routed(architecture, load.under("mlp."), names=names, correction=correction)
 
 
 def _routed(
-    architecture: Architecture, load: Loader, *, names: tuple[str, str, str], corrected: bool = False
+    architecture: Architecture, load: Loader, *, names: tuple[str, str, str], correction: str = ""
 ) -> FeedForward:
     """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, up and down matrices.
 
-    `corrected`: the scores are sigmoids, and the router chooses the experts by score plus a learned correction.
+    `correction` names a learned correction: then the scores are sigmoids, and the router chooses the experts by the sum of both.
     """
     mixture = _mixture(architecture)
-    correction_E = load.tensor("gate.e_score_correction_bias", torch.float32) if corrected else None
+    correction_E = load.tensor(correction, torch.float32) if correction else None
     routing = Routing(
         num_chosen=mixture.num_chosen,
-        score="sigmoid" if corrected else "softmax",
+        score="sigmoid" if correction else "softmax",
         normalise=mixture.normalise,
         scale=mixture.scale,
     )
@@ -72,7 +83,23 @@ def _routed(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
-    return Moe(router, experts, comm=load.comm)
+    return Moe(router, experts, _shared(architecture, load), comm=load.comm)
+
+
+def _shared(architecture: Architecture, load: Loader) -> GatedMlp | WeightedExpert | None:
+    """Load the expert that every token uses, if there is one. Qwen 2's is an expert with a router of its own, of one sigmoid."""
+    mixture, hidden_size = _mixture(architecture), architecture.hidden_size
+    if not mixture.shared_size:
+        return None
+    if architecture.family != "qwen2_moe":
+        sizes = (hidden_size, mixture.shared_size)
+        return load.partial().mlp(architecture.gate_activation, sizes, prefix="shared_experts.")
+    alone = replace(mixture, num_experts=1, inner_size=mixture.shared_size)
+    names = [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
+    rule = GateRule(activation=architecture.gate_activation)
+    expert = make_experts(experts_by_name(load, names, alone, hidden_size), rule, quantization=load.quantization)
+    gate_1N = load.tensor("shared_expert_gate.weight", torch.float32, shape=(1, hidden_size))
+    return WeightedExpert(ExpertRouter(gate_1N, Routing(num_chosen=1, score="sigmoid", normalise=False)), expert)
 
 
 def _gpt_oss(architecture: Architecture, index: int, load: Loader) -> FeedForward:
@@ -106,7 +133,7 @@ def _llama4(architecture: Architecture, index: int, load: Loader) -> FeedForward
     )
     rule = GateRule(activation=activation)
     experts = make_experts(weights, rule, quantization=load.quantization, scales_input=True)
-    shared = load.partial().mlp(activation, (hidden_size, mixture.inner_size), prefix="shared_expert.")
+    shared = load.partial().mlp(activation, (hidden_size, mixture.shared_size), prefix="shared_expert.")
     return Moe(ExpertRouter(_gate(architecture, load, "router"), routing), experts, shared, comm=load.comm)
 
 
@@ -123,7 +150,10 @@ def _mixture(architecture: Architecture) -> Mixture:
 
 MIXTURE_STYLES = {
     "mixtral": Style(feed_forward=_mixtral),
-    "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen3),
+    "qwen2_moe": Style(feed_forward=_qwen),
+    "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen),
+    "glm4_moe": Style(qk_norm="each", feed_forward=_mimo),
+    "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
     "llama4_text": Style(feed_forward=_llama4),

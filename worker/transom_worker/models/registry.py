@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
+from transom_worker.models.weights.fused_projections import FUSED_FAMILIES, FusedProjections
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},
@@ -53,4 +55,6 @@ def build_model(
         quantization=quantization,
         parallel=parallel or Parallel(),
     )
+    if architecture.family in FUSED_FAMILIES:
+        load = replace(load, weights=FusedProjections(weights, architecture))
     return FAMILIES[architecture.family](architecture, load)

@@ -3,11 +3,14 @@
 Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family. The
 dense families are here, those with experts in `mixtures`. Each row names a dense family's differences from llama:
 
-    llama, smollm3, mistral, ministral, qwen2   none here: windows, NoPE layers and biases are in `Architecture`
+    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3
+                   none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
+                   separate ones (`weights.fused_projections`)
     qwen3          QK norm of each head
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
-    olmo3          norms after attention and MLP only, QK norm over all heads
+    olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
+    exaone4        norms after attention and MLP only, QK norm of each head, NoPE in layers without a window
     cohere2        LayerNorm, attention and MLP in parallel (parallel residual), NoPE in layers without a window
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
@@ -75,22 +78,28 @@ _GEMMA = Style(
     norm_after_mlp="post_feedforward_layernorm",
     norm_plus_one=True,
 )
+_NORMS_AFTER = Style(
+    norm_before_attention="",
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="",
+    norm_after_mlp="post_feedforward_layernorm",
+)
+_OLMO = replace(_NORMS_AFTER, norm_wide=True, qk_norm="all")
 DENSE_STYLES = {
     "llama": Style(),
     "smollm3": Style(),
     "mistral": Style(),
     "ministral": Style(),
+    "ministral3": Style(),
+    "granite": Style(),
+    "phi3": Style(),
+    "seed_oss": Style(),
     "qwen2": Style(),
     "qwen3": Style(qk_norm="each"),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),
-    "olmo3": Style(
-        norm_before_attention="",
-        norm_after_attention="post_attention_layernorm",
-        norm_before_mlp="",
-        norm_after_mlp="post_feedforward_layernorm",
-        norm_wide=True,
-        qk_norm="all",
-    ),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "exaone4": replace(_NORMS_AFTER, qk_norm="each"),
     "cohere2": Style(norm_before_mlp="", parallel_residual=True, norm_takes_mean=True),
 }

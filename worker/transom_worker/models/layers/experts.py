@@ -22,6 +22,7 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
 from transom_kernels.moe.op import gated
 from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.rms_norm import rms_norm
 from transom_kernels.route import Routing, route, router_layout
 from transom_worker.models.layers.linear import GatedMlp, Linear, make_linear
 from transom_worker.models.layers.quantisation import Quantization, Weight
@@ -220,6 +221,19 @@ class ExpertRouter:
         )
 
 
+class WeightedExpert:
+    """An expert that every token uses with a weight of its own: the router is of this expert alone."""
+
+    def __init__(self, router: ExpertRouter, expert: Experts) -> None:
+        self._router, self._expert = router, expert
+        self.weight_bytes = router.weight_bytes + expert.weight_bytes
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return `residual + weight(x) * expert(x)`, [T, N]."""
+        # Without weights this is a sum and no norm; unlike torch's, it is recorded as a kernel.
+        return rms_norm(self._expert(x_TN, *self._router(x_TN)), None, 0.0, residual_TN)[1]
+
+
 class Moe:
     """Routed experts, and a shared expert that every token uses, if the model has one.
 
@@ -232,7 +246,7 @@ class Moe:
         self,
         router: ExpertRouter,
         experts: Experts,
-        shared: GatedMlp | None = None,
+        shared: GatedMlp | WeightedExpert | None = None,
         *,
         comm: Communicator = SINGLE_RANK,
     ) -> None:
