@@ -17,7 +17,7 @@ all the time, within its limits:
 It ends with status 1 if an attack makes the victim's first tokens (median) or gaps (mean) more than `BOUND` times as long as the
 busy client does. The mean counts for gaps, since prompts come in bursts: the median may change while no token comes later.
 
-Client and server share the machine's cores. docs/security.md has the last figures.
+Clients and server share the machine's cores. docs/security.md has the last figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,108 +41,109 @@ from rich.console import Console
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.load import TABLE_WIDTH, table
 from benchmarks.serving.load_answers import Summary, summarise
-from benchmarks.serving.load_client import Load, LoadClient
+from benchmarks.serving.load_client import PATH, Load, LoadClient
 from benchmarks.serving.load_requests import Workload
 
 START_S = 400.0
 SETTLE_S = 3.0  # the other client is at work for so long before the victim's clock starts
 TIMEOUT_S = 120.0
 BOUND = 2.0
+VICTIM, OTHER = "victim", "other"  # API keys
 LIMITS = {"requests_per_minute": 6000, "concurrent_requests": 16}
 
-Attack = Callable[[httpx.AsyncClient, int], Awaitable[Any]]
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What each of `num_connections` sends again and again, and when it leaves. Without a body it gets the paths in turn."""
+
+    num_connections: int
+    leave_after_s: float
+    paths: tuple[str, ...]
+    body: Callable[[int], dict[str, Any]] | None = None  # number of the request -> its body
 
 
-async def sequences(client: httpx.AsyncClient, number: int) -> None:
-    """128 prompts of one request, answered to the end."""
-    body = {"prompt": [f"Hi {number} {i}" for i in range(128)], "max_tokens": 1000, "ignore_eos": True}
-    await client.post("/v1/completions", json=body)
+def _prompts(number: int) -> dict[str, Any]:
+    return {"prompt": [f"Hi {number} {i}" for i in range(128)], "max_tokens": 1000, "ignore_eos": True}
 
 
-async def abandoned(client: httpx.AsyncClient, number: int) -> None:
-    """The same, left after half a second."""
-    await leave_after(0.5, sequences(client, number))
-
-
-async def grammars(client: httpx.AsyncClient, number: int) -> None:
-    """A schema that takes long to compile, left before it is compiled."""
+def _schema(number: int) -> dict[str, Any]:
     properties = {f"p{number % 50}_{i}": {"type": "string"} for i in range(3000)}
     schema = {"type": "object", "properties": properties}
-    body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}
-    await leave_after(0.15, client.post("/v1/completions", json=body))
+    return {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}
 
 
-async def windows(client: httpx.AsyncClient, number: int) -> None:
-    """A long prompt under a window that no request has used yet, left after a second."""
-    policy = {"type": "window", "sinks": 0, "window": 100 + number}
-    body = {"prompt": [5] * 120_000, "max_tokens": 1, "kv_policy": policy}
-    await leave_after(1.0, client.post("/v1/completions", json=body))
+def _window(number: int) -> dict[str, Any]:
+    policy = {"type": "window", "sinks": 0, "window": 100 + number % 8000}  # which the model's length allows
+    return {"prompt": [5] * 120_000, "max_tokens": 1, "kv_policy": policy}
 
 
-async def tokenize(client: httpx.AsyncClient, number: int) -> None:
-    """A text of 2 MB of which each byte is a token."""
-    await client.post("/tokenize", json={"prompt": "\u1700" * 600_000})
-
-
-async def pages(client: httpx.AsyncClient, number: int) -> None:
-    """Pages that other processes are asked for."""
-    await client.get("/metrics" if number % 2 else "/debug/requests?limit=1")
-
-
-ATTACKS: dict[str, tuple[int, Attack]] = {  # name -> connections at once, what each of them does again and again
-    "sequences": (2, sequences),
-    "abandoned": (2, abandoned),
-    "grammars": (4, grammars),
-    "windows": (2, windows),
-    "tokenize": (2, tokenize),
-    "pages": (16, pages),
+ATTACKS = {
+    "sequences": Attack(2, TIMEOUT_S, (PATH,), _prompts),
+    "abandoned": Attack(2, 0.5, (PATH,), _prompts),
+    "grammars": Attack(4, 0.15, (PATH,), _schema),
+    "windows": Attack(2, 1.0, (PATH,), _window),
+    "tokenize": Attack(2, TIMEOUT_S, ("/tokenize",), lambda _: {"prompt": "\u1700" * 600_000}),
+    "pages": Attack(16, TIMEOUT_S, ("/metrics", "/debug/requests?limit=1")),
 }
 
 
-async def leave_after(seconds: float, request: Awaitable[Any]) -> None:
-    """Make a request, and disconnect if there is no response after `seconds`."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(request, seconds)
-
-
-async def attack(url: str, key: str, name: str) -> None:
-    """Do one of `ATTACKS` until this task is cancelled; refusals are not an end."""
-    num_connections, act = ATTACKS[name]
+async def attack(url: str, key: str, attack: Attack) -> None:
+    """Attack until this task is cancelled; refusals are not an end."""
     numbers = itertools.count(time.time_ns() % 10_000)
     headers = {"Authorization": f"Bearer {key}"}
 
     async def one() -> None:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
             while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    await act(client, next(numbers))
-                await asyncio.sleep(0)
+                number = next(numbers)
+                path, body = attack.paths[number % len(attack.paths)], attack.body and attack.body(number)
+                with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                    request = client.request("POST" if body else "GET", path, json=body)
+                    await asyncio.wait_for(request, attack.leave_after_s)
 
-    await asyncio.gather(*(one() for _ in range(num_connections)))
+    await asyncio.gather(*(one() for _ in range(attack.num_connections)))
 
 
-async def busy(client: LoadClient, workload: Workload) -> None:
+async def usual_workload(client: LoadClient) -> Workload:
+    """Requests of usual lengths."""
+    return Workload(model=await client.first_model(), prompt_tokens=(32, 128), output_tokens=(32, 32))
+
+
+async def be_busy(url: str, key: str) -> None:
     """Four streams of usual lengths, until this task is cancelled."""
+    client = LoadClient(base_url=url, api_key=key, timeout_s=TIMEOUT_S)
+    usual = await usual_workload(client)
     for number in itertools.count():
-        await client.run(Load(concurrency=4), workload.bodies(f"busy {number}"), 64)
+        await client.run(Load(concurrency=4), usual.bodies(f"busy {number}"), 64)
 
 
-async def measure(url: str, keys: list[str], num_requests: int, attacks: list[str], console: Console) -> list[Summary]:
+@contextlib.asynccontextmanager
+async def other_client(name: str, url: str) -> AsyncIterator[None]:
+    """Have a process of its own do this meanwhile; in the victim's process it would delay what the victim measures."""
+    command = (sys.executable, "-m", "benchmarks.serving.tenants", "--as-other", name, url)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()  # it has begun
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def measure(url: str, num_requests: int, attacks: list[str], console: Console) -> list[Summary]:
     """The victim's figures beside nothing, beside a busy client, and beside each of these attacks."""
-    victim, other = (LoadClient(base_url=url, api_key=key, timeout_s=TIMEOUT_S) for key in keys)
-    usual = Workload(model=await victim.first_model(), prompt_tokens=(32, 128), output_tokens=(32, 32))
+    victim = LoadClient(base_url=url, api_key=VICTIM, timeout_s=TIMEOUT_S)
+    usual = await usual_workload(victim)
     await victim.run(Load(concurrency=4), usual.bodies("warm-up"), 8)
     found = []
     for name in ("nothing", "busy", *attacks):
         console.print(f"{name} ...")
-        beside = {"nothing": lambda: asyncio.sleep(0), "busy": lambda: busy(other, usual)}
-        task = asyncio.create_task(beside[name]() if name in beside else attack(url, keys[1], name))
-        await asyncio.sleep(SETTLE_S)
-        begin_cpu_s = time.process_time()
-        raws = await victim.run(Load(concurrency=1), usual.bodies(name), num_requests)
+        async with contextlib.nullcontext() if name == "nothing" else other_client(name, url):
+            await asyncio.sleep(SETTLE_S)
+            begin_cpu_s = time.process_time()
+            raws = await victim.run(Load(concurrency=1), usual.bodies(name), num_requests)
         found.append(summarise(name, raws, client_cpu_s=time.process_time() - begin_cpu_s))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(SETTLE_S)
     return found
 
@@ -160,16 +162,21 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=40, help="of the victim, beside each")
     parser.add_argument("--attacks", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), help="default: all")
+    parser.add_argument("--as-other", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    console, port, keys = Console(width=TABLE_WIDTH), free_port(), ["victim", "other"]
+    if options.as_other:
+        name, url = options.as_other
+        print("begins", flush=True)
+        asyncio.run(be_busy(url, OTHER) if name == "busy" else attack(url, OTHER, ATTACKS[name]))
+    console, port = Console(width=TABLE_WIDTH), free_port()
     with tempfile.TemporaryDirectory() as folder:
         key_file = Path(folder, "keys")
-        key_file.write_text("\n".join(keys) + "\n")
+        key_file.write_text(f"{VICTIM}\n{OTHER}\n")
         key_file.chmod(0o600)
         command = transom_serve(options.model, port, api_key_file=key_file, **LIMITS)
         with ServerProcess("transom", command, os.environ) as server:
             server.wait_until(lambda: READY in server.log_text(), START_S)
-            found = asyncio.run(measure(f"http://127.0.0.1:{port}", keys, options.requests, options.attacks, console))
+            found = asyncio.run(measure(f"http://127.0.0.1:{port}", options.requests, options.attacks, console))
     console.print(table(found, title="the victim, by what another client does"))
     for beside in found[2:]:
         first, gap = ratios(beside, found[1])
