@@ -24,6 +24,7 @@ COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the rou
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route reads the body of a request with one of these methods
+TOO_MANY = 429  # the status of every refusal because of a limit on clients
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -57,8 +58,7 @@ class AdmissionMiddleware:
                 self._check_headers(scope)
                 self._check_key(scope)
                 client = request_state(scope).counted_as
-                if scope["method"] == "POST":
-                    send = self._with_budgets(client, send)
+                send = self._with_budgets(client, send, is_post=scope["method"] == "POST")
                 for limits in self._limits_of(scope["method"], routed_path(scope)):
                     stack.enter_context(limits.request(client))
                 self._check_declared_length(scope)
@@ -129,11 +129,13 @@ class AdmissionMiddleware:
         if length.isdecimal() and (len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes):
             raise body_too_large(self._max_body_bytes)
 
-    def _with_budgets(self, client: str, send: Send) -> Send:
-        """Add headers to a response: what is left of the client's limits per minute, in requests and in tokens."""
+    def _with_budgets(self, client: str, send: Send, *, is_post: bool) -> Send:
+        """Slow down refusals of a client that does not wait, and tell a POST what is left of the client's limits per minute."""
 
         async def send_with_budgets(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message.get("status") == TOO_MANY:
+                await self._limits.before_refusal(client)
+            if is_post and message["type"] == "http.response.start":
                 budgets = {
                     "requests": self._limits.posts.budget(client),
                     "tokens": self._limits.work.tokens.budget(client),

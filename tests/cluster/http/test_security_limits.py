@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
 from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http import client_limits
 from transom_cluster.http.admission_middleware import duration_text
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientLimits
 from transom_cluster.openai.request import request_limits
@@ -414,6 +415,27 @@ async def test_the_choices_of_a_request_are_configurable():
         ):
             error = problem(await api.client.post(path, json=fields), 400)
             assert "at most 3 choices a request" in error["message"]
+
+
+async def test_who_comes_back_at_once_waits_for_further_refusals(monkeypatch):
+    """16 connections that asked for /metrics beyond their limit took a core for refusals."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(client_limits, "REFUSALS_PER_MINUTE", 2)
+    monkeypatch.setattr(client_limits, "sleep", sleep)
+    limits = LimitsConfig(requests_per_minute=1, get_requests_per_minute=1)
+    async with running_api(limits=limits, api_keys=("a", "b")) as api:
+        for key in "aab":
+            api.client.headers["authorization"] = f"Bearer {key}"
+            for _ in range(2):
+                await api.client.get("/v1/models")
+                await api.client.post("/tokenize", json={"prompt": "a"})
+    assert (
+        pauses == [client_limits.SLOW_REFUSAL_S] * 4
+    )  # 6 of a's 8 requests were refused, 2 of them at once, and 2 of b's
 
 
 async def test_costly_gets_have_a_limit_of_their_own():
