@@ -66,11 +66,19 @@ class ClientQueue(Generic[Item]):
         if not self._clients:
             return None
         client = self._next()
-        waiting = self._clients[client]
-        self._time.take_turn(waiting.service)
-        item = next(iter(waiting.items))
+        item = next(iter(self._clients[client].items))
+        self.begin_turn(client)
         self.remove(client, item)
         return item
+
+    def in_turn(self) -> list[Item]:
+        """Return the first item of each client, those of clients with less service first."""
+        waiting = sorted(self._clients.values(), key=lambda one: one.service)
+        return [next(iter(one.items)) for one in waiting]
+
+    def begin_turn(self, client: str) -> None:
+        """Note that a client that waits has its turn."""
+        self._time.take_turn(self._clients[client].service)
 
     def remove(self, client: str, item: Item) -> None:
         """Remove an item, if it waits."""

@@ -40,14 +40,15 @@ def worker_bounds(replica: WorkerReplica) -> dict[str, tuple[int, Callable[[], i
     engine, arrivals = replica.engine, replica._thread._arrivals
     scheduler, compiler, timelines = engine.scheduler, engine.grammars.compiler, engine.timelines._store
     clients, copies = scheduler.admission.clients, scheduler.cache.copies
-    accounts = [clients._time, compiler._jobs._time, copies.loads._waiting._time, copies.reads._waiting._time]
+    accounts = [clients._time, compiler._jobs._waiting._time, copies.loads._waiting._time, copies.reads._waiting._time]
     return {
         "sequences": (NUM_PLACES, lambda: len(scheduler.by_request)),
         "tokens of sequences": (MAX_TOKENS + LONGEST, lambda: clients.num_tokens),
         "requests to be added": (MAX_PENDING + MAX_PIECE, lambda: len(arrivals._group_of)),
         "deadlines": (2 * NUM_PLACES + 64, lambda: len(engine._deadlines._heap)),
-        "characters of grammars to be compiled": (compiler._jobs._max_chars, lambda: compiler._jobs._num_chars),
+        "characters of grammars to be compiled": (compiler._jobs._max_chars, lambda: compiler._jobs._num_chars.total()),
         "compiled grammars": (compiler._entries.max_bytes, lambda: compiler.num_bytes),
+        "clients that compiled": (compiler._waits_until_s.max_bytes, lambda: compiler._waits_until_s.num_bytes),
         "grammars in use": (compiler._in_use._max_bytes, lambda: compiler._in_use.num_bytes),
         "events of timelines": (request_timelines.MAX_ENDED_EVENTS, lambda: timelines.num_events),
         "KV policies": (MAX_REMEMBERED, lambda: scheduler.policy_retentions._under.cache_info().currsize),
@@ -117,6 +118,6 @@ async def test_whatever_clients_fill_in_a_worker_stays_within_its_bound(
             await asyncio.wait([watching])
             assert watching.cancelled()
             measure()
-            assert compiler._in_use.num_bytes == compiler._jobs._num_chars == len(compiler._jobs) == 0
+            assert compiler._in_use.num_bytes == compiler._jobs._num_chars.total() == len(compiler._jobs) == 0
     # Groups are added within a moment if there is room, and refused within one if there is none.
     assert [name for name in bounds if not peaks[name]] in ([], ["requests to be added"]), "a row that is not filled"

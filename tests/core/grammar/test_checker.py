@@ -126,6 +126,7 @@ def test_what_a_grammar_takes_is_measured_and_limited(checker: GrammarChecker, m
         assert 30 << 20 < found.num_bytes < 64 << 20
     assert small.num_bytes < 2 << 20
     assert checker.check(words).num_bytes < 16 << 20
+    assert 0 < checker._children.ask({"grammar": words})["cpu_s"] < checker._cpu_s
     assert checker.check(first.text) == first
     monkeypatch.setattr("transom_core.grammar.checker.MAX_COMPILED_BYTES", 16 << 20)
     problem = problem_of(checker, "start: /(a{1000}){997}/")
@@ -182,13 +183,14 @@ def test_a_check_does_not_wait_for_a_patient_one_of_the_same_text(monkeypatch: p
 
 
 def test_a_client_whose_checks_took_long_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time counts: a child with little priority may take long for a small grammar."""
     asked, now_s = [], [0.0]
     checker = GrammarChecker(tiny(), clock=lambda: now_s[0])
 
     def ask(task: dict[str, Any], *, is_patient: bool) -> dict[str, Any]:
         asked.append(is_patient)
-        now_s[0] += 0.6
-        return {"num_bytes": 1}
+        now_s[0] += 5.0
+        return {"num_bytes": 1, "cpu_s": 0.6}
 
     monkeypatch.setattr(checker._children, "ask", ask)
     for number, client in enumerate(["a", "a", "a", "b"]):

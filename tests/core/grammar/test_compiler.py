@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -145,39 +144,6 @@ def test_a_client_holds_no_more_than_its_share() -> None:
     limited.close()
 
 
-MEMORY = """
-import os, resource
-from tests.core.grammar.vocabularies import tiny, tiny_vocabulary
-from transom_core.grammar import GrammarChecker, GrammarCompiler
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-checker, compiler = GrammarChecker(tiny()), GrammarCompiler(tiny_vocabulary, cache_bytes=64 << 20)
-for number in range(-1, 30):
-    grammar = checker.check("start: /(a{1000}){%d}/" % (200 + number))
-    compiler.begin("a", grammar.text, num_bytes=grammar.num_bytes)
-    while not compiler.take_ready():
-        compiler.wait(60)
-    if number < 0:
-        before = resident()
-checker.close()
-print(compiler.num_compiled, (resident() - before) >> 20)
-"""
-
-
-@pytest.mark.exhaustive
-def test_memory_of_small_texts_stays_within_the_cache() -> None:
-    """30 texts of 25 bytes, which take 10 MiB each. In a process of its own, where nothing else changes its memory."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    num_compiled, grown_mib = map(int, done.stdout.split())
-    assert num_compiled == 31
-    assert (
-        grown_mib < 150
-    )  # all of them take 300; what the allocator keeps of freed ones depends on the threads' timing
-
-
 def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread is left alone; the grammars after it have another one, and its text fails at once from then on."""
     now, hang, entered = [0.0], threading.Event(), threading.Event()
@@ -250,6 +216,27 @@ def test_clients_take_turns_and_what_no_request_wants_is_not_compiled(
     assert ready == ["attacker a", "victim", "attacker b", "attacker e"]
     assert gate.texts == [grammar(name) for name in "avbe"]
     assert not grammars.is_busy
+
+
+def test_who_has_compiled_for_long_waits_while_others_have_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a core, by CPU time: a text that took 2 s delays the client's next one by 10 s, and no other client's."""
+    now_s, cpu_s, has_others = [100.0], itertools.count(), [True]
+    monkeypatch.setattr(compiler, "thread_time", lambda: next(cpu_s))  # compiling takes a second, and so does a copy
+    made: GrammarCompiler[str] = GrammarCompiler(
+        tiny_vocabulary, clock=lambda: now_s[0], has_others=lambda: has_others[0]
+    )
+    for owner in ("hostile 1", "hostile 2", "other"):
+        made.begin(owner, grammar(owner[-1]), client=owner[:5])
+    assert [one.owner for one in take(made, 2)] == ["hostile 1", "other"]
+    now_s[0] = 109.9
+    made.begin("third", grammar("t"), client="third")
+    assert [one.owner for one in take(made, 1)] == ["third"]
+    now_s[0] = 110.1
+    assert [one.owner for one in take(made, 1)] == ["hostile 2"]
+    made.begin("hostile 3", grammar("3"), client="hosti")
+    has_others[0], now_s[0] = False, 111.2  # nobody else is left
+    assert [one.owner for one in take(made, 1)] == ["hostile 3"]
+    made.close()
 
 
 def test_a_text_that_many_want_is_compiled_once(

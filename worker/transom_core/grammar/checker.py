@@ -5,9 +5,9 @@ For some schemas of a hundred bytes the grammar library takes minutes or gigabyt
 which the limits of time and memory end. The child also measures the memory of the compiled grammar: one that takes more than
 `MAX_COMPILED_BYTES` is refused, and for any other grammar the request tells the worker this number.
 
-A client whose checks have taken more than `PATIENT_S` lately (of its seconds a half counts after `HALF_LIFE_S`) waits for a child
-that hardly runs where a CPU has anything else to do, and for one check after the other: so its checks take no time from steps. A
-check that has begun runs to its end if its request has left: the next child would cost more than most checks.
+A client whose checks have taken more than `PATIENT_S` of CPU time lately (of its seconds a half counts after `HALF_LIFE_S`)
+waits for a child that hardly runs where a CPU has anything else to do, and for one check after the other: so its checks take no
+time from steps. A check that has begun runs to its end if its request has left: the next child would cost more than most checks.
 
 The verdict on a grammar is cached by the text's digest, because agents send the same tools with every request. A refusal because of
 the limits is cached for a minute only, since a busy machine may be the cause.
@@ -18,7 +18,8 @@ The child's first message (`limited_children`) has the tokenizer, and each task 
     {"grammar": "start: ..."}
 
 The answer is `{"num_bytes": 1048576}` if the grammar can be used, with the memory that the compiled grammar takes;
-`{"refused": "The grammar of the answer cannot be used: ..."}` if not; or `{"too_large": "..."}`.
+`{"refused": "The grammar of the answer cannot be used: ..."}` if not; both with the check's CPU time, `"cpu_s": 0.02`; or
+`{"too_large": "..."}`, which counts as the limit of CPU time.
 
 A compiled grammar takes as much memory as the child's resident memory grows by; before each of the two measurements, malloc returns
 the pages that it does not need. The length of a text says little about its memory: `(a{1000}){1000}` takes 50 MiB, and a schema
@@ -100,6 +101,7 @@ class GrammarChecker:
         memory_bytes: int = MEMORY_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._cpu_s = cpu_s
         self._children = LimitedChildren(
             __name__,
             cpu_s=cpu_s,
@@ -110,7 +112,7 @@ class GrammarChecker:
         # (digest, whether the check is patient) -> set when a child has answered
         self._asking: dict[tuple[bytes, bool], threading.Event] = {}
         self._clock = clock
-        self._taken: dict[str, tuple[float, float]] = {}  # client -> (seconds of its checks, at which time)
+        self._taken: dict[str, tuple[float, float]] = {}  # client -> (CPU seconds of its checks, at which time)
         self.kept: FairCache[bytes, Verdict] = FairCache(KEPT_BYTES, clock=clock)  # by digest
 
     @property
@@ -178,11 +180,9 @@ class GrammarChecker:
                 "allowed; send a smaller schema.",
                 0,
             )
-        begin_s = self._clock()
         answer = self._children.ask({"grammar": grammar}, is_patient=is_patient)
         with self._lock:
-            now_s = self._clock()
-            self._taken[client] = (self._taken_s(client) + now_s - begin_s, now_s)
+            self._taken[client] = (self._taken_s(client) + answer.get("cpu_s", self._cpu_s), self._clock())
             if len(self._taken) > _MAX_CLIENTS:
                 self._taken = dict(
                     nlargest(_MAX_CLIENTS // 2, self._taken.items(), key=lambda one: self._taken_s(one[0]))
@@ -218,14 +218,15 @@ def prepare(first: Message) -> Respond:
     compile_grammar("start: /(.|\\n)*/", vocabulary)
 
     def respond(task: Message) -> Message:
-        before = _resident_bytes()
+        before, begin_s = _resident_bytes(), time.process_time()
+        answer: Message
         try:
             matcher = compile_grammar(task["grammar"], vocabulary)
+            answer = {"num_bytes": max(0, _resident_bytes() - before)}
+            del matcher
         except RequestError as error:
-            return {"refused": str(error)}
-        num_bytes = max(0, _resident_bytes() - before)
-        del matcher
-        return {"num_bytes": num_bytes}
+            answer = {"refused": str(error)}
+        return {**answer, "cpu_s": time.process_time() - begin_s}
 
     return respond
 

@@ -1,7 +1,7 @@
 """`CompileQueue`: the requests that wait for their grammars. Clients take turns, and a text of several requests is compiled once.
 
-Each client has a queue of its own. Next is the client whose grammars have taken the least compile time so far, divided by the
-client's weight (`virtual_time`). The *outcome* of a text is its compiled grammar, or an error. A request leaves its client's queue
+Each client has a queue of its own. Next is the client whose grammars have taken the least CPU time so far, divided by the client's
+weight (`client_queue`). The *outcome* of a text is its compiled grammar, or an error. A request leaves its client's queue
 when it is the first one there and the outcome of its text is known, so that each client gets its grammars in the order in which it
 sent them.
 
@@ -16,13 +16,13 @@ Example: A sends the texts s, t and s, and then B sends u. The order is s, u, t,
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from transom_core.client_queue import ClientQueue
 from transom_core.errors import Overloaded
-from transom_core.virtual_time import VirtualTime
 
 MAX_CHARS = 64 << 20  # of all texts that wait
 
@@ -43,14 +43,6 @@ class CompileJob(Generic[Owner]):
 
 
 @dataclass(slots=True)
-class _Client(Generic[Owner]):
-    seconds: float  # the time that compiling its texts took, divided by its weight
-    jobs: dict[CompileJob[Owner], None] = field(default_factory=dict)  # a set in the order of arrival
-    num_texts: int = 0  # texts that this client was the first one to wait for
-    num_chars: int = 0  # characters of these texts
-
-
-@dataclass(slots=True)
 class _Text(Generic[Outcome]):
     """A text that `num_jobs` requests wait for, the first of which is `client`'s; `outcome` is None until it is known."""
 
@@ -64,12 +56,12 @@ class CompileQueue(Generic[Owner, Outcome]):
 
     def __init__(self, recall: Callable[[str], Outcome | None], *, max_chars: int = MAX_CHARS) -> None:
         self._recall, self._max_chars = recall, max_chars
-        self._clients: dict[str, _Client[Owner]] = {}
+        self._waiting: ClientQueue[CompileJob[Owner]] = ClientQueue()
         self._texts: dict[str, _Text[Outcome]] = {}
         self._jobs_of: dict[Owner, list[CompileJob[Owner]]] = {}
         self._num_jobs = 0
-        self._time = VirtualTime()
-        self._num_chars = 0  # of all texts
+        # client -> characters of the texts that it was the first one to wait for
+        self._num_chars: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._num_jobs
@@ -83,30 +75,24 @@ class CompileQueue(Generic[Owner, Outcome]):
         Raises:
             Overloaded: the queue is full, and the client would have more than its share.
         """
-        num_chars = self._num_chars + len(text)
-        if num_chars <= self._max_chars or text in self._texts:
+        num_chars = self._num_chars.total()
+        if num_chars + len(text) <= self._max_chars or text in self._texts:
             return
-        own = self._clients[client].num_chars if client in self._clients else 0
-        num_clients = len(self._clients.keys() | {client})
-        if own + len(text) > self._max_chars / num_clients:
+        num_clients = len(self._num_chars.keys() | {client})
+        if self._num_chars[client] + len(text) > self._max_chars / num_clients:
             raise Overloaded(
-                f"{self._num_chars:,} characters of grammars wait to be compiled, and the limit is {self._max_chars:,}; "
+                f"{num_chars:,} characters of grammars wait to be compiled, and the limit is {self._max_chars:,}; "
                 "try again later, or send smaller schemas."
             )
 
     def add(self, job: CompileJob[Owner]) -> None:
         """Add a request to its client's queue."""
-        client = self._clients.get(job.client)
-        if client is None:
-            client = self._clients[job.client] = _Client(self._time.account(job.client))
         text = self._texts.get(job.text)
         if text is None:
             text = self._texts[job.text] = _Text(job.client)
-            client.num_texts += 1
-            client.num_chars += len(job.text)
-            self._num_chars += len(job.text)
+            self._num_chars[job.client] += len(job.text)
         text.num_jobs += 1
-        client.jobs[job] = None
+        self._waiting.add(job.client, job)
         self._jobs_of.setdefault(job.owner, []).append(job)
         self._num_jobs += 1
 
@@ -117,30 +103,23 @@ class CompileQueue(Generic[Owner, Outcome]):
 
     def next_known(self) -> tuple[CompileJob[Owner], Outcome] | None:
         """Remove and return a request that is the first one of its client and whose outcome is known; None if there is none."""
-        found: tuple[CompileJob[Owner], Outcome] | None = None
-        least = math.inf
-        for client in self._clients.values():
-            if client.jobs and client.seconds < least:
-                job = next(iter(client.jobs))
-                outcome = self._texts[job.text].outcome
-                outcome = self._recall(job.text) if outcome is None else outcome
-                if outcome is not None:
-                    found, least = (job, outcome), client.seconds
-        if found is not None:
-            self._remove(found[0])
-        return found
+        for job in self._waiting.in_turn():
+            outcome = self._texts[job.text].outcome
+            outcome = self._recall(job.text) if outcome is None else outcome
+            if outcome is not None:
+                self._remove(job)
+                return job, outcome
+        return None
 
     def next_job(self, may_compile: Callable[[CompileJob[Owner]], bool] = lambda _: True) -> CompileJob[Owner] | None:
         """Return the request whose text is compiled next; it stays in the queue until its outcome is known.
 
         A client takes part only if `may_compile` is true for its first request. Return None if there is no such client.
         """
-        able = (one for one in self._clients.values() if one.jobs and may_compile(next(iter(one.jobs))))
-        client = min(able, key=lambda one: one.seconds, default=None)
-        if client is None:
-            return None
-        self._time.take_turn(client.seconds)
-        return next(iter(client.jobs))
+        job = next(filter(may_compile, self._waiting.in_turn()), None)
+        if job is not None:
+            self._waiting.begin_turn(job.client)
+        return job
 
     def compiled(self, job: CompileJob[Owner], outcome: Outcome) -> None:
         """Note the outcome of a request's text; the request may have ended meanwhile."""
@@ -149,11 +128,7 @@ class CompileQueue(Generic[Owner, Outcome]):
 
     def charge(self, job: CompileJob[Owner], seconds: float) -> None:
         """Charge a request's client for the time that its grammar took."""
-        client = self._clients.get(job.client)
-        if client is not None:
-            client.seconds += seconds / job.weight
-        else:
-            self._time.remember(job.client, self._time.account(job.client) + seconds / job.weight)
+        self._waiting.charge(job.client, seconds / job.weight)
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -161,8 +136,8 @@ class CompileQueue(Generic[Owner, Outcome]):
             self.cancel(owner)
 
     def _remove(self, job: CompileJob[Owner]) -> None:
-        """Remove a request, and forget its text and clients that no other request needs."""
-        del self._clients[job.client].jobs[job]
+        """Remove a request, and forget its text if no other request needs it."""
+        self._waiting.remove(job.client, job)
         self._num_jobs -= 1
         jobs = self._jobs_of[job.owner]
         jobs.remove(job)
@@ -172,12 +147,6 @@ class CompileQueue(Generic[Owner, Outcome]):
         text.num_jobs -= 1
         if not text.num_jobs:
             del self._texts[job.text]
-            first = self._clients[text.client]
-            first.num_texts -= 1
-            first.num_chars -= len(job.text)
-            self._num_chars -= len(job.text)
-        for name in {job.client, text.client}:
-            client = self._clients[name]
-            if not (client.jobs or client.num_texts):  # a text may be empty
-                del self._clients[name]
-                self._time.remember(name, client.seconds)
+            self._num_chars[text.client] -= len(job.text)
+            if not self._num_chars[text.client]:
+                del self._num_chars[text.client]

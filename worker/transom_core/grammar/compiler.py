@@ -4,6 +4,9 @@ grammars are cached.
 Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor an engine step may wait for one. A
 request enters the scheduler's queue when its grammar is ready; other requests run meanwhile.
 
+Compiling takes CPU time from the steps. So a client that has compiled for more than `BURST_S` gets only `SHARED_CPU` of one core on
+average while other clients have requests: after a text that took 1 s, its next text waits up to 10 s.
+
     compiler.begin(owner, text)                          a request arrives
     for owner, matcher, error in compiler.take_ready():  once per step
         compiler.hold(owner, text)                       the request runs with its matcher
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from time import thread_time
 from typing import Generic, NamedTuple, TypeVar
 
 from transom_core.errors import RequestError
@@ -33,6 +37,10 @@ MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # what the cache keeps of 
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so only an unchecked grammar takes so long
 # Of the compiler's thread: a third of the CPU share of a thread that computes steps; it holds the GIL at times.
 NICENESS = 5
+SHARED_CPU = 0.1
+BURST_S = 1.0  # of CPU time
+RECENTLY_S = 1.0  # clients that had requests so recently count as present: requests of one client often have gaps
+_MAX_CLIENTS = 1024  # of which it is known when they may compile again
 TIMEOUT_KEPT_S = 60.0  # how long such a refusal is cached, since a busy machine may have been the cause
 # The bytes that a compiled grammar counts in the cache: at least `_LEAST_BYTES`, which bounds the number of small grammars. If no
 # router has measured its memory, `_BYTES_PER_TEXT_BYTE` for each byte of its text: schemas take 110 to 380. Answers add lexer
@@ -69,11 +77,15 @@ class GrammarCompiler(Generic[Owner]):
         in_use_bytes: int = IN_USE_BYTES,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        has_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`make_vocabulary` is called on the compiler's thread, once."""
+        """The compiler's thread calls `make_vocabulary`, once, and `has_others`: whether several clients have requests."""
         self._make_vocabulary = make_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._timeout_s, self._clock = timeout_s, clock
+        self._timeout_s, self._clock, self._has_others = timeout_s, clock, has_others
+        self._others_at_s = float("-inf")  # when several clients were seen last
+        # client -> when it may compile again, if there are others
+        self._waits_until_s: FairCache[str, float] = FairCache(_MAX_CLIENTS, clock=clock)
         self._entries: FairCache[str, GrammarMatcher | RequestError] = FairCache(cache_bytes, clock=clock)  # by text
         self._changed = threading.Condition()  # guards everything below, and the entries
         self._jobs: CompileQueue[Owner, GrammarMatcher | RequestError] = CompileQueue(self._entries.get)
@@ -183,7 +195,7 @@ class GrammarCompiler(Generic[Owner]):
             param="grammar",
         )
         self._keep(job, error, keep_s=TIMEOUT_KEPT_S)
-        self._jobs.charge(job, self._timeout_s)
+        self._charge(job, self._timeout_s)
         if self._is_replaying:
             self._ready.append(CompiledGrammar(job.owner, None, error))
         else:
@@ -204,18 +216,18 @@ class GrammarCompiler(Generic[Owner]):
             with self._changed:
                 known = self._jobs.next_known()
                 job = self._jobs.next_job(self._may_compile) if known is None else known[0]
-                if job is None:  # it was cancelled, or its client's grammars in use leave no memory for another one
+                if job is None:  # it was cancelled, or `_may_compile` no client's
                     if self._jobs and not self._is_closed and self._thread is me:
-                        self._changed.wait()
+                        self._changed.wait(RECENTLY_S / 4)
                     continue
                 self._running, self._running_since_s, self._is_replaying = job, self._clock(), known is not None
-            begin_s = time.perf_counter()
+            begin_s = thread_time()
             outcome = self._compile(job) if known is None else _matcher_for(job, known[1])
             with self._changed:
                 if self._thread is not me:
                     return
                 self._running = None
-                self._jobs.charge(job, time.perf_counter() - begin_s)
+                self._charge(job, thread_time() - begin_s)
                 if known is None:
                     self._jobs.compiled(job, outcome)
                     compiled_for = job
@@ -227,7 +239,19 @@ class GrammarCompiler(Generic[Owner]):
                 self._ready.append(CompiledGrammar(job.owner, matcher, error))
                 self._changed.notify_all()
 
+    def _charge(self, job: CompileJob[Owner], cpu_s: float) -> None:
+        """Charge a client for the CPU time of its grammar: in its turns, and by when it may compile again beside others."""
+        self._jobs.charge(job, cpu_s)
+        earliest_s = self._clock() - BURST_S / SHARED_CPU
+        until_s = max(earliest_s, self._waits_until_s.get(job.client) or earliest_s) + cpu_s / SHARED_CPU
+        self._waits_until_s.put(job.client, until_s, num_bytes=1, client=job.client)
+
     def _may_compile(self, job: CompileJob[Owner]) -> bool:
+        """Return whether a client's turn is now: beside others it may have to wait, and grammars in use may leave no memory."""
+        now_s = self._clock()
+        self._others_at_s = now_s if self._has_others() else self._others_at_s
+        if now_s - self._others_at_s < RECENTLY_S and now_s < (self._waits_until_s.get(job.client) or now_s):
+            return False
         return self._in_use.has_room(job.client, job.text, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
 
     def _wait_for_job(self, me: threading.Thread) -> bool:

@@ -16,7 +16,7 @@ When an answer with a grammar ends:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from transom_core.contract import Request
 from transom_core.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks, GrammarMatcher, GrammarVocabulary
@@ -30,12 +30,16 @@ COMPILE_WAIT_S = 0.02  # the most time for which a step without anything to comp
 class AnswerGrammars:
     """The grammars of one engine's requests. Only the engine's thread calls the methods."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size` is the number of logits of a position; `eos_token_ids` has all ids that mean end of text."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Iterable[int], has_others: Callable[[], bool]
+    ) -> None:
+        """`vocab_size` is the number of logits of a position; `eos_token_ids` has all ids that mean end of text. `has_others`,
+        which another thread calls, says whether several clients have requests."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self.masks = GrammarMasks(vocab_size)
         self.compiler: GrammarCompiler[RunningRequest] = GrammarCompiler(
-            lambda: GrammarVocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=tuple(self._eos_token_ids))
+            lambda: GrammarVocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=tuple(self._eos_token_ids)),
+            has_others=has_others,
         )
         self._num_requests = 0
         self.num_failed = 0  # requests that ended with an error of their grammar

@@ -132,7 +132,12 @@ class Engine:
                 self.scheduler, folder, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
             )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-        self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
+        self.grammars = AnswerGrammars(
+            tokenizer,
+            vocab_size=info.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            has_others=lambda: len(self.scheduler.admission.clients) > 1,
+        )
         self.clock = clock
         self._deadlines = Deadlines(self.requests)
         self._ready: list[OutputEvent] = []  # events that the next call of `step` returns
@@ -391,7 +396,7 @@ class Engine:
                 continue
             try:
                 event = running.token_event(output)
-            except (RequestError, StepFailed) as error:  # an error of the request's grammar
+            except (RequestError, StepFailed, WorkerLost) as error:  # an error of the request's grammar
                 self.grammars.num_failed += 1
                 self.scheduler.abort(output.request_id)
                 events.append(self._end_with_error(output.request_id, error))
