@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLParserLimits
 
 from tests.core.grammar.random_schemas import random_schema
 from tests.core.grammar.vocabularies import json_grammar
@@ -19,6 +20,7 @@ from tests.engine_driver import drain, make_engine, make_hooked_engine, make_req
 from tests.how_many import num_examples
 from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
+from transom_core.grammar import compile_grammar
 from transom_worker.engine.engine import Engine
 
 BATCH = 10
@@ -163,6 +165,25 @@ def test_a_grammar_that_becomes_too_complex_ends_its_answer_alone(
     assert error is not None
     assert "does not allow" in error.message
     assert last["r"].position == 3  # tokens that have left; the refused one has not
+
+
+def test_an_answer_whose_grammar_others_have_filled_can_go_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a compiled grammar share its lexer states. One answer alone that needs too many ends with an error."""
+    text = "start: /(a|b)*a(a|b){20}/"
+    ask = make_request("r", [60], grammar=text, max_tokens=60, temperature=1.0)
+    whole = end(engine, ask)
+    monkeypatch.setitem(compile_grammar.__globals__, "_LIMITS", LLParserLimits(max_lexer_states=400))
+    engine.grammars.compiler.forget(text)
+    for i in range(4):
+        engine.add(replace(ask, request_id=f"r{i}", prompt_token_ids=(60 + i,)))
+    events = [event for event in drain(engine) if event.request_id == "r0"]
+    error, token_ids = events[-1].error, tuple(token for event in events for token in event.token_ids)
+    assert error is not None
+    assert (error.kind, error.loss_cause, token_ids) == ("WorkerLost", "stopped", whole.token_ids[: len(token_ids)])
+    assert token_ids + end(engine, replace(ask, resumed_output_ids=token_ids)).token_ids == whole.token_ids
+    engine.grammars.compiler.forget(text)
+    alone = end(engine, replace(ask, params=replace(ask.params, max_tokens=1000)))
+    assert "too complex" in str(alone.error)
 
 
 def test_a_request_that_was_aborted_leaves_nothing(engine: Engine) -> None:

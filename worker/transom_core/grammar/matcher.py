@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
-from transom_core.errors import RequestError, StepFailed
+from transom_core.errors import RequestError, StepFailed, WorkerLost
 
 if TYPE_CHECKING:
     from transom_core.grammar.vocabulary import GrammarVocabulary
 
 _REFUSED = "doesn't satisfy the grammar"  # the library's error for a refused token has this; other errors are limits
+_FULL = (
+    "too many states"  # its error if the answers of one compiled grammar have reached all lexer states that it may have
+)
 
 
 class GrammarMatcher:
@@ -26,12 +29,14 @@ class GrammarMatcher:
         self.library_matcher = library_matcher
         self.vocabulary = vocabulary
         self.num_consumed = 0
+        self._num_copies = [0]  # of the compiled grammar; all copies share this list
 
     def copy(self) -> GrammarMatcher:
         """Return a matcher at the same position, which takes about 10 kB of its own. All copies share the compiled grammar and the
         lexer states that their answers have reached; one limit holds for these states together (`GrammarCompiler.forget`)."""
         copied = GrammarMatcher(self.library_matcher.deep_copy(), self.vocabulary)
-        copied.num_consumed = self.num_consumed
+        copied.num_consumed, copied._num_copies = self.num_consumed, self._num_copies
+        self._num_copies[0] += 1
         return copied
 
     @property
@@ -55,6 +60,7 @@ class GrammarMatcher:
         Raises:
             RequestError: the grammar has become too complex at this token.
             StepFailed: the grammar does not allow the token.
+            WorkerLost: other answers have filled the compiled grammar; the answer can go on with a new one.
         """
         self.num_consumed += 1
         if not self.library_matcher.consume_token(token_id):
@@ -87,6 +93,10 @@ class GrammarMatcher:
         """Return the error that ends an answer whose matcher has failed."""
         if refused_token_id is not None and _REFUSED in self.library_matcher.get_error():
             return StepFailed(f"Token {refused_token_id} was sampled, which the grammar of the answer does not allow.")
+        if self._num_copies[0] > 1 and _FULL in self.library_matcher.get_error():
+            return WorkerLost(
+                "The answers of this grammar have filled it; this one goes on elsewhere.", loss_cause="stopped"
+            )
         if self.library_matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
             return RequestError(
                 f"No token can continue the answer after {self.num_consumed} tokens: what its grammar demands next cannot be "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from transom_core.contract import ErrorInfo, FinishReason, KvQuality, OutputEvent, Request, Usage
-from transom_core.errors import RequestError, StepFailed
+from transom_core.errors import RequestError, StepFailed, WorkerLost
 from transom_core.grammar import GrammarMatcher
 from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.tokenizer import Tokenizer
@@ -95,11 +95,11 @@ class RunningRequest:
         """Return the event of one new token, which may end the request.
 
         Raises:
-            RequestError, StepFailed: the request's grammar does not accept the token. The token is neither sent nor counted.
+            RequestError, StepFailed, WorkerLost: see `GrammarMatcher.consume`. The token is neither sent nor counted.
         """
         try:
             text = self._text_of(output.token_id)
-        except (RequestError, StepFailed):
+        except (RequestError, StepFailed, WorkerLost):
             self.num_output_tokens -= 1  # `error_event` says how many tokens were sent
             raise
         text_offset = self._num_chars
@@ -177,7 +177,7 @@ class RunningRequest:
         return text
 
     def _is_completed_by(self, grammar: GrammarMatcher, token_id: int) -> bool:
-        """Let the grammar consume a token; return whether nothing can follow it. Raises RequestError, StepFailed."""
+        """Let the grammar consume a token; return whether nothing can follow it. Raises like `consume`."""
         grammar.consume(token_id)
         return grammar.is_complete
 
