@@ -24,7 +24,6 @@ COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the rou
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route reads the body of a request with one of these methods
-TOO_MANY = 429  # the status of every refusal because of a limit on clients
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -133,7 +132,7 @@ class AdmissionMiddleware:
         """Slow down refusals of a client that does not wait, and tell a POST what is left of the client's limits per minute."""
 
         async def send_with_budgets(message: Message) -> None:
-            if message.get("status") == TOO_MANY:
+            if message.get("status") == 429:  # a refusal because of a limit on clients
                 await self._limits.before_refusal(client)
             if is_post and message["type"] == "http.response.start":
                 budgets = {

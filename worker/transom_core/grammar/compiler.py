@@ -195,7 +195,7 @@ class GrammarCompiler(Generic[Owner]):
             param="grammar",
         )
         self._keep(job, error, keep_s=TIMEOUT_KEPT_S)
-        self._charge(job, self._timeout_s)
+        self._jobs.charge(job, self._timeout_s)
         if self._is_replaying:
             self._ready.append(CompiledGrammar(job.owner, None, error))
         else:
