@@ -59,12 +59,11 @@ class CompileQueue(Generic[Owner, Outcome]):
         self._waiting: ClientQueue[CompileJob[Owner]] = ClientQueue()
         self._texts: dict[str, _Text[Outcome]] = {}
         self._jobs_of: dict[Owner, list[CompileJob[Owner]]] = {}
-        self._num_jobs = 0
         # client -> characters of the texts that it was the first one to wait for
         self._num_chars: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return self._num_jobs
+        return sum(map(len, self._jobs_of.values()))
 
     def check_room(self, client: str, text: str) -> None:
         """Check that one more text may wait.
@@ -94,7 +93,6 @@ class CompileQueue(Generic[Owner, Outcome]):
         text.num_jobs += 1
         self._waiting.add(job.client, job)
         self._jobs_of.setdefault(job.owner, []).append(job)
-        self._num_jobs += 1
 
     def cancel(self, owner: Owner) -> None:
         """Forget a request that has ended, if it waits. A text that no other request waits for will not be compiled."""
@@ -138,7 +136,6 @@ class CompileQueue(Generic[Owner, Outcome]):
     def _remove(self, job: CompileJob[Owner]) -> None:
         """Remove a request, and forget its text if no other request needs it."""
         self._waiting.remove(job.client, job)
-        self._num_jobs -= 1
         jobs = self._jobs_of[job.owner]
         jobs.remove(job)
         if not jobs:

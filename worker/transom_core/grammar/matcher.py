@@ -30,6 +30,9 @@ class GrammarMatcher:
         self.vocabulary = vocabulary
         self.num_consumed = 0
         self._num_copies = [0]  # of the compiled grammar; all copies share this list
+        self._may_go_on = (
+            True  # with a new grammar, once: answers that fill that one together as well would do so for ever
+        )
 
     def copy(self) -> GrammarMatcher:
         """Return a matcher at the same position, which takes about 10 kB of its own. All copies share the compiled grammar and the
@@ -60,7 +63,7 @@ class GrammarMatcher:
         Raises:
             RequestError: the grammar has become too complex at this token.
             StepFailed: the grammar does not allow the token.
-            WorkerLost: other answers have filled the compiled grammar; the answer can go on with a new one.
+            WorkerLost: other answers have filled the compiled grammar; this one can go on with a new one, as after a loss.
         """
         self.num_consumed += 1
         if not self.library_matcher.consume_token(token_id):
@@ -72,11 +75,15 @@ class GrammarMatcher:
         Raises:
             RequestError: the grammar does not allow them, or has become too complex.
         """
+        self._may_go_on = False
         for token_id in token_ids:
             if token_id in self.vocabulary.eos_token_ids and self.is_complete:
                 return
             self.num_consumed += 1
             if not self.library_matcher.consume_token(token_id):
+                failure = self.failure(refused_token_id=token_id)
+                if not isinstance(failure, StepFailed):
+                    raise failure
                 raise RequestError(
                     f"Token {self.num_consumed - 1} of resumed_output_ids is not what the grammar of the answer allows; resume "
                     "only with tokens of an answer to the same request.",
@@ -93,7 +100,7 @@ class GrammarMatcher:
         """Return the error that ends an answer whose matcher has failed."""
         if refused_token_id is not None and _REFUSED in self.library_matcher.get_error():
             return StepFailed(f"Token {refused_token_id} was sampled, which the grammar of the answer does not allow.")
-        if self._num_copies[0] > 1 and _FULL in self.library_matcher.get_error():
+        if self._may_go_on and self._num_copies[0] > 1 and _FULL in self.library_matcher.get_error():
             return WorkerLost(
                 "The answers of this grammar have filled it; this one goes on elsewhere.", loss_cause="stopped"
             )

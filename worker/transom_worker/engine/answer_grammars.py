@@ -44,16 +44,6 @@ class AnswerGrammars:
         self._num_requests = 0
         self.num_failed = 0  # requests that ended with an error of their grammar
 
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a request waits for its grammar."""
-        return self.compiler.is_busy
-
-    @property
-    def num_running(self) -> int:
-        """The number of answers that follow a grammar now."""
-        return len(self.masks)
-
     def check_room(self, request: Request) -> None:
         """Raise `Overloaded` if a request has a grammar, and too many grammars wait to be compiled."""
         if request.grammar is not None:
@@ -119,7 +109,7 @@ class AnswerGrammars:
         return GrammarStats(
             num_requests=self._num_requests,
             num_failed=self.num_failed,
-            num_running=self.num_running,
+            num_running=len(masks),
             num_compiled=compiler.num_compiled,
             num_cached=compiler.num_cached,
             compile_s=compiler.seconds,
@@ -127,10 +117,6 @@ class AnswerGrammars:
             num_masks=masks.num_computed,
             mask_s=masks.seconds,
         )
-
-    def close(self) -> None:
-        """End the compiler's thread; idempotent."""
-        self.compiler.close()
 
     def _check(self, running: RunningRequest, matcher: GrammarMatcher) -> Exception | None:
         """Remove the forbidden tokens from an answer's new mask; if no token is left, end the answer or return its error."""

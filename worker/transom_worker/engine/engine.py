@@ -164,7 +164,7 @@ class Engine:
         """Whether `step` would do anything besides computing tokens and starting ranks."""
         return bool(
             self._ready
-            or self.grammars.is_compiling
+            or self.grammars.compiler.is_busy
             or (self._disk is not None and self._disk.is_busy)
             or self._has_unpublished_abort
             or self.executor.lost
@@ -418,7 +418,7 @@ class Engine:
 
     def _take_grammars(self, events: list[OutputEvent]) -> None:
         """Let the requests run whose grammars are ready, and end those whose grammars have failed."""
-        if not self.grammars.is_compiling:
+        if not self.grammars.compiler.is_busy:
             return
         is_idle = not (events or self.scheduler.has_work)
         for running, matcher, error in self.grammars.take_ready(may_wait=is_idle):
@@ -431,7 +431,7 @@ class Engine:
 
     def _compute_masks(self, outputs: list[SequenceOutput], events: list[OutputEvent]) -> None:
         """Compute which tokens may follow the new ones in answers with a grammar, and end the answers that nothing may follow."""
-        if not self.grammars.num_running:
+        if not len(self.grammars.masks):
             return
         found = (self.requests.get(output.request_id) for output in outputs)
         held = [running for running in found if running is not None and running.grammar is not None]
@@ -547,7 +547,7 @@ class Engine:
 
         Cached prefixes are written to the disk tier before, if there is one, unless the engine ended by a failure.
         """
-        self.grammars.close()
+        self.grammars.compiler.close()
         disk, self._disk = self._disk, None
         was_stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
         if disk is not None:
