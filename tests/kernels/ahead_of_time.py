@@ -2,9 +2,9 @@
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 
-    python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each|--served] [words of names to choose]
+    python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each|--served] [--loops] [words of names to choose]
 
---one-each: one configuration of each kernel; --served: also all of attention and experts in bfloat16.
+--one-each: one configuration of each kernel; --served: also all of attention and experts in bfloat16; --loops: opcodes of loops.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from tests.kernels.compiled_cases import SHARED_BYTES, Compilation, all_cases
 
 OBJECT_DUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
+BUFFERS = r"local_alloc : .*memdesc<(\d+)x\d+x\d+\S*, .*mutable"
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 
 
-def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
+def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]:
     """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions."""
     begin_s = time.perf_counter()
     signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
@@ -49,6 +51,7 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
         file.flush()
         command = [OBJECT_DUMP, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        loop = longest_loop(file.name) if has_loops else {}
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -60,7 +63,21 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
         "fits": made.metadata.shared <= SHARED_BYTES[arch] and (made.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS,
         "matrix": next((kind for kind in MATRIX_INSTRUCTIONS if kind in made.asm["ptx"]), "none"),
         "seconds": round(time.perf_counter() - begin_s, 1),
+        "types": case.types,
+        "constants": case.constants | case.options,
+        "loop": loop,
+        "buffers": [int(count) for count in re.findall(BUFFERS, made.asm["ttgir"])],
     }
+
+
+def longest_loop(path: str) -> dict[str, int]:
+    """How often each opcode is in the longest loop, by the branches that go back."""
+    dumped = subprocess.run([OBJECT_DUMP, "--dump-sass", path], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\w+)(.*?);", dumped)
+    lines = [(int(address, 16), opcode, operands) for address, opcode, operands in found]
+    jumps = [(int(to.split()[-1], 16), at) for at, opcode, to in lines if opcode == "BRA" and "0x" in to]
+    begin, end = max(jumps, key=lambda jump: jump[1] - jump[0])
+    return Counter(opcode for at, opcode, _ in lines if begin <= at <= end)
 
 
 def main(words: list[str]) -> None:
@@ -74,7 +91,7 @@ def main(words: list[str]) -> None:
             cases = [case for case in cases if case is one_each[case.kernel] or (served and is_served(case))]
         for case in cases:
             if all(word in case.name for word in chosen):
-                print(json.dumps(compile_for(case, arch)), flush=True)
+                print(json.dumps(compile_for(case, arch, "--loops" in words)), flush=True)
 
 
 def is_served(case: Compilation) -> bool:

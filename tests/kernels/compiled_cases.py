@@ -30,6 +30,7 @@ from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.moe.gpu import moe_triton
+from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.row_blocks import block_rows_triton
 from transom_kernels.paged_attention.triton import launcher as paged_launcher
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
@@ -44,7 +45,7 @@ BF16, F16, F32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int6
 FP8 = "fp8e4nv"  # from sm_89 on
 TYPES = {
     BF16: "bf16", F16: "fp16", F32: "fp32", torch.float8_e4m3fn: FP8, torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32",
-    INT64: "i64", torch.float64: "fp64",
+    torch.int16: "i16", INT64: "i64", torch.float64: "fp64",
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
 SHARED_BYTES = {10 * major + minor: num_bytes for (major, minor), num_bytes in launch.SHARED_BYTES.items()}
@@ -246,7 +247,7 @@ def prepare(
 def expert_calls() -> Iterator[Callable[[], Any]]:
     for tokens, dtype, is_mx in product((1, 64, 256), (BF16, F32), (False, True)):
         tensors = mx_experts(4, 64, 96) if is_mx else plain_experts(4, 64, 96, dtype)
-        tensors = biased(tensors, dtype, interleaved=is_mx)
+        tensors = for_gpu(biased(tensors, dtype, interleaved=is_mx))
         yield partial(moe_triton, torch.empty(tokens, 96, dtype=dtype), *routes(tokens, 4, 4), tensors, GPT_OSS)
     for experts in (8, 32, 256):
         yield partial(block_rows_triton, torch.zeros(50, dtype=INT64), experts, 16)

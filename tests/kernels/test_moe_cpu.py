@@ -63,6 +63,19 @@ def check_moe(
     torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
 
 
+def check_mx(kernel: Kernel, exponents: list[int]) -> None:
+    """Every value of MXFP4 with each of six scales."""
+    scales = torch.tensor(exponents, dtype=torch.uint8).view(1, 1, 6).repeat(1, 64, 1)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 256).repeat(1, 64, 1)[..., :96]
+    down = MxTensor(blocks=(blocks + torch.arange(64, dtype=torch.uint8).view(1, 64, 1) * 16), scales=scales)
+    gate_up = torch.zeros(1, 384, 64)
+    gate_up[0, :192] = 1  # the gates of all tokens are 40, and so is each token's own up
+    gate_up[0, 192:] = torch.eye(192, 64)
+    tensors, x = ExpertTensors(gate_up=gate_up, down=down), torch.eye(64) * 40
+    got = kernel(x, torch.zeros(64, 1, dtype=torch.int64), torch.ones(64, 1), tensors, PLAIN)
+    torch.testing.assert_close(got, down.dequantised()[0].T[:64] * 1600, atol=0, rtol=1e-6)
+
+
 class MoeTests:
     """Sizes, rules, biases and weights of 4 bits, against the reference."""
 
@@ -118,18 +131,7 @@ class TestMoe(MoeTests):
 
 def test_mxfp4_values_and_scales() -> None:
     """Every value, with the smallest scale, ones between, and the largest one that float32 can hold times 6."""
-    scales = torch.tensor([0, 1, 126, 127, 128, 251], dtype=torch.uint8).view(1, 1, 6).repeat(1, 64, 1)
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 256).repeat(1, 64, 1)[..., :96]
-    down = MxTensor(blocks=(blocks + torch.arange(64, dtype=torch.uint8).view(1, 64, 1) * 16), scales=scales)
-    gate_up = torch.zeros(1, 384, 64)
-    gate_up[0, :192] = 1  # the gates of all tokens are 40, and so is each token's own up
-    gate_up[0, 192:] = torch.eye(192, 64)
-    tensors = ExpertTensors(gate_up=gate_up, down=down)
-    packed = pack_experts(tensors)
-    x = torch.eye(64) * 40
-    got = moe(x, torch.zeros(64, 1, dtype=torch.int64), torch.ones(64, 1), packed, PLAIN)
-    wanted = down.dequantised()[0].T[:64] * 1600
-    torch.testing.assert_close(got, wanted, atol=0, rtol=1e-6)
+    check_mx(moe_cpu, [0, 1, 126, 127, 128, 251])
 
 
 def test_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from operator import and_, lshift, xor
+from typing import Any
+
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, Kernel, MoeTests, plain_experts, routes
+from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes
 from tests.matrices import some_daily
+from transom_kernels.moe import gpu, gpu_weights
 from transom_kernels.moe.gpu import moe_triton
+from transom_kernels.moe.gpu_weights import for_gpu, widened_words
+from transom_kernels.moe.kernel import SCALE_FACTORS, WIDEN_WORDS
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 
+def moe_arranged(x: Any, which: Any, weights: Any, tensors: ExpertTensors, *rule: Any, **how: Any) -> torch.Tensor:
+    return moe_triton(x, which, weights, for_gpu(tensors), *rule, **how)
+
+
 @pytest.fixture
-def kernel() -> Kernel:
-    return moe_triton
+def kernel() -> Callable[..., torch.Tensor]:
+    return moe_arranged
 
 
 @pytest.mark.parametrize(
@@ -43,6 +56,51 @@ def test_few_pairs_are_sorted_by_one_program(pairs: int, experts: int) -> None:
     for block_m in (16, 64):
         found, wanted = block_rows_triton(chosen, experts, block_m), block_rows(chosen, experts, block_m)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 2, 32, 160), (70, 2, 96, 32), (110, 1, 160, 96)])
+def test_mxfp4_in_both_arrangements(monkeypatch: pytest.MonkeyPatch, is_hopper: bool, sizes: tuple[int, ...]) -> None:
+    """Of few and many rows of an expert; rows, groups and tiles do not fit each other."""
+    for module in (gpu, gpu_weights):
+        monkeypatch.setattr(module, "spreads_elements", lambda _: is_hopper)
+    tokens, experts, inner, width = sizes
+    x, chosen = torch.randn(tokens, width).bfloat16(), routes(tokens, 1, experts)
+    check_moe(moe_arranged, x, chosen, mx_experts(experts, inner, width), GPT_OSS)
+
+
+def test_mxfp4_values_and_scales() -> None:
+    """Every value, and scales from the smallest exact one to the largest one; what is larger is refused."""
+    check_mx(moe_arranged, [27, 60, 126, 127, 128, 160])
+    with pytest.raises(ValueError, match=r"above 2 \*\* 33"):
+        check_mx(moe_arranged, [27, 60, 126, 127, 128, 161])
+
+
+def test_instructions_that_widen_mxfp4_do_what_the_interpreter_does() -> None:
+    """Of all words, two at a time, as if their scale's factor were 1; of scales, four at a time."""
+    words, scales = torch.arange(1 << 16).view(-1, 2), torch.arange(160).view(-1, 4)
+    for got, wanted in zip(run(WIDEN_WORDS, words @ HALVES, 4), widened_words(words), strict=True):
+        assert torch.equal(got, wanted @ HALVES)
+    factors = (scales - 33.0).exp2().bfloat16().view(torch.int16).long().view(-1, 2, 2)
+    for got, wanted in zip(run(SCALE_FACTORS, scales @ 256 ** torch.arange(4), 2), factors.unbind(1), strict=True):
+        assert torch.equal(got, wanted @ HALVES)
+
+
+HALVES = torch.tensor([1, 1 << 16])  # of a register
+PTX: dict[str, Callable[..., Any]] = {
+    "and.b32": and_, "xor.b32": xor, "shl.b32": lshift, "mov.b32": int, "fma.rn.bf16x2": lambda a, b, c: a,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "prmt.b32": lambda a, b, at: sum((a >> 8 * (at >> 4 * n & 15) & 0xFF) << 8 * n for n in range(4)),
+}  # fmt: skip
+
+
+def run(instructions: tl.constexpr, argument: torch.Tensor, results: int) -> list[torch.Tensor]:
+    """Run instructions of PTX on numbers of 32 bits in int64; return the registers `$0`, `$1` and so on."""
+    values: dict[str, Any] = {f"${results}": argument, f"${results + 1}": 1}
+    for name, target, operands in re.findall(rf"({'|'.join(PTX)}) (\S+), ([^;]+);", instructions.value):
+        read = [values[source] if source in values else int(source, 0) for source in operands.split(", ")]
+        values[target] = PTX[name](*read) & 0xFFFFFFFF
+    return [values[f"${at}"] for at in range(results)]
 
 
 def test_mxfp4_values() -> None:

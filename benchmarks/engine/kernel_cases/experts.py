@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
 from transom_kernels.moe.gpu import moe_triton
+from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.op import moe_reference
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
@@ -94,11 +95,12 @@ def _prepare(mixture: Mixture, tokens: int, is_mx: bool, device: torch.device) -
         interleaved=mixture.interleaved,
     )
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+    arranged = for_gpu(tensors)
     experts = torch.rand(tokens, mixture.experts, device=device).topk(mixture.chosen).indices
     weights = torch.rand(tokens, mixture.chosen, device=device)
 
     def run(rows: int = tokens) -> Tensors:
-        return (moe_triton(x[:rows], experts[:rows], weights[:rows], tensors, rule),)
+        return (moe_triton(x[:rows], experts[:rows], weights[:rows], arranged, rule),)
 
     def check(out: Tensors) -> list[Check]:
         """The last tokens, over the experts that they chose alone."""

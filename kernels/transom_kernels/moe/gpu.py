@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two
+from transom_kernels.moe.gpu_weights import spreads_elements
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
@@ -21,7 +22,7 @@ SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tile of a grouped matmul: rows, columns, and inner elements of an iteration; warps and pipeline stages."""
+    """The tile of a grouped matmul: pairs, rows of the matrix, and inner elements of an iteration; warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -31,15 +32,12 @@ class Tile:
 
 
 # SMALL is for few rows per expert, where reading weights takes most of the time
-SMALL = Tile(block_m=16, block_n=64, block_j=128, num_warps=4, num_stages=3)
-MIDDLE = Tile(block_m=64, block_n=64, block_j=64, num_warps=4, num_stages=3)
-LARGE = Tile(block_m=128, block_n=64, block_j=64, num_warps=8, num_stages=3)
-TILES = (SMALL, MIDDLE, LARGE)
-MXFP4_TILES = (  # MXFP4 weights are dequantised in registers: each warp must hold less, so there are more warps or smaller tiles
-    replace(SMALL, num_warps=8),  # with four warps Triton 3.6 spills registers
-    replace(MIDDLE, block_n=32, num_warps=8),
-    replace(LARGE, block_n=32),
-)
+SMALL = Tile(block_m=16, block_n=64, block_j=128, num_warps=4, num_stages=4)
+MIDDLE = Tile(block_m=64, block_n=128, block_j=64, num_warps=4, num_stages=3)
+LARGE = Tile(block_m=128, block_n=128, block_j=64, num_warps=8, num_stages=3)
+MX_SMALL = replace(SMALL, block_j=256, num_stages=5)  # as many bytes of weights in flight, in fewer iterations
+MX_MIDDLE = replace(MIDDLE, block_j=128)
+MX_LARGE = replace(LARGE, block_n=256, block_j=128)  # for Hopper: elsewhere it takes more registers than there are
 FLOAT32_TILE = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # float32, without tensor cores
 
 
@@ -55,7 +53,7 @@ def moe_triton(
     """Return the weighted sum of each token's experts, [T, N] in the dtype of `x`.
 
     `x` [T, N] are hidden states; `experts` [T, K] and `weights` [T, K] are each token's experts and their routing weights;
-    `tensors` has the experts' matrices and biases, and `rule` the gated activation between the matrices. With `scales_input` the
+    `tensors` has the matrices (MXFP4 as by `for_gpu`) and biases, `rule` the activation between them. With `scales_input` the
     routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
@@ -66,15 +64,15 @@ def moe_triton(
         return out
     is_mx = isinstance(tensors.gate_up, MxTensor), isinstance(tensors.down, MxTensor)
     has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
-    tile = choose_tile(num_pairs, num_experts, is_mx=is_mx[0], element_bytes=x.element_size())
-    launches = _launches(
-        tile, width, inner, chosen, x.stride(0), rule, is_mx, has_bias, tensors.interleaved, scales_input
-    )
+    is_hopper = spreads_elements(x.device)
+    tile = choose_tile(num_pairs, num_experts, x.element_size(), is_mx=any(is_mx), is_hopper=is_hopper)
+    shapes = (tile, width, inner, chosen, x.stride(0), rule, is_mx, has_bias)
+    launches = _launches(*shapes, tensors.interleaved, scales_input, is_hopper)
     sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
     pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
     num_blocks = block_expert.shape[0]
     inner_P = x.new_empty(num_pairs, inner)
-    results_P = x.new_empty(num_pairs, width, dtype=torch.float32)
+    results_P = x.new_empty(num_pairs, width)
     weights_P = weights.float().contiguous()
     rows = (pairs, block_expert)
     # `x` stands in for an absent bias, which the kernels do not read
@@ -118,8 +116,10 @@ def _launches(
     has_bias: tuple[bool, bool],
     interleaved: bool,
     scales_input: bool,
+    is_spread: bool,
 ) -> _Launches:
-    sizes = {"UPCAST": INTERPRETED, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    sizes |= {"UPCAST": INTERPRETED, "IS_SPREAD": is_spread}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     into = {
         "width": width,
@@ -146,7 +146,7 @@ def _launches(
     columns = min(SUM_COLUMNS, next_power_of_two(width))
     return _Launches(
         PreparedLaunch(into_experts, into | sizes, **options),
-        -(-inner // tile.block_n),
+        -(-2 * inner // tile.block_n),
         PreparedLaunch(out_of_experts, out_of | sizes, **options),
         -(-width // tile.block_n),
         PreparedLaunch(sum_experts, {"columns": width, "NUM_CHOSEN": chosen, "BLOCK_N": columns}, num_warps=4),
@@ -159,9 +159,10 @@ def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tens
     return (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
 
 
-def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
+def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, is_mx: bool, is_hopper: bool) -> Tile:
     """Return the tile for an expert's average number of rows, `num_pairs / num_experts`."""
     if element_bytes > 2:
-        return FLOAT32_TILE
+        return replace(FLOAT32_TILE, block_j=128) if is_mx else FLOAT32_TILE
+    tiles = (MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE) if is_mx else (SMALL, MIDDLE, LARGE)
     rows = num_pairs / num_experts
-    return (MXFP4_TILES if is_mx else TILES)[0 if rows <= 16 else 1 if rows <= 96 else 2]
+    return tiles[0 if rows <= 16 else 1 if rows <= 96 else 2]

@@ -95,7 +95,10 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensor
     if not all(weight.is_contiguous() for weight in (x, *plain)):
         raise ValueError("x and the experts' weights must be contiguous in memory; call contiguous() first.")
     mx = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, MxTensor)]
-    if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in mx):
+    if any(weight.is_for_gpu != uses_triton(x) for weight in mx):
+        raise ValueError("MXFP4 weights must be arranged by `for_gpu` where Triton computes, and nowhere else.")
+    stored = [weight for weight in mx if not weight.is_for_gpu]
+    if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in stored):
         raise ValueError(f"MXFP4 weights {[weight.shape for weight in mx]} must have a scale for every 32 columns.")
 
 

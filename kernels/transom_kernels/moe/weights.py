@@ -37,12 +37,13 @@ class MxTensor:
 
     blocks: torch.Tensor  # [E, rows, columns / 2] uint8
     scales: torch.Tensor  # [E, rows, columns / 32] uint8
+    is_for_gpu: bool = False  # arranged for the Triton kernels, as `gpu_weights.py` says
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts, rows and columns of the dequantised tensor."""
-        experts, rows, half = self.blocks.shape
-        return experts, rows, 2 * half
+        experts, rows, stored = self.blocks.shape
+        return experts, rows, 2 * stored * self.blocks.itemsize
 
     def dequantised(self) -> torch.Tensor:
         """Return the elements, [E, rows, columns] float32."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, for_gpu, moe, pack_experts
 from transom_kernels.moe.op import gated
 from transom_kernels.quantised_linear import QuantisedRows
 from transom_kernels.rms_norm import rms_norm
@@ -84,7 +84,7 @@ def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
 class GroupedExperts(Experts):
     """Runs all experts in two grouped matrix products. The device finds each expert's rows, so the host never waits for counts.
 
-    On CPUs the weights are packed into the kernels' layout, and the original tensors are not kept.
+    Weights are packed into the layout of the device's kernels, and the original tensors are not kept; on GPUs only MXFP4 is.
     """
 
     def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
@@ -93,16 +93,13 @@ class GroupedExperts(Experts):
         parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
         # The padding of packed weights is not counted.
         self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
-        if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
+        like = weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down
+        if uses_cpu_kernels(like):
             self._weights = pack_experts(weights)
             return
-        self._weights = ExpertTensors(
-            gate_up=_contiguous(weights.gate_up),
-            down=_contiguous(weights.down),
-            gate_up_bias=weights.gate_up_bias,
-            down_bias=weights.down_bias,
-            interleaved=weights.interleaved,
-        )
+        if uses_triton(like):
+            weights = for_gpu(weights)
+        self._weights = replace(weights, gate_up=_contiguous(weights.gate_up), down=_contiguous(weights.down))
 
     def __call__(self, x_TN: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts, added in the order in which the token chose them, [T, N]."""
@@ -175,9 +172,7 @@ def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
 
 
 def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
-    if isinstance(weight, MxTensor):
-        return MxTensor(blocks=weight.blocks.contiguous(), scales=weight.scales.contiguous())
-    return weight.contiguous()
+    return weight if isinstance(weight, MxTensor) else weight.contiguous()
 
 
 def _bytes(weight: torch.Tensor | MxTensor) -> int:
