@@ -201,6 +201,12 @@ def _shared_bytes(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 0)
 
 
+@cache
+def multiprocessors_of(device: torch.device) -> int:
+    """Return a CUDA device's streaming multiprocessors; those of an H100 or H200 for other devices, as kernels are tuned for it."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def warps_for(elements: int) -> int:
     """Return the warps of a program that keeps `elements` elements in registers: 16 for each of a warp's 32 threads."""
     return min(16, max(1, elements // 512))

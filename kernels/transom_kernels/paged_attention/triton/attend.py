@@ -47,8 +47,8 @@ def attend(
     k_cache,  # [ids, P, KVH, D]
     v_cache,  # [ids, P, KVH, E]
     out,  # [T, H, E]
-    partial_out,  # [partials, KVH, M, E] float32: weighted values, not yet divided
-    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
+    partial_out,  # [partials, H, E] float32: weighted values, not yet divided
+    partial_stats,  # [partials, H, 2] float32: maximum (base 2) and softmax sum
     items,  # [W, 9] int32: `work_items.py` has the table of fields
     block_table,  # [B, columns] int32
     first_block,  # [B] int32: logical block of the first column after the sink blocks
@@ -197,13 +197,13 @@ def attend(
                 v2 = v2.to(q1.dtype)
             acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
 
+    num_heads = num_kv_heads * GROUP
     # --- a split tile: store the partial result for the kernel `combine` ---
     if partial >= 0:
-        base = (partial.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
-        stats = partial_stats + (base + m) * 2
-        tl.store(stats, row_max)
-        tl.store(stats + 1, row_sum)
-        place = partial_out + (base + m)[:, None] * E
+        at = (partial + token).to(tl.int64) * num_heads + head
+        tl.store(partial_stats + at * 2, row_max, mask=is_row)
+        tl.store(partial_stats + at * 2 + 1, row_sum, mask=is_row)
+        place = partial_out + at[:, None] * E
         tl.store(place + e1[None, :], acc1, mask=(e1 < E)[None, :] & is_row[:, None])
         if E2 > 0:
             tl.store(place + e2[None, :], acc2, mask=(e2 < E)[None, :] & is_row[:, None])
@@ -217,7 +217,6 @@ def attend(
         if E2 > 0:
             acc2 *= rescale[:, None]
     inverse_sum = inverse_of(row_sum)
-    num_heads = num_kv_heads * GROUP
     out_rows = ((first_row + token).to(tl.int64) * num_heads + head)[:, None] * E
     kept1 = (e1 < E)[None, :] & is_row[:, None]
     tl.store(out + out_rows + e1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.paged_attention.triton.work_items import Tiling
+from transom_kernels.paged_attention.triton.work_items import NO_LIMIT, Tiling
 
-FEW_TOKENS = 4  # sequences with up to this many new tokens are split along their keys (split-KV)
-DECODE_SPLIT_KEYS = 1024  # keys of a split
+FEW_TOKENS = 4  # sequences with up to this many new tokens have a tiling, and so a smaller tile, of their own
+SPLIT_UNIT_BYTES = 16 << 10  # of keys and values: splits along keys end at multiples of this (split-KV)
+MAX_PARTIAL_BYTES = 64 << 20  # of a launch's partial results; a step with more has several launches
 COMBINED_AT_ONCE = 16  # splits that an iteration of `combine` reads
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
 PROMPT_ROWS = 128  # rows of a prompt's tile
@@ -75,21 +76,24 @@ def kernel_config(
     return KernelConfig(block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages)
 
 
-def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
-    """Return the tilings of sequences with one, a few, and many new tokens, if `group` query heads share a KV head.
+def tilings(
+    *, group: int, kv_heads: int, key_size: int, element_bytes: int, cache_bytes: int, multiprocessors: int
+) -> tuple[Tiling, ...]:
+    """Return the tilings of sequences with one, a few, and many new tokens, if `group` query heads share each of the KV heads.
 
     Each of the three has its own launch, so that a sequence's result does not depend on the rest of the batch.
     """
     tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
+    unit = max(MIN_DOT_ROWS, SPLIT_UNIT_BYTES // (2 * key_size * cache_bytes))
+    splits = {
+        "split_unit": 1 << (unit.bit_length() - 1),  # a power of two
+        "kv_heads": kv_heads,
+        "multiprocessors": multiprocessors,
+    }
     return (
-        Tiling(min_new_tokens=1, max_new_tokens=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
-        Tiling(
-            min_new_tokens=2,
-            max_new_tokens=FEW_TOKENS,
-            tile_tokens=min(FEW_TOKENS, tokens),
-            split_keys=DECODE_SPLIT_KEYS,
-        ),
-        Tiling(min_new_tokens=FEW_TOKENS + 1, max_new_tokens=2**31 - 1, tile_tokens=tokens, split_keys=0),
+        Tiling(min_new_tokens=1, max_new_tokens=1, tile_tokens=1, **splits),
+        Tiling(min_new_tokens=2, max_new_tokens=FEW_TOKENS, tile_tokens=min(FEW_TOKENS, tokens), **splits),
+        Tiling(min_new_tokens=FEW_TOKENS + 1, max_new_tokens=NO_LIMIT, tile_tokens=tokens, **splits),
     )
 
 
