@@ -34,7 +34,8 @@ TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 
 
 def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions."""
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions; of loops
+    over keys: instructions, scores of a thread, what copies are waited for, and buffers of copies."""
     begin_s = time.perf_counter()
     signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
     attributes = {
@@ -47,8 +48,8 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [OBJECT_DUMP, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = dumped(file.name, "--dump-resource-usage")
+        code = dumped(file.name, "--dump-sass") if case.kernel.__name__ == "attend" and arch == 90 else ""
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -59,8 +60,26 @@ def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
         "shared_bytes": made.metadata.shared,
         "fits": made.metadata.shared <= SHARED_BYTES[arch] and (made.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS,
         "matrix": next((kind for kind in MATRIX_INSTRUCTIONS if kind in made.asm["ptx"]), "none"),
+        "inner_loop": inner_instructions(code),
+        "scores": case.constants.get("BLOCK_M", 0) * case.constants.get("BLOCK_N", 0) / (32 * made.metadata.num_warps),
+        "waits": [int(number) for number in re.findall(r"async_wait[^{]*\{num = (\d+)", made.asm["ttgir"])],
+        "buffers": max(
+            map(int, re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x", made.asm["ttgir"])), default=1
+        ),
         "seconds": round(time.perf_counter() - begin_s, 1),
     }
+
+
+def dumped(path: str, what: str) -> str:
+    return subprocess.run([OBJECT_DUMP, what, path], capture_output=True, text=True, check=True).stdout
+
+
+def inner_instructions(code: str) -> int:
+    """Of the shortest loop that multiplies matrices; 0 if there is none."""
+    found = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
+    jumps = [(at, int(to[1], 16)) for at, text in found if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
+    loops = ([text for at, text in found if first <= at <= last] for last, first in jumps)
+    return min((len(loop) for loop in loops if any("MMA" in text for text in loop)), default=0)
 
 
 def main(words: list[str]) -> None:

@@ -40,6 +40,17 @@ def check(kernels: list[dict[str, Any]], spilled_bytes: int = 0) -> None:
     assert [kernel for kernel in kernels if kernel["spilled_bytes"] > spilled_bytes] == []
 
 
+def check_attention(kernels: list[dict[str, Any]]) -> None:
+    """In an iteration of the inner loop, up to 18 instructions a score of a prompt; loads of three iterations in decoding."""
+    attention = [kernel for kernel in kernels if kernel["name"].startswith(("attend bf16 fp32", "attend fp16 fp32"))]
+    prompts = [kernel for kernel in attention if "block_m 128" in kernel["name"]]
+    assert [kernel for kernel in prompts if not 0 < kernel["inner_loop"] <= 18 * kernel["scores"]] == []
+    decoding = [kernel for kernel in attention if "block_m 16 " in kernel["name"] and " d 512 " not in kernel["name"]]
+    assert [kernel for kernel in decoding if kernel["buffers"] < 3 or max(kernel["waits"]) == 0] == []
+    assert prompts
+    assert decoding
+
+
 def test_one_configuration_of_each_kernel_fits_hopper() -> None:
     kernels = compiled("sm_90", "--one-each")
     assert len(kernels) >= 18
@@ -50,7 +61,10 @@ def test_one_configuration_of_each_kernel_fits_hopper() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_every_configuration_fits(arch: str) -> None:
-    check(compiled(arch))
+    kernels = compiled(arch)
+    check(kernels)
+    if arch == "sm_90":
+        check_attention(kernels)
 
 
 @pytest.mark.compile

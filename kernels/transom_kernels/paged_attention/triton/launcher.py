@@ -91,7 +91,11 @@ class LayerKernels:
             combined = {**self._of_combine, **blocks, "num_kv_heads": self.kv_heads}
             self._by_tile_tokens[tile_tokens] = TileKernels(
                 PreparedLaunch(
-                    attend, self._of_attend | tile, num_warps=config.num_warps, num_stages=config.num_stages
+                    attend,
+                    self._of_attend | tile,
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                    maxnreg=config.max_registers,
                 ),
                 PreparedLaunch(combine, combined),
                 rows,

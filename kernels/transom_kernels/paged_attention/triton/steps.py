@@ -45,14 +45,14 @@ def finite(row_max):
 
 
 @triton.jit
-def continue_softmax(row_max, row_sum, score):
-    """Add scores [M, N] (base 2; -inf: not seen) to the maximum and the sum [M] so far.
+def continue_softmax(row_max, row_sum, score, factor=1.0):
+    """Add scores [M, N] (base 2 once multiplied by `factor` > 0; -inf: not seen) to the maximum and the sum [M] so far.
 
     Return both, the weights [M, N], and the factor [M] that rescales the values accumulated so far to the new maximum.
     """
-    new_max = tl.maximum(row_max, tl.max(score, 1))
+    new_max = tl.maximum(row_max, tl.max(score, 1) * factor)
     finite_max = finite(new_max)
-    weight = tl.exp2(score - finite_max[:, None])
+    weight = tl.exp2(score * factor - finite_max[:, None])
     rescale = tl.exp2(row_max - finite_max)
     return new_max, row_sum * rescale + tl.sum(weight, 1), weight, rescale
 

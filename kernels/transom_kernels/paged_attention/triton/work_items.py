@@ -19,7 +19,7 @@ Fields of a work item (int32):
     1 tokens       query tokens of the tile; 0: the program does nothing
     2 position     position of the tile's first query
     3 sequence     number of the sequence in the batch
-    4 sinks_begin  always 0
+    4 unused       always 0
     5 sinks_end    end of the sink tokens' table indices; 0 in all splits but a tile's first
     6 run_begin    first table index of the run that this item reads
     7 run_end      end of the run that this item reads
