@@ -29,6 +29,7 @@ Kernels = Literal["auto", "reference", "interpreted"]
 _chosen: Kernels | None = None
 _pretended: tuple[int, int] | None = None  # the compute capability of an absent GPU; see `absent_device`
 
+MULTIPROCESSORS = 132  # of an H100 and an H200
 # compute capability -> bytes of shared memory that a program may have; for devices for which kernels are compiled ahead of time
 SHARED_BYTES = {
     (8, 0): 163 << 10,
@@ -203,8 +204,9 @@ def _shared_bytes(device: torch.device) -> int:
 
 @cache
 def multiprocessors_of(device: torch.device) -> int:
-    """Return a CUDA device's streaming multiprocessors; those of an H100 or H200 for other devices, as kernels are tuned for it."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """Return the streaming multiprocessors of a CUDA device; `MULTIPROCESSORS` for other devices."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else MULTIPROCESSORS
 
 
 def warps_for(elements: int) -> int:

@@ -7,10 +7,10 @@ what all programs read over what all multiprocessors could have read in that tim
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
 
 import pytest
 
+from tests.kernels.test_paged_attention_triton import Batch
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.tuning import tilings
 from transom_kernels.paged_attention.triton.work_items import Tiling, plan_work
@@ -30,16 +30,6 @@ SHAPES = {  # KV heads, query heads for each, width, bytes of a cached number
 LEAST_BYTES = 16 << 20  # of keys and values a layer
 
 
-@dataclass
-class Batch:
-    start_host: list[int]
-    count_host: list[int]
-    block_size: int = 16
-    num_sink_blocks: int = 0
-    first_block_host: list[int] = field(default_factory=lambda: [0])
-    attend_from_host: list[int] = field(default_factory=lambda: [0])
-
-
 def tilings_of(name: str, multiprocessors: int = 132) -> tuple[Tiling, ...]:
     kv_heads, group, width, cache_bytes = SHAPES[name]
     sizes = {"key_size": width, "element_bytes": 2, "cache_bytes": cache_bytes}
@@ -49,7 +39,8 @@ def tilings_of(name: str, multiprocessors: int = 132) -> tuple[Tiling, ...]:
 def keys_of_items(found: tuple[Tiling, ...], context: int, count: int, rule: MaskRule | None = None) -> list[int]:
     """What each program of a sequence alone reads for a KV head, the longest first."""
     tiling = next(one for one in found if one.min_new_tokens <= count <= one.max_new_tokens)
-    items = plan_work(Batch([context], [count]), rule or MaskRule(), tiling).items
+    own = {"start_host": [context], "count_host": [count], "first_block_host": [0], "attend_from_host": [0]}
+    items = plan_work(Batch(block_size=16, num_sink_blocks=0, **own), rule or MaskRule(), tiling).items  # type: ignore[arg-type]
     return (items[:, 7] - items[:, 6]).tolist()
 
 

@@ -151,10 +151,12 @@ def attend(
     before_origin, after_origin = run_aligned - sink_iterations * BLOCK_N, inner_end - before_inner * BLOCK_N
     factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E  # scores in base 2
 
+    # with large tiles of products from registers, an iteration loads again what it could keep from the one before
+    HAS_FEW_REGISTERS: tl.constexpr = BLOCK_M > 32 and BLOCK_N < 64
     # --- loops over keys: the inner tiles; then the edges: sink tokens, and the run before and after the inner tiles ---
     for IS_EDGE in tl.static_range(2):
         indices = before_inner * BLOCK_N + run_stop - inner_end if IS_EDGE else inner_end - inner_begin
-        for i in tl.range(0, indices // BLOCK_N, num_stages=2 if IS_EDGE else None):
+        for i in tl.range(0, indices // BLOCK_N, num_stages=2 if IS_EDGE else None, disable_licm=HAS_FEW_REGISTERS):
             # - look up each index's position and physical block -
             if IS_EDGE:
                 in_sinks = i < sink_iterations

@@ -43,14 +43,8 @@ class LaunchKey:
     @property
     def tilings(self) -> tuple[Tiling, ...]:
         """The tilings for one, a few and many new tokens of a sequence; the first one is for decoding."""
-        return tilings(
-            group=self.group,
-            kv_heads=self.kv_heads,
-            key_size=self.key_size,
-            element_bytes=self.element_bytes,
-            cache_bytes=self.cache_bytes,
-            multiprocessors=self.multiprocessors,
-        )
+        names = ("group", "kv_heads", "key_size", "element_bytes", "cache_bytes", "multiprocessors")
+        return tilings(**{name: getattr(self, name) for name in names})
 
     @property
     def most_partials(self) -> int:

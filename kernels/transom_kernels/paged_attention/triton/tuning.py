@@ -59,7 +59,8 @@ def kernel_config(
     # On GPUs other than Hopper, products read keys and values from registers, twice as often if a head is computed as two tiles.
     is_tight = capability != HOPPER and block_m > MIN_DOT_ROWS and 64 < widest < 128
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
-        num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
+        # at width 80 more warps spill registers, at width 512 fewer
+        num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8 if widest <= 256 else 16
         return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1)
     if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         fitting = DECODE_ROUND_BYTES // (2 * widest * cache_bytes)
@@ -83,6 +84,8 @@ def kernel_config(
         is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
     else:
         is_long = small and widest > 64 and not is_widened
+        is_tight |= capability[0] != 10 and 64 < widest <= 128
+        num_stages = 1 if 128 < widest < 256 else num_stages  # more take registers that are not there
         block_n = 16 if is_tight else 32 if is_long or is_widened else block_n
     if is_long:
         num_stages = LONG_PIPELINE_STAGES

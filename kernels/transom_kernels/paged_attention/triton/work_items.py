@@ -76,14 +76,13 @@ class Tiling:
     multiprocessors: int
 
     @property
-    def most_tiles(self) -> int:
-        """The most tiles of a sequence."""
-        return -(-self.max_new_tokens // self.tile_tokens)
+    def is_for_prompts(self) -> bool:
+        """Whether it is the tiling of many new tokens, which takes the padding of mixed steps as well."""
+        return self.max_new_tokens == NO_LIMIT
 
     def num_splits(self, tiles: int | Integers, keys: int | Integers) -> Integers:
         """Return the most splits of each tile of sequences with this many tiles, the largest of which reads `keys` keys."""
-        single = self.most_tiles == 1
-        counts = [1] if single else np.atleast_1d(tiles).tolist()
+        counts = [1] if self.max_new_tokens <= self.tile_tokens else np.atleast_1d(tiles).tolist()
         filling = np.array([filling_splits(n * self.kv_heads, self.multiprocessors) for n in counts], dtype=np.int64)
         least = LEAST_HALF_UNITS * self.split_unit * np.minimum(tiles, MOST_COUNTED_TILES)
         found = np.maximum(1, np.minimum(filling, 2 * np.asarray(keys) // least))
@@ -248,7 +247,7 @@ def _splits(tiles: _Tiles, tiling: Tiling) -> tuple[Integers, Integers, Integers
     base = tiles.run_begin // unit * unit
     keys = tiles.run_end - base
     most_keys, num_tiles = keys, np.ones_like(keys)
-    if tiling.most_tiles > 1 and len(keys):
+    if tiling.max_new_tokens > tiling.tile_tokens and len(keys):
         first = np.flatnonzero(np.diff(tiles.sequence, prepend=-1))
         num_tiles = np.diff(np.append(first, len(keys)))
         most_keys, num_tiles = (np.repeat(of, num_tiles) for of in (np.maximum.reduceat(keys, first), num_tiles))

@@ -24,15 +24,8 @@ from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_byt
 from transom_worker.execution.runner import ModelRunner
 
 CONFIG = engine_config(pool_bytes=2**20)
-SHAPE: dict[str, int] = {
-    "group": 1,
-    "kv_heads": 2,
-    "key_size": 8,
-    "value_size": 8,
-    "element_bytes": 4,
-    "cache_bytes": 4,
-    "multiprocessors": 132,
-}
+WIDTHS = {"key_size": 8, "value_size": 8, "element_bytes": 4, "cache_bytes": 4}
+SHAPE = {"group": 1, "kv_heads": 2, "multiprocessors": 132, **WIDTHS}
 ASKS = tuple((group, LaunchKey(rule=MaskRule(window=window), **SHAPE)) for group, window in ((0, None), (1, 6)))
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from transom_core.kv_cache.groups import GroupSpec
 from transom_kernels.paged_attention.triton.launches import LaunchKey
-from transom_kernels.paged_attention.triton.work_items import NO_LIMIT, Tiling, WorkPlan
+from transom_kernels.paged_attention.triton.work_items import Tiling, WorkPlan
 
 SHORT_TOKENS = 1024  # the contexts of level 0
 LEVEL_FACTOR = 4  # each level reaches this many times as far as the level below; level 1 twice that
@@ -180,7 +180,7 @@ class DecodeSizes:
         num_seqs = size.num_seqs if tiling.max_new_tokens == 1 else min(FEW_SEQS, size.num_seqs)
         num_split = num_seqs * int((tiles * splits).max()) if is_split else 0
         num_tiles = num_seqs * most_tiles
-        if tiling.max_new_tokens == NO_LIMIT:
+        if tiling.is_for_prompts:
             num_prompts = min(size.num_seqs, size.mixed_tokens // tiling.min_new_tokens)
             num_tiles = min(size.mixed_tokens, size.mixed_tokens // tiling.tile_tokens + num_prompts + 1)
             num_split = min(num_split, key.most_partials // tiling.tile_tokens)
@@ -190,7 +190,7 @@ class DecodeSizes:
     def _has_room(self, size: DecodeSize, step: StepSize, launch: AskedLaunch, work: WorkPlan) -> bool:
         """Return whether a mixed size has room for a launch's work items, and for the tiles of the tokens that it adds."""
         room, tiling = self.room(size, launch), launch[2]
-        padding = size.mixed_tokens - step.mixed_tokens if tiling.max_new_tokens == NO_LIMIT else 0
+        padding = size.mixed_tokens - step.mixed_tokens if tiling.is_for_prompts else 0
         num_items = len(work.items) + -(-padding // tiling.tile_tokens)
         return Room(num_items, len(work.combine_items), work.num_partials).fits(room)
 

@@ -17,15 +17,7 @@ import numpy as np
 import torch
 
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, set_launches
-from transom_kernels.paged_attention.triton.work_items import (
-    ITEM_FIELDS,
-    NO_LIMIT,
-    NO_PARTIAL,
-    Tiling,
-    Work,
-    WorkPlan,
-    plan_work,
-)
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Tiling, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_sizes import AskedLaunch, DecodeSize, DecodeSizes, StepSize
@@ -103,7 +95,7 @@ class GraphInputs:
         """Return the step's work items, and such as see no key: in a decode size one for each padding sequence, in a mixed size
         those of the padding tokens, in the launch for prompts."""
         size = self.size
-        if size.mixed_tokens and tiling.max_new_tokens != NO_LIMIT:
+        if size.mixed_tokens and not tiling.is_for_prompts:
             return work
         rows = np.arange(num_real, size.num_tokens, tiling.tile_tokens)
         if not len(rows):

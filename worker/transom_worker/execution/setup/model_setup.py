@@ -22,7 +22,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.architecture import kv_policy_obstacle
 from transom_core.model_files.content import ContentPart
-from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, multiprocessors_of, uses_cpu_kernels
+from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
 from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
@@ -102,13 +102,7 @@ class ModelSetup:
             run_worst_case=lambda: self._run_worst_case(small),
             # The worst case has no long context; with one, an eager step also writes partial results of attention.
             graph_bytes=MAX_PARTIAL_BYTES
-            + graph_bytes(
-                self._decode_sizes,
-                loaded.architecture,
-                self._config.scheduler,
-                loaded.dtype,
-                multiprocessors_of(loaded.device),
-            ),
+            + graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
         )
 
     @property
