@@ -20,12 +20,10 @@ NEW_TOKENS = [1, 2, 4, 5, 16, 17, 30, 33, 64, 65, 100, 129, 200, 257, 300, 384, 
 BATCHES = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 33, 48, 64]
 SHAPES = {  # KV heads, query heads for each, width, bytes of a cached number
     "Llama 3 8B": (8, 4, 128, 2),
-    "a rank of four of Llama 3 70B": (2, 8, 128, 2),
     "a rank of eight of Llama 3 8B": (1, 4, 128, 2),
     "gpt-oss": (8, 8, 64, 2),
     "Gemma 3 4B": (4, 2, 256, 2),
-    "Llama 3 8B, cache of fp8": (8, 4, 128, 1),
-    "Qwen 3 32B": (8, 8, 128, 2),
+    "Qwen 3 32B, cache of fp8": (8, 8, 128, 1),
 }
 LEAST_BYTES = 16 << 20  # of keys and values a layer
 
@@ -47,16 +45,9 @@ def keys_of_items(found: tuple[Tiling, ...], context: int, count: int, rule: Mas
 def busy_share(keys: list[int], repeats: int, multiprocessors: int) -> float:
     """The share of the makespan in which multiprocessors are busy, if each of these programs runs `repeats` times."""
     busy = [0] * multiprocessors
-    for one in sorted(keys, reverse=True):
-        for _ in range(repeats):
-            heapq.heapreplace(busy, busy[0] + one)
+    for one in sorted(keys * repeats, reverse=True):
+        heapq.heapreplace(busy, busy[0] + one)
     return sum(busy) / (max(busy) * multiprocessors)
-
-
-def waves_share(keys: list[int], repeats: int, multiprocessors: int) -> float:
-    """At least what `busy_share` gives: as if each wave took as long as the longest program."""
-    waves = -(-len(keys) * repeats // multiprocessors)
-    return sum(keys) * repeats / (max(keys) * waves * multiprocessors)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -71,9 +62,11 @@ def test_a_device_is_busy_from_16_mib_of_keys_and_values_on(name: str, multiproc
             for batch in BATCHES:
                 if batch * (context + count) * kv_heads * width * 2 * cache_bytes < LEAST_BYTES:
                     continue
-                if waves_share(keys, batch * kv_heads, multiprocessors) >= least:
-                    continue
-                share = busy_share(keys, batch * kv_heads, multiprocessors)
+                repeats = batch * kv_heads
+                waves = -(-len(keys) * repeats // multiprocessors)
+                if sum(keys) * repeats >= 0.7 * max(keys) * waves * multiprocessors:
+                    continue  # even if each wave takes as long as the longest program
+                share = busy_share(keys, repeats, multiprocessors)
                 assert share >= least, f"{share:.2f} at {batch} sequences, {count} tokens after {context}"
 
 

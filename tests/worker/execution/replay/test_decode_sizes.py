@@ -15,13 +15,13 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import GroupArrays, StepArrays, row_ranges
 from transom_worker.execution.replay.decode_sizes import (
     FEW_SEQS,
     MIXED_TOKENS,
     DecodeSize,
     DecodeSizes,
-    Room,
     StepSize,
 )
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey, plan_work_by_key, size_of
@@ -105,9 +105,8 @@ def test_every_decode_step_fits_a_size(
     size = made.smallest_for(size_of(arrays, works))
     assert size in made.all
     for (index, key), work in zip(keys, works, strict=True):
-        room = made.room(size, (index, key, key.tilings[0]))
-        needed = Room(len(work.items) + size.num_seqs - len(ends), len(work.combine_items), work.num_partials)
-        assert needed.fits(room)
+        added = replace(work, items=np.resize(work.items, (len(work.items) + size.num_seqs - len(ends), ITEM_FIELDS)))
+        assert made.has_room(size, 0, (index, key, key.tilings[0]), added)
 
 
 def launch_keys(group: int, element_bytes: int) -> list[GroupLaunchKey]:
@@ -175,11 +174,8 @@ def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, grou
     assert size.mixed_tokens == next(tokens for tokens in MIXED_TOKENS if tokens >= sum(counts))
     launches = [(group, key, tiling) for group, key in keys for tiling in key.tilings]
     for work, launch in zip(works, launches, strict=True):
-        index, _, tiling = launch
-        added = size.mixed_tokens - sum(counts) if tiling.max_new_tokens > FEW_TOKENS else 0
-        num_items = len(work.items) + -(-added // tiling.tile_tokens)
-        assert Room(num_items, len(work.combine_items), work.num_partials).fits(made.room(size, launch))
-        assert arrays.groups[index].block_table.shape[1] <= made.num_columns(size, index)
+        assert made.has_room(size, sum(counts), launch, work)
+        assert arrays.groups[launch[0]].block_table.shape[1] <= made.num_columns(size, launch[0])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -74,10 +75,6 @@ class Room(NamedTuple):
     num_items: int
     num_combine_items: int
     num_partials: int
-
-    def fits(self, other: Room) -> bool:
-        """Return whether this is at most `other`."""
-        return all(own <= most for own, most in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +144,7 @@ class DecodeSizes:
             size = DecodeSize(level=level, num_seqs=num_seqs, mixed_tokens=tokens)
             if any(step.num_columns[group] > self.num_columns(size, group) for group in range(len(self._groups))):
                 continue
-            if all(self._has_room(size, step, *work) for work in step.works):
+            if all(self.has_room(size, step.mixed_tokens, *work) for work in step.works):
                 return size
         return None
 
@@ -187,12 +184,12 @@ class DecodeSizes:
             return Room(num_tiles + num_split, num_split // 2, num_split * tiling.tile_tokens)
         return Room(max(num_tiles, num_split), num_tiles if is_split else 0, num_split * tiling.tile_tokens)
 
-    def _has_room(self, size: DecodeSize, step: StepSize, launch: AskedLaunch, work: WorkPlan) -> bool:
+    def has_room(self, size: DecodeSize, num_tokens: int, launch: AskedLaunch, work: WorkPlan) -> bool:
         """Return whether a mixed size has room for a launch's work items, and for the tiles of the tokens that it adds."""
         room, tiling = self.room(size, launch), launch[2]
-        padding = size.mixed_tokens - step.mixed_tokens if tiling.is_for_prompts else 0
-        num_items = len(work.items) + -(-padding // tiling.tile_tokens)
-        return Room(num_items, len(work.combine_items), work.num_partials).fits(room)
+        padding = size.mixed_tokens - num_tokens if tiling.is_for_prompts else 0
+        needed = len(work.items) + -(-padding // tiling.tile_tokens), len(work.combine_items), work.num_partials
+        return all(map(le, needed, room))
 
     def num_columns(self, size: DecodeSize, group: int) -> int:
         """Return the columns of a group's block table."""
