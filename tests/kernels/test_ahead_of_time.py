@@ -41,10 +41,13 @@ def check(kernels: list[dict[str, Any]], spilled_bytes: int = 0) -> None:
 
 
 def check_attention(kernels: list[dict[str, Any]]) -> None:
-    """In an iteration of the inner loop, up to 18 instructions a score of a prompt; loads of three iterations in decoding."""
+    """In an iteration of the inner loop, up to 18 instructions a score of a prompt (28 with a soft cap, or for keys in two tiles of 32
+    keys each); loads of three iterations in decoding."""
     attention = [kernel for kernel in kernels if kernel["name"].startswith(("attend bf16 fp32", "attend fp16 fp32"))]
     prompts = [kernel for kernel in attention if "block_m 128" in kernel["name"]]
-    assert [kernel for kernel in prompts if not 0 < kernel["inner_loop"] <= 18 * kernel["scores"]] == []
+    for kernel in prompts:
+        is_long = "has_soft_cap True" in kernel["name"] or " d 192 " in kernel["name"]
+        assert 0 < kernel["inner_loop"] <= (28 if is_long else 18) * kernel["scores"], kernel
     decoding = [kernel for kernel in attention if "block_m 16 " in kernel["name"] and " d 512 " not in kernel["name"]]
     assert [kernel for kernel in decoding if kernel["buffers"] < 3 or max(kernel["waits"]) == 0] == []
     assert prompts

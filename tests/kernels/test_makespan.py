@@ -38,7 +38,7 @@ def keys_of_items(found: tuple[Tiling, ...], context: int, count: int, rule: Mas
     """What each program of a sequence alone reads for a KV head, the longest first."""
     tiling = next(one for one in found if one.min_new_tokens <= count <= one.max_new_tokens)
     own = {"start_host": [context], "count_host": [count], "first_block_host": [0], "attend_from_host": [0]}
-    items = plan_work(Batch(block_size=16, num_sink_blocks=0, **own), rule or MaskRule(), tiling).items  # type: ignore[arg-type]
+    items = plan_work(Batch(block_size=16, num_sink_blocks=0, **own), rule or MaskRule(), tiling).items
     return (items[:, 7] - items[:, 6]).tolist()
 
 
