@@ -41,8 +41,8 @@ def check(kernels: list[dict[str, Any]], spilled_bytes: int = 0) -> None:
 
 
 def check_attention(kernels: list[dict[str, Any]]) -> None:
-    """In an iteration of the inner loop, up to 18 instructions a score of a prompt (28 with a soft cap, or for keys in two tiles of 32
-    keys each); loads of three iterations in decoding."""
+    """In the inner loop, up to 18 instructions a score of a prompt (28 with a soft cap, or keys in two tiles); in decoding loads of
+    three iterations."""
     attention = [kernel for kernel in kernels if kernel["name"].startswith(("attend bf16 fp32", "attend fp16 fp32"))]
     prompts = [kernel for kernel in attention if "block_m 128" in kernel["name"]]
     for kernel in prompts:

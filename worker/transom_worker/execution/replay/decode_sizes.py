@@ -18,8 +18,7 @@ each tiling (`tuning.tilings`), and each launch has room for a fixed number of w
 
 - sequences with one new token: as in a decode size with this level and number of sequences;
 - with a few: as in a decode size of `FEW_SEQS` sequences, for each tile that such a sequence has;
-- with many: as many tiles as the step's tokens can have, and the splits of `FEW_SEQS` sequences, but no more partial results than a
-  launch may have. Padding tokens are tiles of this launch.
+- with many: as many tiles as the step's tokens can have, padding tokens included, and the splits of `FEW_SEQS` sequences.
 """
 
 from __future__ import annotations
