@@ -86,17 +86,12 @@ class LayerKernels:
                 cache_bytes=key.cache_bytes,
                 capability=self._capability,
             )
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
             tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
             blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
             combined = {**self._of_combine, **blocks, "num_kv_heads": self.kv_heads}
             self._by_tile_tokens[tile_tokens] = TileKernels(
-                PreparedLaunch(
-                    attend,
-                    self._of_attend | tile,
-                    num_warps=config.num_warps,
-                    num_stages=config.num_stages,
-                    maxnreg=config.max_registers,
-                ),
+                PreparedLaunch(attend, self._of_attend | tile, **options),
                 PreparedLaunch(combine, combined),
                 rows,
             )

@@ -25,7 +25,7 @@ LONG_PIPELINE_STAGES, DECODE_STAGES = 5, 7
 LONG_PIPELINE_ROUND_BYTES = 32 << 10
 DECODE_ROUND_BYTES = (
     16 << 10
-)  # of an iteration's keys and values: three of them, for four programs on a multiprocessor of 9.0
+)  # of an iteration in decoding: three of them, for four programs on a multiprocessor of 9.0
 HOPPER = (9, 0)
 # Registers of a thread. Without a limit ptxas, CUDA's assembler, spills one or two of them so that one more program fits on a
 # multiprocessor. With 128, four programs of four warps fit.
@@ -73,10 +73,8 @@ def kernel_config(
         if has_two_widened:
             block_n, stages = 16, 3
         is_plain = capability == HOPPER and block_m == MIN_DOT_ROWS and not is_widened and widest in (64, 128)
-        registers = DECODE_REGISTERS if is_plain else MAX_REGISTERS
-        return KernelConfig(
-            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages, max_registers=registers
-        )
+        shape = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps, "num_stages": stages}
+        return KernelConfig(**shape, max_registers=DECODE_REGISTERS if is_plain else MAX_REGISTERS)
     small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
     # Only 9.0 is meant: later capabilities may have less shared memory (12.x has 99 KiB), and another vendor's devices report 9.4.
@@ -101,11 +99,8 @@ def tilings(
     """
     tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
     unit = max(MIN_DOT_ROWS, SPLIT_UNIT_BYTES // (2 * key_size * cache_bytes))
-    splits = {
-        "split_unit": 1 << (unit.bit_length() - 1),  # a power of two
-        "kv_heads": kv_heads,
-        "multiprocessors": multiprocessors,
-    }
+    unit = 1 << (unit.bit_length() - 1)  # a power of two
+    splits = {"split_unit": unit, "kv_heads": kv_heads, "multiprocessors": multiprocessors}
     return (
         Tiling(min_new_tokens=1, max_new_tokens=1, tile_tokens=1, **splits),
         Tiling(min_new_tokens=2, max_new_tokens=FEW_TOKENS, tile_tokens=min(FEW_TOKENS, tokens), **splits),
