@@ -21,7 +21,8 @@ SHARE, DRAIN_S = 0.8, 2.3e-6
 DENSE_LAUNCHES, EXPERT_LAUNCHES = (
     9,
     13,
-)  # of a layer: norms, products, qkv preparation, attention, gate; router, sort and sums
+)  # of a layer: norms, products, qkv preparation, attention, gate; router, sort, sums
+WHOLE_KEYS = 256  # attention of longer contexts and windows is split, which takes another launch
 OTHER_LAUNCHES = 8  # embedding, last norm, head, sampling
 EXPERT_BYTES = 17 / 32  # of an expert's weight in MXFP4: half a byte, and a byte for every 32
 SIZES = ((1, 1024), (64, 1024), (256, 1024), (1, 8192), (64, 8192))
@@ -35,7 +36,8 @@ def predicted_step_s(architecture: Architecture, num_bytes: int, copy_bytes_per_
 def num_launches(architecture: Architecture) -> int:
     """The kernels of a decode step."""
     each = DENSE_LAUNCHES if architecture.mixture is None else EXPERT_LAUNCHES
-    return each * architecture.num_layers + OTHER_LAUNCHES
+    num_split = sum(not layer.window or layer.window > WHOLE_KEYS for layer in architecture.layers)
+    return each * architecture.num_layers + num_split + OTHER_LAUNCHES
 
 
 def weight_bytes(architecture: Architecture) -> int:

@@ -29,6 +29,7 @@ Kernels = Literal["auto", "reference", "interpreted"]
 _chosen: Kernels | None = None
 _pretended: tuple[int, int] | None = None  # the compute capability of an absent GPU; see `absent_device`
 
+MULTIPROCESSORS = 132  # of an H100 and an H200
 # compute capability -> bytes of shared memory that a program may have; for devices for which kernels are compiled ahead of time
 SHARED_BYTES = {
     (8, 0): 163 << 10,
@@ -199,6 +200,13 @@ def shared_bytes(device: torch.device) -> int:
 def _shared_bytes(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "shared_memory_per_block_optin", 0)
+
+
+@cache
+def multiprocessors_of(device: torch.device) -> int:
+    """Return the streaming multiprocessors of a CUDA device; `MULTIPROCESSORS` for other devices."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else MULTIPROCESSORS
 
 
 def warps_for(elements: int) -> int:

@@ -31,12 +31,13 @@ from tests.kernels.compiled_cases import SHARED_BYTES, Compilation, all_cases
 
 OBJECT_DUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
-BUFFERS = r"local_alloc : .*memdesc<(\d+)x\d+x\d+\S*, .*mutable"
+BUFFERS = r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x"
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 
 
 def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions."""
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions; of loops:
+    opcodes, scores of a thread, what copies are waited for, and buffers of copies."""
     begin_s = time.perf_counter()
     signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
     attributes = {
@@ -49,9 +50,8 @@ def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [OBJECT_DUMP, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        loop = longest_loop(file.name) if has_loops else {}
+        usage = dumped(file.name, "--dump-resource-usage")
+        loop = product_loop(dumped(file.name, "--dump-sass")) if has_loops else {}
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -62,6 +62,8 @@ def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]
         "shared_bytes": made.metadata.shared,
         "fits": made.metadata.shared <= SHARED_BYTES[arch] and (made.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS,
         "matrix": next((kind for kind in MATRIX_INSTRUCTIONS if kind in made.asm["ptx"]), "none"),
+        "scores": case.constants.get("BLOCK_M", 0) * case.constants.get("BLOCK_N", 0) / (32 * made.metadata.num_warps),
+        "waits": [int(number) for number in re.findall(r"async_wait[^{]*\{num = (\d+)", made.asm["ttgir"])],
         "seconds": round(time.perf_counter() - begin_s, 1),
         "types": case.types,
         "constants": case.constants | case.options,
@@ -70,14 +72,17 @@ def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]
     }
 
 
-def longest_loop(path: str) -> dict[str, int]:
-    """How often each opcode is in the longest loop, by the branches that go back."""
-    dumped = subprocess.run([OBJECT_DUMP, "--dump-sass", path], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\w+)(.*?);", dumped)
+def dumped(path: str, what: str) -> str:
+    return subprocess.run([OBJECT_DUMP, what, path], capture_output=True, text=True, check=True).stdout
+
+
+def product_loop(code: str) -> dict[str, int]:
+    """How often each opcode is in the shortest loop that multiplies matrices, by the branches that go back; empty if there is none."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\w+)(.*?);", code)
     lines = [(int(address, 16), opcode, operands) for address, opcode, operands in found]
     jumps = [(int(to.split()[-1], 16), at) for at, opcode, to in lines if opcode == "BRA" and "0x" in to]
-    begin, end = max(jumps, key=lambda jump: jump[1] - jump[0])
-    return Counter(opcode for at, opcode, _ in lines if begin <= at <= end)
+    loops = (Counter(opcode for at, opcode, _ in lines if begin <= at <= end) for begin, end in jumps)
+    return min((loop for loop in loops if any("MMA" in opcode for opcode in loop)), key=Counter.total, default=Counter())
 
 
 def main(words: list[str]) -> None:

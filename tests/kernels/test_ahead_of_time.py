@@ -41,6 +41,20 @@ def check(kernels: list[dict[str, Any]], spilled_bytes: int = 0) -> None:
     assert [kernel for kernel in kernels if kernel["spilled_bytes"] > spilled_bytes] == []
 
 
+def check_attention(kernels: list[dict[str, Any]]) -> None:
+    """In the inner loop, up to 18 instructions a score of a prompt (28 with a soft cap, or keys in two tiles); in decoding loads of
+    three iterations."""
+    attention = [kernel for kernel in kernels if kernel["name"].startswith(("attend bf16 fp32", "attend fp16 fp32"))]
+    prompts = [kernel for kernel in attention if "block_m 128" in kernel["name"]]
+    for kernel in prompts:
+        is_long = "has_soft_cap True" in kernel["name"] or " d 192 " in kernel["name"]
+        assert 0 < sum(kernel["loop"].values()) <= (28 if is_long else 18) * kernel["scores"], kernel
+    decoding = [kernel for kernel in attention if "block_m 16 " in kernel["name"] and " d 512 " not in kernel["name"]]
+    assert [kernel for kernel in decoding if max(kernel["buffers"], default=1) < 3 or max(kernel["waits"]) == 0] == []
+    assert prompts
+    assert decoding
+
+
 def test_one_configuration_of_each_kernel_fits_hopper() -> None:
     kernels = compiled("sm_90", "--one-each")
     assert len(kernels) >= 18
@@ -51,7 +65,10 @@ def test_one_configuration_of_each_kernel_fits_hopper() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_every_configuration_fits(arch: str) -> None:
-    check(compiled(arch))
+    kernels = compiled(arch, "--loops")
+    check(kernels)
+    if arch == "sm_90":
+        check_attention(kernels)
 
 
 @pytest.mark.compile

@@ -19,7 +19,7 @@ from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.triton import launches, tuning
+from transom_kernels.paged_attention.triton import launches, tuning, work_items
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Tiling, Work, WorkPlan, plan_work
 
@@ -30,7 +30,9 @@ ONE_HEAD = replace(SMALL, heads=3, kv_heads=1)  # the interpreter takes twice as
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few dozen keys make several splits."""
-    monkeypatch.setattr(tuning, "DECODE_SPLIT_KEYS", 32)
+    monkeypatch.setattr(work_items, "WHOLE_UNITS", 2)
+    monkeypatch.setattr(work_items, "LEAST_HALF_UNITS", 2)
+    monkeypatch.setattr(tuning, "SPLIT_UNIT_BYTES", 1024)
 
 
 def check(case: Case, *, twice: bool = not INTERPRETED, **options: Any) -> torch.Tensor:
@@ -59,10 +61,28 @@ def test_decode_at_the_edges_of_blocks_rounds_and_splits(lengths: list[int]) -> 
 )
 def test_prompts_at_the_edges_of_tiles(start: int, dtype: torch.dtype, counts: list[int]) -> None:
     """Of three query heads a tile has 42 tokens, of float32 5; up to 4 are no prompt."""
-    found = tuning.tilings(group=3, key_size=16, element_bytes=dtype.itemsize, cache_bytes=dtype.itemsize)
+    sizes = {"element_bytes": dtype.itemsize, "cache_bytes": dtype.itemsize}
+    found = tuning.tilings(group=3, kv_heads=2, key_size=16, multiprocessors=132, **sizes)
     assert [tiling.tile_tokens for tiling in found] == [1, 4, counts[-1] // 2]
     sequences = [Sequence(start=start, count=count) for count in counts]
     check(make_case([*sequences, Sequence(start=0, count=0), Sequence(start=3, count=1)], replace(SMALL, dtype=dtype)))
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+def test_prompts_after_a_prefix_at_the_edges_of_splits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile and two. Cut into launches with few partial results each, they give the same bits."""
+    ends = [32, 33, 47, 48, 49, 63, 64, 65, 160]
+    case = make_case([Sequence(start=max(0, end - count), count=count) for end in ends], ONE_HEAD)
+    whole = check(case, sink_logits=torch.tensor([-1.0, 0.0, 9.0]))
+    (key,) = launches.launch_keys_of(case.batch)
+    assert any(launch.num_combine_items for launch in launches.launches_of(case.batch, key, case.q.device))
+    monkeypatch.setattr(launches, "MAX_PARTIAL_BYTES", 4 * 3 * 18 * 50)  # 50 partial results of three heads
+    case.batch.scratch.clear()
+    again = paged_attention_triton(case.inputs(scale=0.25, sink_logits=torch.tensor([-1.0, 0.0, 9.0])))
+    assert torch.equal(again, whole)
+    made = launches.launches_of(case.batch, key, case.q.device)
+    assert all(launch.work.num_partials <= 50 for launch in made)
+    assert len(made) > 1
 
 
 def test_a_second_layer_computes_the_same_from_what_the_first_left() -> None:
@@ -206,24 +226,28 @@ class Batch:
 
 
 def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
-    items, combine_items, num_partials, row = [], [], 0, 0
+    items, combine_items, num_partials, row, unit = [], [], 0, 0, tiling.split_unit
     for b, count in enumerate(batch.count_host):
         mine = tiling.min_new_tokens <= count <= tiling.max_new_tokens
         for done in range(0, count if mine else 0, tiling.tile_tokens):
             tokens = min(tiling.tile_tokens, count - done)
             position = batch.start_host[b] + done
             sinks_end, run = slots(batch, rule, b, position, tokens)
-            cuts = cut(run, tiling.split_keys) if tiling.split_keys else [run]
+            tiles = range(0, count, tiling.tile_tokens)
+            runs = [
+                slots(batch, rule, b, batch.start_host[b] + at, min(tiling.tile_tokens, count - at))[1] for at in tiles
+            ]
+            cuts = cut(run, max(end - begin // unit * unit for begin, end in runs), len(tiles), tiling)
+            first = num_partials
             if len(cuts) > 1:
-                combine_items.append((row + done, tokens, num_partials, len(cuts)))
-            for begin, end in cuts:
-                partial = num_partials if len(cuts) > 1 else NO_PARTIAL
-                num_partials += len(cuts) > 1
+                combine_items.append((row + done, tokens, first, len(cuts)))
+                num_partials += len(cuts) * tokens
+            for split, (begin, end) in enumerate(cuts):
+                partial = first + split * tokens if len(cuts) > 1 else NO_PARTIAL
                 items.append((row + done, tokens, position, b, 0, sinks_end, begin, end, partial))
                 sinks_end = 0  # the first split has them
         row += count
-    if not tiling.split_keys:
-        items.reverse()  # the longest tiles of prompts begin first
+    items.sort(key=lambda item: item[6] - item[7])  # those with the most keys begin first
     return Work(
         items=torch.tensor(items, dtype=torch.int32).view(-1, 9),
         combine_items=torch.tensor(combine_items, dtype=torch.int32).view(-1, 4),
@@ -243,9 +267,15 @@ def slots(batch: Batch, rule: MaskRule, b: int, position: int, tokens: int) -> t
     return sinks_end, (begin_index, max(begin_index, end_index))
 
 
-def cut(run: tuple[int, int], split_keys: int) -> list[tuple[int, int]]:
-    begin, end = run
-    return list(pairwise([begin, *range((begin // split_keys + 1) * split_keys, end, split_keys), end]))
+def cut(run: tuple[int, int], most_keys: int, num_tiles: int, tiling: Tiling) -> list[tuple[int, int]]:
+    """The first split begins at a unit, and all have as many units, but for the last."""
+    (begin, end), unit = run, tiling.split_unit
+    num_splits = int(tiling.num_splits(num_tiles, most_keys)[0])
+    if most_keys >= work_items.WHOLE_UNITS * unit * num_splits:
+        unit *= 2
+    base = begin // tiling.split_unit * tiling.split_unit
+    length = max(1, -(-(end - base) // (num_splits * unit))) * unit
+    return list(pairwise([begin, *range(base + length, end, length), end]))
 
 
 @st.composite
@@ -280,7 +310,9 @@ def batches(draw: st.DrawFn) -> Batch:
         min_new_tokens=st.integers(0, 5),
         max_new_tokens=st.integers(1, 40),
         tile_tokens=st.integers(1, 16),
-        split_keys=st.sampled_from([0, 16, 48, 64]),
+        split_unit=st.sampled_from([2, 16]),
+        kv_heads=st.sampled_from([1, 8, 50]),
+        multiprocessors=st.sampled_from([10, 132]),
     ),
 )
 def test_the_same_as_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> None:

@@ -35,7 +35,7 @@ from tests.worker.models.test_moe_families import QUANTISED
 from tests.worker.models.test_sharded_families import CASES, FAMILIES, make_folder
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
-from transom_kernels.paged_attention.triton import tuning
+from transom_kernels.paged_attention.triton import tuning, work_items
 from transom_worker.execution.replay import backends, decode_sizes
 from transom_worker.execution.setup import dummy_run
 from transom_worker.planner import CachePlan
@@ -149,7 +149,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not
 WINDOW = 6  # so small that lost windows of short prompts are cheaper to repair than to compute anew
 SEVERAL_RANKS = ("gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts", "llama4", "olmo3", "deepseek_v4")
 # Engines that replay their decode steps as CUDA graphs.
-SPLIT_KEYS = 16  # so that short sequences are shared out over programs, and levels differ
+SHORT_TOKENS = 16  # so that levels differ
 GRAPH_LENGTHS = (9, 5, 26)  # three sequences in a graph for four
 GRAPHED: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "window": 6, "sinks": 2, "window_pattern": "SF"}
 ROUNDING = 2e-5  # rows that are added change how torch's products round
@@ -254,7 +254,10 @@ def recording() -> Iterator[RecorderDevice]:
 def test_replayed_steps_in_hits_repairs_and_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "DECODE_SPLIT_KEYS", SPLIT_KEYS)
+        patch.setattr(decode_sizes, "SHORT_TOKENS", SHORT_TOKENS)
+        patch.setattr(work_items, "WHOLE_UNITS", 0.5)
+        patch.setattr(work_items, "LEAST_HALF_UNITS", 1)
+        patch.setattr(tuning, "SPLIT_UNIT_BYTES", 256)
         patch.setattr(decode_sizes, "MIXED_TOKENS", (8, 16))
         wanted = run_engine(tmp_path, "interpreted", lengths=GRAPH_LENGTHS, **GRAPHED)
         with recording():

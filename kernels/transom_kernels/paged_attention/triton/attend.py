@@ -10,8 +10,9 @@ of query tokens, or one split of its keys) and has the table of their nine field
 
 1. reads its work item, and computes each row's position and first visible key;
 2. loads the tile's queries;
-3. loops over its keys, `BLOCK_N` table indices at a time: first those of sink tokens, then those of the run. Each iteration looks
-   up the blocks, loads keys, computes masked scores, updates the online softmax, loads values, and accumulates;
+3. loops over its keys, `BLOCK_N` table indices at a time. Each iteration looks up the blocks, loads keys, computes scores, updates
+   the online softmax, loads values, and accumulates. The first loop has the run's inner keys, which every row sees, so it has no
+   masks: they would take half of its instructions. The second loop has the sink tokens and the run's edges;
 4. if its tile is split, writes a partial result (maximum, sum and weighted values) for the kernel `combine`; otherwise divides by
    the softmax sum and writes the output.
 
@@ -47,8 +48,8 @@ def attend(
     k_cache,  # [ids, P, KVH, D]
     v_cache,  # [ids, P, KVH, E]
     out,  # [T, H, E]
-    partial_out,  # [partials, KVH, M, E] float32: weighted values, not yet divided
-    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
+    partial_out,  # [partials, H, E] float32: weighted values, not yet divided
+    partial_stats,  # [partials, H, 2] float32: maximum (base 2) and softmax sum
     items,  # [W, 9] int32: `work_items.py` has the table of fields
     block_table,  # [B, columns] int32
     first_block,  # [B] int32: logical block of the first column after the sink blocks
@@ -100,8 +101,8 @@ def attend(
     kv_head = tl.program_id(1)
     first_row, num_tokens, first_position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     b = tl.load(item + 3)
-    sinks_begin, sinks_end = tl.load(item + 4), tl.load(item + 5)
-    run_begin, run_end, partial = tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
+    sinks_end, run_begin = tl.load(item + 5), tl.load(item + 6)
+    run_end, partial = tl.load(item + 7), tl.load(item + 8)
 
     # --- positions of the tile's rows, and the first key that each of them sees (`rule.MaskRule.first_key`) ---
     m = tl.arange(0, BLOCK_M)
@@ -115,9 +116,10 @@ def attend(
         low = tl.maximum(low, position - WINDOW + 1)
     if CHUNK > 0:
         low = tl.maximum(low, position - position % CHUNK)
-    # the tile's keys lie in [tile_low, tile_last]; padding rows must not lower the minimum
-    tile_low = tl.min(tl.where(is_row, low, 2147483647))
+    # the tile's keys lie in [tile_low, tile_last], and every row sees those in [common_low, first_position]
     tile_last = first_position + num_tokens - 1
+    tile_low = tl.min(tl.where(is_row, low, 2147483647))
+    common_low = tl.max(tl.where(is_row, low, 0))
 
     # --- load queries ---
     d1, e1 = tl.arange(0, D1), tl.arange(0, E1)
@@ -133,77 +135,95 @@ def attend(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far, base 2
     row_sum = tl.zeros([BLOCK_M], tl.float32)  # of exp2(score - row_max) so far
 
-    # --- loop over keys: BLOCK_N table indices of the sink tokens, then of the run ---
+    # --- iterations begin at multiples of BLOCK_N, so that each holds whole cache blocks ---
     run_block = tl.load(first_block + b)
     table = block_table + b.to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
-    # iterations begin at multiples of BLOCK_N, so that each holds whole cache blocks
-    sinks_aligned, run_aligned = sinks_begin // BLOCK_N * BLOCK_N, run_begin // BLOCK_N * BLOCK_N
-    sink_iterations = tl.cdiv(sinks_end - sinks_aligned, BLOCK_N)
-    for i in range(0, sink_iterations + tl.cdiv(run_end - run_aligned, BLOCK_N)):
-        in_sinks = i < sink_iterations
-        index = (
-            tl.where(in_sinks, sinks_aligned + i * BLOCK_N, run_aligned + (i - sink_iterations) * BLOCK_N) + n
-        )  # [BLOCK_N]
-        index_begin, index_end = tl.where(in_sinks, sinks_begin, run_begin), tl.where(in_sinks, sinks_end, run_end)
+    run_aligned, run_stop = run_begin // BLOCK_N * BLOCK_N, tl.cdiv(run_end, BLOCK_N) * BLOCK_N
+    sink_iterations = tl.cdiv(sinks_end, BLOCK_N)
+    # inner tiles [inner_begin, inner_end): of keys that all rows see; `shift` leads from table indices to positions
+    run_offset, shift = num_sink_blocks * BLOCK_SIZE, (run_block - num_sink_blocks) * BLOCK_SIZE
+    inner_begin = tl.cdiv(tl.maximum(tl.maximum(run_begin, run_offset), common_low - shift), BLOCK_N) * BLOCK_N
+    inner_end = tl.minimum(run_end, first_position + 1 - shift) // BLOCK_N * BLOCK_N
+    inner_begin = tl.where(inner_begin < inner_end, inner_begin, run_stop)
+    inner_end = tl.maximum(inner_begin, inner_end)
+    before_inner = sink_iterations + tl.maximum(0, inner_begin - run_aligned) // BLOCK_N
+    before_origin, after_origin = run_aligned - sink_iterations * BLOCK_N, inner_end - before_inner * BLOCK_N
+    factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E  # scores in base 2
 
-        # - look up each index's position and physical block -
-        column = index // BLOCK_SIZE
-        in_range = (index >= index_begin) & (index < index_end)
-        logical = tl.where(column < num_sink_blocks, column, run_block + column - num_sink_blocks)
-        key = logical * BLOCK_SIZE + index % BLOCK_SIZE  # [BLOCK_N] position of the key
-        readable = in_range & (key <= tile_last) & ((key >= tile_low) | (key < SINKS))
-        block = tl.load(table + column, mask=readable, other=0).to(tl.int64)
+    # with large tiles of products from registers, an iteration loads again what it could keep from the one before
+    HAS_FEW_REGISTERS: tl.constexpr = BLOCK_M > 32 and BLOCK_N < 64
+    # --- loops over keys: the inner tiles; then the edges: sink tokens, and the run before and after the inner tiles ---
+    for IS_EDGE in tl.static_range(2):
+        indices = before_inner * BLOCK_N + run_stop - inner_end if IS_EDGE else inner_end - inner_begin
+        for i in tl.range(0, indices // BLOCK_N, num_stages=2 if IS_EDGE else None, disable_licm=HAS_FEW_REGISTERS):
+            # - look up each index's position and physical block -
+            if IS_EDGE:
+                in_sinks = i < sink_iterations
+                begin = tl.where(in_sinks, 0, tl.where(i < before_inner, before_origin, after_origin)) + i * BLOCK_N
+                index = begin + n  # [BLOCK_N]
+                column, place = index // BLOCK_SIZE, index % BLOCK_SIZE
+                logical = tl.where(column < num_sink_blocks, column, run_block + column - num_sink_blocks)
+                key = logical * BLOCK_SIZE + place  # [BLOCK_N] position of the key
+                in_range = (index < tl.where(in_sinks, sinks_end, run_end)) & (in_sinks | (index >= run_begin))
+                kept = in_range & (key <= tile_last) & ((key >= tile_low) | (key < SINKS))
+                block = tl.load(table + column, mask=kept, other=0).to(tl.int64)
+            else:
+                begin = inner_begin + i * BLOCK_N
+                if BLOCK_N % BLOCK_SIZE == 0:
+                    column, place = begin // BLOCK_SIZE + n // BLOCK_SIZE, n % BLOCK_SIZE
+                else:
+                    column, place = (begin + n) // BLOCK_SIZE, (begin + n) % BLOCK_SIZE
+                kept = n >= 0
+                block = tl.load(table + column).to(tl.int64)
 
-        # - load keys, multiply -
-        k_rows = block * k_stride_b + (index % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
-        k1 = load_numbers(k_cache, k_rows, 0, D1, D, readable, PACKED)  # [BLOCK_N, D1]
-        if UPCAST or k1.dtype != q1.dtype:
-            k1 = k1.to(q1.dtype)
-        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if D2 > 0:
-            k2 = load_numbers(k_cache, k_rows, D1, D2, D, readable, PACKED)  # [BLOCK_N, D2]
-            if UPCAST or k2.dtype != q2.dtype:
-                k2 = k2.to(q2.dtype)
-            score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
-        score *= scale
-        place = index % BLOCK_SIZE  # the keys' offsets in their blocks
-        if HAS_SCALES:
-            ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
-            score *= tl.load(k_scale + ks, mask=readable, other=0.0)[None, :]
-        if HAS_SOFT_CAP:
-            score = soft_cap * tanh(score / soft_cap)
+            # - load keys, multiply -
+            k_rows = block * k_stride_b + place * k_stride_p + kv_head * k_stride_h
+            k1 = load_numbers(k_cache, k_rows, 0, D1, D, kept, PACKED)  # [BLOCK_N, D1]
+            if UPCAST or k1.dtype != q1.dtype:
+                k1 = k1.to(q1.dtype)
+            score = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            if D2 > 0:
+                k2 = load_numbers(k_cache, k_rows, D1, D2, D, kept, PACKED)  # [BLOCK_N, D2]
+                if UPCAST or k2.dtype != q2.dtype:
+                    k2 = k2.to(q2.dtype)
+                score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
+            if HAS_SCALES:
+                ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
+                score *= tl.load(k_scale + ks, mask=kept, other=0.0)[None, :]
+            if HAS_SOFT_CAP:
+                score = soft_cap * tanh(score * (scale / soft_cap))
+            if IS_EDGE:
+                visible = (key[None, :] <= position[:, None]) & (
+                    (key[None, :] >= low[:, None]) | (key[None, :] < SINKS)
+                )
+                score = tl.where(visible & kept[None, :], score, float("-inf"))
 
-        # - mask; scores in base 2 -
-        visible = (key[None, :] <= position[:, None]) & ((key[None, :] >= low[:, None]) | (key[None, :] < SINKS))
-        visible = visible & readable[None, :] & is_row[:, None]
-        score = tl.where(visible, score * LOG2_E, float("-inf"))
+            # - online softmax: what was accumulated so far is rescaled to the new maximum -
+            row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score, factor)  # [BLOCK_M, BLOCK_N]
 
-        # - online softmax: what was accumulated so far is rescaled to the new maximum -
-        row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score)  # weight is [BLOCK_M, BLOCK_N]
+            # - load values, accumulate -
+            v_rows = block * v_stride_b + place * v_stride_p + kv_head * v_stride_h
+            v1 = load_numbers(v_cache, v_rows, 0, E1, E, kept, PACKED)  # [BLOCK_N, E1]
+            if UPCAST or v1.dtype != q1.dtype:
+                v1 = v1.to(q1.dtype)
+            if HAS_SCALES:
+                vs = block * vs_stride_b + place * vs_stride_p + kv_head * vs_stride_h
+                weight *= tl.load(v_scale + vs, mask=kept, other=0.0)[None, :]
+            acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * rescale[:, None], input_precision="ieee")
+            if E2 > 0:
+                v2 = load_numbers(v_cache, v_rows, E1, E2, E, kept, PACKED)  # [BLOCK_N, E2]
+                if UPCAST or v2.dtype != q1.dtype:
+                    v2 = v2.to(q1.dtype)
+                acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
 
-        # - load values, accumulate -
-        v_rows = block * v_stride_b + (index % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
-        v1 = load_numbers(v_cache, v_rows, 0, E1, E, readable, PACKED)  # [BLOCK_N, E1]
-        if UPCAST or v1.dtype != q1.dtype:
-            v1 = v1.to(q1.dtype)
-        if HAS_SCALES:
-            vs = block * vs_stride_b + place * vs_stride_p + kv_head * vs_stride_h
-            weight *= tl.load(v_scale + vs, mask=readable, other=0.0)[None, :]
-        acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * rescale[:, None], input_precision="ieee")
-        if E2 > 0:
-            v2 = load_numbers(v_cache, v_rows, E1, E2, E, readable, PACKED)  # [BLOCK_N, E2]
-            if UPCAST or v2.dtype != q1.dtype:
-                v2 = v2.to(q1.dtype)
-            acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
-
+    num_heads = num_kv_heads * GROUP
     # --- a split tile: store the partial result for the kernel `combine` ---
     if partial >= 0:
-        base = (partial.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
-        stats = partial_stats + (base + m) * 2
-        tl.store(stats, row_max)
-        tl.store(stats + 1, row_sum)
-        place = partial_out + (base + m)[:, None] * E
+        at = (partial + token).to(tl.int64) * num_heads + head
+        tl.store(partial_stats + at * 2, row_max, mask=is_row)
+        tl.store(partial_stats + at * 2 + 1, row_sum, mask=is_row)
+        place = partial_out + at[:, None] * E
         tl.store(place + e1[None, :], acc1, mask=(e1 < E)[None, :] & is_row[:, None])
         if E2 > 0:
             tl.store(place + e2[None, :], acc2, mask=(e2 < E)[None, :] & is_row[:, None])
@@ -217,7 +237,6 @@ def attend(
         if E2 > 0:
             acc2 *= rescale[:, None]
     inverse_sum = inverse_of(row_sum)
-    num_heads = num_kv_heads * GROUP
     out_rows = ((first_row + token).to(tl.int64) * num_heads + head)[:, None] * E
     kept1 = (e1 < E)[None, :] & is_row[:, None]
     tl.store(out + out_rows + e1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)

@@ -1,9 +1,9 @@
 """Launches the Triton kernels of `paged_attention`. A step is planned once for all layers (`launches.py`).
 
-A *tiling* cuts sequences into *tiles*, a few query tokens each, and splits tiles of decoding sequences along their keys; a *work
-item* is a tile or one of its splits (`work_items.py`). In each layer every launch of the plan runs the kernel `attend` over the
-work items of one tiling; if tiles were split, the kernel `combine` merges their partial results. The arguments that depend on a
-layer's shapes and options are prepared at the first step (`LayerKernels`).
+A *tiling* cuts sequences into *tiles*, a few query tokens each, and splits tiles along their keys; a *work item* is a tile or one
+of its splits (`work_items.py`). In each layer every launch of the plan runs the kernel `attend` over the work items of one tiling;
+if tiles were split, the kernel `combine` merges their partial results. The arguments that depend on a layer's shapes and options
+are prepared at the first step (`LayerKernels`).
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile, P block size in tokens.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from transom_kernels.launch import INTERPRETED, capability_of, next_power_of_two, split_width
+from transom_kernels.launch import INTERPRETED, capability_of, multiprocessors_of, next_power_of_two, split_width
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
@@ -28,12 +28,11 @@ from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
 @dataclass(slots=True)
 class TileKernels:
-    """The prepared kernels for tiles with up to `rows` rows; a partial result has `block_m` rows."""
+    """The prepared kernels for tiles with up to `rows` rows."""
 
     attend: PreparedLaunch
     combine: PreparedLaunch
     rows: int
-    block_m: int
 
 
 class LayerKernels:
@@ -48,9 +47,12 @@ class LayerKernels:
         self.key = LaunchKey(
             rule=rule,
             group=inputs.group,
+            kv_heads=inputs.kv_heads,
             key_size=q.shape[2],
+            value_size=inputs.value_width,
             element_bytes=q.element_size(),
             cache_bytes=inputs.k_cache.element_size(),
+            multiprocessors=multiprocessors_of(q.device),
         )
         self._capability = capability_of(q.device)
         has_sinks = inputs.sink_logits is not None
@@ -84,16 +86,14 @@ class LayerKernels:
                 cache_bytes=key.cache_bytes,
                 capability=self._capability,
             )
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
             tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
             blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
-            combined = {**self._of_combine, **blocks, "BLOCK_M": config.block_m, "num_kv_heads": self.kv_heads}
+            combined = {**self._of_combine, **blocks, "num_kv_heads": self.kv_heads}
             self._by_tile_tokens[tile_tokens] = TileKernels(
-                PreparedLaunch(
-                    attend, self._of_attend | tile, num_warps=config.num_warps, num_stages=config.num_stages
-                ),
+                PreparedLaunch(attend, self._of_attend | tile, **options),
                 PreparedLaunch(combine, combined),
                 rows,
-                config.block_m,
             )
         return self._by_tile_tokens[tile_tokens]
 
@@ -151,7 +151,7 @@ def _attend(
     q, batch, work, kernels = inputs.q, inputs.batch, launch.work, layer.of_tiles(launch.max_tile_tokens)
     unused = partial_out = partial_stats = _unused(q.device)
     if work.num_partials:
-        shape = (work.num_partials, layer.kv_heads, kernels.block_m)
+        shape = (work.num_partials, q.shape[1])
         partial_out = q.new_empty((*shape, layer.value_width), dtype=torch.float32)
         partial_stats = q.new_empty((*shape, 2), dtype=torch.float32)
     sink_logits = unused if sinks is None else sinks

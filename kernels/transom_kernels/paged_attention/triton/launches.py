@@ -9,7 +9,8 @@ graph's owner plans instead of the layers:
     set_launches(batch, key, launches)    graph's owner: for each key, before a capture; before each replay it rewrites the work
                                           items of these launches in place
 
-A batch has at most one launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt.
+A batch has a launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt. Where the partial
+results of a launch would take more than `MAX_PARTIAL_BYTES`, it has several in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.triton.tuning import tilings
+from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES, tilings
 from transom_kernels.paged_attention.triton.work_items import Tiling, Work, plan_work
 
 _SCRATCH_KEY = "paged_attention_gpu"  # of `PagedBatch.scratch`
@@ -32,16 +33,23 @@ class LaunchKey:
 
     rule: MaskRule
     group: int  # query heads per KV head
+    kv_heads: int
     key_size: int  # elements of a key
+    value_size: int  # elements of a value
     element_bytes: int  # bytes of one number of a query
     cache_bytes: int  # bytes of one number in the KV cache
+    multiprocessors: int  # of the device
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
         """The tilings for one, a few and many new tokens of a sequence; the first one is for decoding."""
-        return tilings(
-            group=self.group, key_size=self.key_size, element_bytes=self.element_bytes, cache_bytes=self.cache_bytes
-        )
+        names = ("group", "kv_heads", "key_size", "element_bytes", "cache_bytes", "multiprocessors")
+        return tilings(**{name: getattr(self, name) for name in names})
+
+    @property
+    def most_partials(self) -> int:
+        """The most partial results of a launch: for each, every query head has a value, a maximum and a sum in float32."""
+        return max(1, MAX_PARTIAL_BYTES // (4 * self.group * self.kv_heads * (self.value_size + 2)))
 
 
 @dataclass(slots=True)
@@ -63,9 +71,10 @@ def launches_of(batch: PagedBatch, key: LaunchKey, device: torch.device) -> list
     planned = _launches(batch)
     if key not in planned:
         planned[key] = [
-            AttentionLaunch(plan_work(batch, key.rule, tiling).on(device), tiling.tile_tokens)
+            AttentionLaunch(part.on(device), tiling.tile_tokens)
             for tiling in key.tilings
             if any(tiling.min_new_tokens <= count <= tiling.max_new_tokens for count in batch.count_host)
+            for part in plan_work(batch, key.rule, tiling).parts(key.most_partials)
         ]
     return planned[key]
 

@@ -7,8 +7,8 @@ The softmax is online (FlashAttention) and in base 2, since exp2 is one instruct
     row_max, row_sum, rescale = add_sink(row_max, row_sum, sink_logit)                 if the head has a sink logit
     out = acc * rescale * inverse_of(row_sum)
 
-`combine` is the second kernel of split-KV decoding (FlashDecoding): it merges the partial results of a tile. For each split `s` and
-row `m` the kernel `attend` writes a maximum `max_s` (base 2), a softmax sum `sum_s` relative to it, and the weighted values
+`combine` is the second kernel of split-KV attention (FlashDecoding): it merges the partial results of a tile. For each split `s`
+and row `m` the kernel `attend` writes a maximum `max_s` (base 2), a softmax sum `sum_s` relative to it, and the weighted values
 `acc_s`. With the largest maximum `M` of all splits, the result of a row is
 
     out = sum_s 2^(max_s - M) acc_s / (sum_s 2^(max_s - M) sum_s + 2^(sink_logit - M))
@@ -45,14 +45,14 @@ def finite(row_max):
 
 
 @triton.jit
-def continue_softmax(row_max, row_sum, score):
-    """Add scores [M, N] (base 2; -inf: not seen) to the maximum and the sum [M] so far.
+def continue_softmax(row_max, row_sum, score, factor=1.0):
+    """Add scores [M, N] (base 2 once multiplied by `factor` > 0; -inf: not seen) to the maximum and the sum [M] so far.
 
     Return both, the weights [M, N], and the factor [M] that rescales the values accumulated so far to the new maximum.
     """
-    new_max = tl.maximum(row_max, tl.max(score, 1))
+    new_max = tl.maximum(row_max, tl.max(score, 1) * factor)
     finite_max = finite(new_max)
-    weight = tl.exp2(score - finite_max[:, None])
+    weight = tl.exp2(score * factor - finite_max[:, None])
     rescale = tl.exp2(row_max - finite_max)
     return new_max, row_sum * rescale + tl.sum(weight, 1), weight, rescale
 
@@ -78,23 +78,22 @@ def inverse_of(row_sum):
 
 @triton.jit
 def combine(
-    partial_out,  # [partials, KVH, M, E] float32
-    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
+    partial_out,  # [partials, H, E] float32
+    partial_stats,  # [partials, H, 2] float32: maximum (base 2) and softmax sum
     out,  # [T, H, E]
-    combine_items,  # [J, 4] int32: row, tokens, first partial, number of partials
+    combine_items,  # [J, 4] int32: row, tokens, first partial, number of splits
     sink_logits,  # [H] float32, or unused
     num_kv_heads,
     GROUP: tl.constexpr,  # G
     E: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Combine the splits of one row of one tile.
 
-    An iteration reads `BLOCK_S` splits at once: a long sequence has a hundred splits, and loading them one by one would wait a
-    hundred times.
+    An iteration reads `BLOCK_S` splits at once: with one KV head a sequence has a hundred, and loading them one by one would wait
+    a hundred times.
     """
     # --- the combine item ---
     item = combine_items + tl.program_id(0) * 4
@@ -113,7 +112,7 @@ def combine(
     for begin in range(0, count, BLOCK_S):
         split = begin + tl.arange(0, BLOCK_S)
         present = split < count
-        at = ((first + split).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + m
+        at = (first + split * num_tokens + m // GROUP).to(tl.int64) * num_kv_heads * GROUP + head
         maxima = tl.load(partial_stats + at * 2, mask=present, other=float("-inf"))  # [BLOCK_S]
         sums = tl.load(partial_stats + at * 2 + 1, mask=present, other=0.0)
         kept = present[:, None] & (e < E)[None, :]

@@ -24,7 +24,7 @@ from tests.tiny_checkpoints import tiny_llama
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
-from transom_kernels.paged_attention.triton import tuning
+from transom_kernels.paged_attention.triton import tuning, work_items
 from transom_worker.execution.replay import backends, decode_sizes, graph_warm_up
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
@@ -68,7 +68,10 @@ def runner_of(
         patch.setattr(decode_sizes, "MIXED_TOKENS", mixed_tokens)
         patch.setattr(decode_sizes, "MIXED_SEQS", 3)
         patch.setattr(decode_sizes, "FEW_SEQS", 2)
-        patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
+        patch.setattr(decode_sizes, "SHORT_TOKENS", 8)
+        patch.setattr(work_items, "WHOLE_UNITS", 0.5)  # so that a dozen tokens are shared out
+        patch.setattr(work_items, "LEAST_HALF_UNITS", 1)
+        patch.setattr(tuning, "SPLIT_UNIT_BYTES", 256)
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         patch.setattr(graph_warm_up, "LIMIT_S", 100 * graph_warm_up.LIMIT_S)  # on a machine that is busy
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import GroupArrays, StepArrays, row_ranges
 from transom_worker.execution.replay.decode_sizes import (
     FEW_SEQS,
-    MAX_ITEMS,
     MIXED_TOKENS,
     DecodeSize,
     DecodeSizes,
@@ -38,23 +39,19 @@ def sizes(max_num_seqs: int = 64, max_model_len: int = 131_072, *, max_num_batch
     )
 
 
-def need(lengths: list[int], split_keys: int = 1024) -> StepSize:
+def need(lengths: list[int]) -> StepSize:
     """What sequences of these lengths take, this step's token included."""
-    return StepSize(
-        num_seqs=len(lengths),
-        num_items=sum(-(-length // split_keys) for length in lengths),
-        has_combine_items=max(lengths) > split_keys,
-        num_columns=(-(-max(lengths) // 16), min(10, -(-max(lengths) // 16))),
-    )
+    longest = -(-max(lengths) // 16)
+    return StepSize(num_seqs=len(lengths), num_columns=(longest, min(10, longest)))
 
 
 def test_sequences_come_in_few_sizes() -> None:
     assert sizes(64).num_seqs == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert sizes(50).num_seqs == (1, 2, 4, 8, 16, 24, 32, 48, 50)
     assert sizes(1).num_seqs == (1,)
-    assert [len(sizes(64, length).decodes) for length in (1024, 8192, 131_072)] == [9, 26, 39]
-    assert [len(sizes(256, length).decodes) for length in (1024, 8192, 131_072)] == [13, 37, 55]
-    assert [len(sizes(256, length).mixed) for length in (1024, 8192, 131_072)] == [8, 24, 40]
+    assert [len(sizes(64, length).decodes) for length in (1024, 8192, 131_072)] == [9, 18, 36]
+    assert [len(sizes(256, length).decodes) for length in (1024, 8192, 131_072)] == [13, 26, 52]
+    assert [len(sizes(256, length).mixed) for length in (1024, 8192, 131_072)] == [8, 16, 32]
     assert {size.mixed_tokens for size in sizes(256).mixed} == set(MIXED_TOKENS)
     assert {size.num_seqs for size in sizes(256).mixed} == {32, 127, 255, 256}
     assert sizes(256, max_num_batched_tokens=300).most_mixed_tokens == 256
@@ -77,7 +74,8 @@ def test_sequences_come_in_few_sizes() -> None:
         ([131_072] + [10] * 63, (3, 64)),
         ([3000] * 64, (1, 64)),
         ([9000] * 64, (2, 64)),
-        ([30_000] * 64, None),
+        ([30_000] * 64, (2, 64)),
+        ([131_073], None),
         ([10] * 65, None),
     ],
 )
@@ -91,36 +89,30 @@ def test_the_smallest_size_is_taken(lengths: list[int], size: tuple[int, int] | 
     max_model_len=st.integers(1, 200_000),
     max_num_seqs=st.integers(1, 300),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
+    group=st.sampled_from((1, 4, 8, 40)),
+    multiprocessors=st.sampled_from((58, 132)),
 )
-def test_steps_with_few_work_items_always_fit_a_size(
-    max_model_len: int, max_num_seqs: int, shares: list[float]
+def test_every_decode_step_fits_a_size(
+    max_model_len: int, max_num_seqs: int, shares: list[float], group: int, multiprocessors: int
 ) -> None:
+    """Its launches have room for the step's work items, and for one of each sequence that is added."""
     made = sizes(max_num_seqs, max_model_len)
-    step = need([1 + int(share * (max_model_len - 1)) for share in shares[:max_num_seqs]])
-    found = made.smallest_for(step)
-    added = min(num for num in made.num_seqs if num >= step.num_seqs) - step.num_seqs
-    if step.num_items + added <= MAX_ITEMS:
-        assert found in made.all
-        assert made.num_items(found) >= step.num_items + added
-        assert not step.has_combine_items or made.num_combine_items(found) > 0
-
-
-@pytest.mark.parametrize("max_model_len", [1, 40, 1024, 1025, 5000, 131_072, 3_000_000])
-def test_the_longest_sequence_of_a_size_fits_it(max_model_len: int) -> None:
-    made = sizes(48, max_model_len)
     assert made.all
-    for size in made.all:
-        lengths = [made.longest_tokens(size)] + [min(1024, max_model_len)] * (size.num_seqs - 1)
-        step = need(lengths)
-        assert step.num_items <= made.num_items(size)
-        assert step.num_columns[0] <= made.num_columns(size, 0)
-        assert not (step.has_combine_items and size.level == 0)
-        assert made.num_combine_items(size) >= step.has_combine_items
+    ends = [1 + int(share * (max_model_len - 1)) for share in shares[:max_num_seqs]]
+    arrays = mixed_step([end - 1 for end in ends], [1] * len(ends))
+    keys = [(index, replace(key, multiprocessors=multiprocessors)) for index, key in launch_keys(group, 2)]
+    works = plan_work_by_key(arrays, keys)
+    size = made.smallest_for(size_of(arrays, works))
+    assert size in made.all
+    for (index, key), work in zip(keys, works, strict=True):
+        added = replace(work, items=np.resize(work.items, (len(work.items) + size.num_seqs - len(ends), ITEM_FIELDS)))
+        assert made.has_room(size, 0, (index, key, key.tilings[0]), added)
 
 
 def launch_keys(group: int, element_bytes: int) -> list[GroupLaunchKey]:
     """A layer with a full cache and one with a window, `group` query heads of 128 for each KV head."""
-    shape = {"group": group, "key_size": 128, "element_bytes": element_bytes, "cache_bytes": element_bytes}
+    widths = {"key_size": 128, "value_size": 128, "element_bytes": element_bytes, "cache_bytes": element_bytes}
+    shape = {"group": group, "kv_heads": 8, "multiprocessors": 132, **widths}
     rules = (MaskRule(), MaskRule(window=WINDOW.window, num_sink_tokens=WINDOW.sinks))
     return [(index, LaunchKey(rule=rule, **shape)) for index, rule in enumerate(rules)]
 
@@ -171,22 +163,19 @@ def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, grou
     works = plan_work_by_key(arrays, keys, is_mixed=True)
     step = size_of(arrays, works, keys)
     size = made.smallest_for(step)
-    has_few = sum(1 < count <= FEW_TOKENS for count in counts)
-    if max(start + count for start, count in zip(starts, counts, strict=True)) <= 1024 and has_few <= FEW_SEQS:
+    num_few, num_long = sum(1 < n <= FEW_TOKENS for n in counts), sum(n > 1 for n in counts)
+    if max(start + count for start, count in zip(starts, counts, strict=True)) <= 1024 and num_few <= FEW_SEQS:
         assert size is not None
-        assert size.level == 0
+        assert size.level == 0 or num_long > FEW_SEQS
     if size is None:
         return
     assert size in made.all
     assert size.num_seqs >= len(counts)
     assert size.mixed_tokens == next(tokens for tokens in MIXED_TOKENS if tokens >= sum(counts))
-    launches = [(group, tiling) for group, key in keys for tiling in key.tilings]
-    for work, (index, tiling) in zip(works, launches, strict=True):
-        num_added = 0 if tiling.split_keys else -(-(size.mixed_tokens - sum(counts)) // tiling.tile_tokens)
-        num_items, num_combine_items = made.room(size, tiling)
-        assert len(work.items) + num_added <= num_items
-        assert len(work.combine_items) <= num_combine_items
-        assert arrays.groups[index].block_table.shape[1] <= made.num_columns(size, index)
+    launches = [(group, key, tiling) for group, key in keys for tiling in key.tilings]
+    for work, launch in zip(works, launches, strict=True):
+        assert made.has_room(size, sum(counts), launch, work)
+        assert arrays.groups[launch[0]].block_table.shape[1] <= made.num_columns(size, launch[0])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +191,7 @@ def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, grou
         ([1] * 255 + [2], (384, 256)),
         ([1] * 257 + [2], None),
         ([2] * FEW_SEQS, (128, 32)),
-        ([2] * (FEW_SEQS + 1), (128, 32, 1)),
+        ([2] * (FEW_SEQS + 1), None),
         ([2] * 200, None),
     ],
 )

@@ -13,7 +13,8 @@ from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, 
 from tests.worker.execution.toy_decoder import layer, load_toy
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey, launches_of
-from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
+from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, filling_splits
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.backends import GRAPH_BYTES, graph_bytes
@@ -23,10 +24,9 @@ from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_byt
 from transom_worker.execution.runner import ModelRunner
 
 CONFIG = engine_config(pool_bytes=2**20)
-ASKS = tuple(
-    (group, LaunchKey(rule=MaskRule(window=window), group=1, key_size=8, element_bytes=4, cache_bytes=4))
-    for group, window in ((0, None), (1, 6))
-)
+WIDTHS = {"key_size": 8, "value_size": 8, "element_bytes": 4, "cache_bytes": 4}
+SHAPE = {"group": 1, "kv_heads": 2, "multiprocessors": 132, **WIDTHS}
+ASKS = tuple((group, LaunchKey(rule=MaskRule(window=window), **SHAPE)) for group, window in ((0, None), (1, 6)))
 
 
 def make() -> tuple[ModelRunner, DecodeSizes]:
@@ -70,15 +70,16 @@ def test_a_step_in_a_larger_size() -> None:
         assert mine.first_block.tolist() == [*plain.first_block.tolist(), 0]
         assert mine.query_offset.tolist() == [0, 1, 2, 3, 4]
         assert (mine.count_host, mine.start_host, mine.block_table_host) == ([], [], [])
+        room = sizes.room(size, (index, asked, asked.tilings[0]))
         work, own = launches_of(mine, asked, device.device)[0].work, launches_of(plain, asked, device.device)[0].work
         num, combine_items = len(own.items), len(own.combine_items)
         assert torch.equal(work.items[:num], own.items)
         assert torch.equal(work.combine_items[:combine_items], own.combine_items)
         # Row 3 of sequence 3 is a token that sees no key.
         assert work.items[num].tolist() == [3, 1, -1, 3, *[0] * 4, -1]
-        assert work.items[num + 1 :].tolist() == [[0] * (ITEM_FIELDS - 1) + [-1]] * (sizes.num_items(size) - num - 1)
+        assert work.items[num + 1 :].tolist() == [[0] * (ITEM_FIELDS - 1) + [-1]] * (room.num_items - num - 1)
         assert not work.combine_items[combine_items:].any()
-        assert work.num_partials == sizes.num_items(size) >= own.num_partials
+        assert work.num_partials == room.num_partials >= own.num_partials
     assert got.groups[0].scratch is not batch.forward_batch().groups[0].scratch
 
 
@@ -103,12 +104,15 @@ def test_memory_is_set_aside_for_what_graphs_hold() -> None:
     assert graph_bytes(None, architecture, scheduler, "float32") == 0
     held = graph_bytes(sizes, architecture, scheduler, "float32")
     top = DecodeSize(level=sizes.num_levels - 1, num_seqs=8)
-    partials = sizes.num_items(top) * 2 * 16 * 10 * 4  # KV heads, rows, values with a maximum and a sum
+    layer = architecture.layers[0]
+    splits = filling_splits(layer.num_kv_heads, 132)
+    partials = 8 * splits * layer.num_heads * (layer.head_size + 2) * 4  # of values, a maximum and a sum
     specs = [group.spec for group in runner.info.layout.groups]
     mixed = DecodeSizes(specs, max_num_seqs=8, max_model_len=4000, max_num_batched_tokens=512)
     added = graph_bytes(mixed, architecture, scheduler, "float32") - held
     largest = replace(scheduler, max_num_batched_tokens=512, max_num_seqs=8)
     assert added >= len(mixed.mixed) * GRAPH_BYTES + activation_bytes(architecture, largest, torch.float32) + partials
+    assert added >= MAX_PARTIAL_BYTES
     assert held > len(sizes.all) * GRAPH_BYTES + partials + buffer_bytes(top, sizes, ASKS, runner._builder) // 2
 
 

@@ -19,12 +19,13 @@ import torch
 from transom_core.config import EngineConfig, SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.model_config.architecture import Architecture
-from transom_kernels.launch import next_power_of_two, uses_cpu_kernels, uses_triton
-from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS, MIN_DOT_ROWS
+from transom_kernels.launch import MULTIPROCESSORS, uses_cpu_kernels, uses_triton
+from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS, MAX_PARTIAL_BYTES
+from transom_kernels.paged_attention.triton.work_items import filling_splits
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.decode_replay import DecodeReplay
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, few_of
+from transom_worker.execution.replay.decode_sizes import FEW_SEQS, DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import capture_device
 from transom_worker.execution.replay.graph_warm_up import capture_decode_graphs
 from transom_worker.models.model import Model
@@ -101,27 +102,29 @@ def graph_bytes(
     for kind in filter(None, (sizes.decodes, sizes.mixed)):
         most_tokens, most_seqs = max(size.num_tokens for size in kind), max(size.num_seqs for size in kind)
         largest = replace(scheduler, max_num_batched_tokens=most_tokens, max_num_seqs=most_seqs)
-        partials = max(_partial_bytes(size, sizes, architecture) for size in kind)
+        partials = max(_partial_bytes(size, architecture) for size in kind)
         pool += activation_bytes(architecture, largest, dtype) + partials
     logits = sizes.num_seqs[-1] * architecture.vocab_size * FLOAT_BYTES
     inputs = max(_table_bytes(size, sizes) for size in sizes.all)
     return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
 
 
-def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
+def _partial_bytes(size: DecodeSize, architecture: Architecture) -> int:
     """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
 
-    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. In a
-    mixed size, sequences with a few new tokens have partial results too, for up to `FEW_TOKENS` tokens each.
+    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. A
+    sequence that decodes has at most as many splits as fill a device. In a mixed size, sequences with
+    a few new tokens have partial results too, for up to `FEW_TOKENS` tokens each, and prompts as many as a launch may have.
     """
-    if size.level == 0:
-        return 0
-    widest = 0
-    for layer in architecture.layers:
-        rows = max(MIN_DOT_ROWS, next_power_of_two(layer.num_heads // layer.num_kv_heads))
-        widest = max(widest, layer.num_kv_heads * rows * ((layer.value_size or layer.head_size) + 2))
-    num_few_items = sizes.num_items(few_of(size)) * FEW_TOKENS if size.mixed_tokens else 0
-    return (sizes.num_items(size) + num_few_items) * widest * FLOAT_BYTES
+    widest = max(
+        filling_splits(layer.num_kv_heads, MULTIPROCESSORS)
+        * layer.num_heads
+        * ((layer.value_size or layer.head_size) + 2)
+        for layer in architecture.layers
+    )
+    if not size.mixed_tokens:
+        return size.num_seqs * widest * FLOAT_BYTES
+    return (size.num_seqs + FEW_SEQS * FEW_TOKENS) * widest * FLOAT_BYTES + MAX_PARTIAL_BYTES
 
 
 def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:

@@ -20,7 +20,7 @@ from transom_kernels.paged_attention.triton.launches import AttentionLaunch, Lau
 from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Tiling, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, StepSize, tiles_of_few
+from transom_worker.execution.replay.decode_sizes import AskedLaunch, DecodeSize, DecodeSizes, StepSize
 from transom_worker.execution.replay.fixed_inputs import INT, FixedArrays, FixedInputs, step_fields
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.uploads import Field, packed_bytes
@@ -41,23 +41,11 @@ def plan_work_by_key(
 
 def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan], mixed_keys: Sequence[GroupLaunchKey] = ()) -> StepSize:
     """Return the sequences, work items and table columns that a step needs; `mixed_keys` are the launch keys, for a mixed step."""
-    ones, few = list(work_plans), [0]
-    if mixed_keys:
-        tilings = [tiling for _, _, tiling in _launches(mixed_keys, True)]
-        planned = list(zip(tilings, work_plans, strict=True))
-        ones = [work for tiling, work in planned if tiling.max_new_tokens == 1]
-        few += [
-            -(-len(work.items) // tiles_of_few(tiling))
-            for tiling, work in planned
-            if tiling.split_keys and tiling.max_new_tokens > 1
-        ]
     return StepSize(
         num_seqs=len(arrays.rows.start_host),
-        num_items=max((len(work.items) for work in ones), default=0),
-        has_combine_items=any(len(work.combine_items) for work in work_plans),
         num_columns=tuple(group.block_table.shape[1] for group in arrays.groups),
         mixed_tokens=len(arrays.token_ids) if mixed_keys else 0,
-        num_few_items=max(few),
+        works=tuple(zip(_launches(mixed_keys, True), work_plans, strict=True)) if mixed_keys else (),
     )
 
 
@@ -77,6 +65,7 @@ class GraphInputs:
         """Lay the arrays out in the buffers, which have at least `buffer_bytes(size)` bytes each."""
         self._launches = _launches(launch_keys, size.mixed_tokens > 0)
         self.size, self._builder = size, builder
+        self._rooms = [sizes.room(size, launch) for launch in self._launches]
         self.arrays = FixedArrays.packed(_fields(size, sizes, launch_keys, builder), host, device)
         self._inputs = FixedInputs(builder, self.arrays)
         self.num_bytes = buffer_bytes(size, sizes, launch_keys, builder)
@@ -96,7 +85,7 @@ class GraphInputs:
         launches: dict[GroupLaunchKey, list[AttentionLaunch]] = {}
         for index, (group, key, tiling) in enumerate(self._launches):
             items, combine_items = on[f"items {index}"], on[f"combine_items {index}"]
-            work = Work(items=items, combine_items=combine_items, num_partials=len(items) if len(combine_items) else 0)
+            work = Work(items=items, combine_items=combine_items, num_partials=self._rooms[index].num_partials)
             launches.setdefault((group, key), []).append(AttentionLaunch(work, tiling.tile_tokens))
         for (group, key), of_key in launches.items():
             set_launches(batch.groups[group], key, of_key)
@@ -104,9 +93,9 @@ class GraphInputs:
 
     def _with_padding(self, work: WorkPlan, tiling: Tiling, num_real: int) -> WorkPlan:
         """Return the step's work items, and such as see no key: in a decode size one for each padding sequence, in a mixed size
-        those of the padding tokens, in the launch without splits."""
+        those of the padding tokens, in the launch for prompts."""
         size = self.size
-        if size.mixed_tokens and tiling.split_keys:
+        if size.mixed_tokens and not tiling.is_for_prompts:
             return work
         rows = np.arange(num_real, size.num_tokens, tiling.tile_tokens)
         if not len(rows):
@@ -131,14 +120,14 @@ def _fields(
 ) -> dict[str, Field]:
     columns = [sizes.num_columns(size, group) for group in range(len(builder.layout.groups))]
     fields = step_fields(builder, size.num_seqs, columns, num_tokens=size.num_tokens)
-    for index, (_, _, tiling) in enumerate(_launches(launch_keys, size.mixed_tokens > 0)):
-        num_items, num_combine_items = sizes.room(size, tiling)
-        fields[f"items {index}"] = ((num_items, ITEM_FIELDS), INT)
-        fields[f"combine_items {index}"] = ((num_combine_items, 4), INT)
+    for index, launch in enumerate(_launches(launch_keys, size.mixed_tokens > 0)):
+        room = sizes.room(size, launch)
+        fields[f"items {index}"] = ((room.num_items, ITEM_FIELDS), INT)
+        fields[f"combine_items {index}"] = ((room.num_combine_items, 4), INT)
     return fields
 
 
-def _launches(launch_keys: Sequence[GroupLaunchKey], is_mixed: bool) -> list[tuple[int, LaunchKey, Tiling]]:
+def _launches(launch_keys: Sequence[GroupLaunchKey], is_mixed: bool) -> list[AskedLaunch]:
     """Return group, launch key and tiling of each attention launch of a decode step or a mixed step."""
     if not is_mixed:
         return [(group, key, key.tilings[0]) for group, key in launch_keys]

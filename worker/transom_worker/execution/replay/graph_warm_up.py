@@ -37,7 +37,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import Ints, StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 from transom_worker.execution.replay.decode_replay import ReplayMismatch
-from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, few_of
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import CudaCapture, Replayable
 from transom_worker.execution.replay.graph_inputs import GraphInputs, GroupLaunchKey
 from transom_worker.execution.tiers.slabs import block_rows
@@ -280,19 +280,19 @@ class _RandomSteps:
         """
         random = np.random.default_rng(seed)
         counts, specs = np.ones(size.num_seqs, dtype=np.int64), self._specs
-        long = [(1, 1, sizes.longest_tokens(size))]
+        reach = sizes.reach_tokens(size.level)
+        long = [(1, 1)]
         if size.mixed_tokens:
             counts = _mixed_counts(size, sizes.reach_tokens(0), random)
-            long.append((2, FEW_TOKENS, sizes.longest_tokens(few_of(size))))
-            long.append((FEW_TOKENS + 1, size.mixed_tokens, sizes.reach_tokens(size.level)))
+            long += [(2, FEW_TOKENS), (FEW_TOKENS + 1, size.mixed_tokens)]
         num_seqs = len(counts)
         starts = random.integers(0, sizes.reach_tokens(0) - counts + 1)
-        for least, most, longest in long:
+        for least, most in long:
             of_tiling = np.flatnonzero((counts >= least) & (counts <= most))
             if len(of_tiling):
                 chosen = random.choice(of_tiling)
-                last_start = longest - counts[chosen]
-                starts[chosen] = last_start if seed % 2 else min(longest * 5 // 8, last_start)
+                last_start = reach - counts[chosen]
+                starts[chosen] = last_start if seed % 2 else min(reach * 5 // 8, last_start)
         # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
         attend_from = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
         store = SequenceStore(specs, max_num_seqs=num_seqs)

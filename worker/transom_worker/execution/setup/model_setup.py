@@ -23,6 +23,7 @@ from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.architecture import kv_policy_obstacle
 from transom_core.model_files.content import ContentPart
 from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
+from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.device_queue import device_queue
@@ -99,7 +100,9 @@ class ModelSetup:
             max_useful_bytes=self._cache.max_useful_bytes,
             ranks_on_host=self._ranks_on_host,
             run_worst_case=lambda: self._run_worst_case(small),
-            graph_bytes=graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
+            # The worst case has no long context; with one, an eager step also writes partial results of attention.
+            graph_bytes=MAX_PARTIAL_BYTES
+            + graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
         )
 
     @property
