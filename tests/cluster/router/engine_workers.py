@@ -53,7 +53,7 @@ class LocalPeers:
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
         return await self.workers[worker].open_export(query)
 
-    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         await self.workers[worker].fetch_early(source, query, sharer)
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:

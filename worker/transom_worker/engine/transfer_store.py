@@ -30,7 +30,7 @@ from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -244,7 +244,7 @@ class TransferStore:
         """Note that the ranks have ended, and their memory with them, so that nothing is read any more."""
         for import_id in list(self._reads):
             for rank in range(self._shares.num_ranks):
-                self._read_ended(rank, import_id, "the ranks that read have ended")
+                self._read_ended(rank, import_id, RANKS_LOST)
 
     def _read_ended(self, rank: int, import_id: str, error: str) -> None:
         """Note how a rank's part of a read ended; after the last one, report the first error. Ranks may call this on threads of

@@ -78,9 +78,9 @@ class FakeAgent:
             self.in_flight.remove(handle)
         return self.state_of_all
 
-    def disconnect(self, source: RankMemory) -> None:
-        assert not any(agent == source.agent for agent, _ in self.in_flight)
-        self.told.append(f"disconnect {source.agent.decode()}")
+    def disconnect(self, metadata: bytes) -> None:
+        assert not any(agent == metadata for agent, _ in self.in_flight)
+        self.told.append(f"disconnect {metadata.decode()}")
 
     def close(self) -> None:
         self.told.append("close")
@@ -171,6 +171,19 @@ def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: C
     case.read("again")
     assert case.ends.of("again") == ""
     assert case.has_come()
+
+
+def test_a_connection_that_is_not_used_for_long_is_closed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transom_worker.execution.tiers.remote_reads.IDLE_S", 0.01)
+    case.read()
+    assert case.ends.of("r") == ""
+    time.sleep(0.02)
+    case.memories = tuple(
+        replace(one, agent=one.agent + b" again") for one in case.memories
+    )  # the source was started again
+    case.read()
+    assert case.ends.of("r") == ""
+    assert sorted(case.agent.told) == ["disconnect 0", "disconnect 1"]
 
 
 def test_what_cannot_be_read_is_said(case: Case) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from transom_core.contract.kv_transfer import RankMemory
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.execution.executor import RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
@@ -35,6 +34,7 @@ logger = logging.getLogger("transom.worker")
 # The bytes of one handle. Python's global lock is held while a transport copies them at once, about 1 ms.
 HANDLE_BYTES = 4 << 20
 POLL_S = 2e-4  # between two looks at the reads in flight; 4 MiB take 1 ms on one host
+IDLE_S = 3600.0  # after which a connection is closed that was not used: its source may be gone
 CLOSE_S = 2.0  # how long the last reads may take when the rank ends
 OTHER_BYTES = "blocks came with other bytes than the source has"
 
@@ -57,8 +57,10 @@ class RemoteReads:
         self.on_end: Callable[[str, str], None] = lambda read_id, error: None
         self._new: SimpleQueue[RemoteRead | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # By agent: sources of failed reads, until their connections are closed.
-        self._broken: dict[bytes, RankMemory] = {}
+        # By agents' metadata: when a read from each one last began, and those whose connections are to be closed, since a read
+        # failed or none came for long.
+        self._used_s: dict[bytes, float] = {}
+        self._to_close: set[bytes] = set()
 
     def begin(self, order: RemoteRead) -> None:
         """Queue a read."""
@@ -112,29 +114,33 @@ class RemoteReads:
             reads = self._look_after(reads)
 
     def _start(self, order: RemoteRead) -> _Read:
-        read, source = _Read(order), None
+        read, source, now_s = _Read(order), None, time.monotonic()
         try:
             for (rank, kind, device, tier), spans in self._spans(order).items():
                 source = order.memories[rank]
-                if source.agent in self._broken:
+                if source.agent in self._to_close:
                     raise ConnectionError("the connection is broken")
+                self._used_s[source.agent] = now_s
                 for part in np.split(spans, _cuts(spans)):
                     read.handles.append((rank, self._agent.start(source, (kind, device), part, tier)))
         except Exception as error:  # of the library, say for a source that is gone, or of formats that differ
             read.error = f"{type(error).__name__}: {error}"
             if source is not None:
-                self._broken[source.agent] = source
+                self._to_close.add(source.agent)
+        self._to_close |= {agent for agent, used_s in self._used_s.items() if now_s - used_s > IDLE_S}
         return read
 
     def _look_after(self, reads: list[_Read]) -> list[_Read]:
-        """Report reads that are over, close broken connections without reads, and return the reads that are left."""
+        """Report reads that are over, close connections without reads that are to be closed, and return the reads that are left."""
         for read in reads:
             read.handles = [one for one in read.handles if not self._is_over(read, *one)]
         left = [read for read in reads if read.handles]
         in_use = {read.order.memories[rank].agent for read in left for rank, _ in read.handles}
-        for agent in [agent for agent in self._broken if agent not in in_use]:
+        for agent in self._to_close - in_use:
+            self._to_close.remove(agent)
+            self._used_s.pop(agent, None)
             with contextlib.suppress(Exception):  # the source is gone
-                self._agent.disconnect(self._broken.pop(agent))
+                self._agent.disconnect(agent)
         for read in reads:
             if not read.handles:
                 self.on_end(read.order.read_id, read.error or self._compared(read.order))
@@ -145,7 +151,7 @@ class RemoteReads:
         state, source = self._agent.state(handle), read.order.memories[rank]
         if state not in ("PROC", "DONE"):
             read.error = read.error or f"the read ended as {state}"
-            self._broken[source.agent] = source  # so that a later read connects again
+            self._to_close.add(source.agent)  # so that a later read connects again
         return state != "PROC"
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, RanksLost, SourceLost
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
 from transom_worker.kvcache.tiers.transfer.wires import CallWire, MemoryWire
 
@@ -40,7 +40,8 @@ logger = logging.getLogger("transom.worker")
 DROP_AGAIN_S = 0.05  # between two tries to free the blocks of an import into which ranks still read
 
 OnEnd = Callable[[str, FetchReport], None]
-"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled."""
+"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled; and with "" for each fetch of
+which no request waits for the end."""
 
 
 class _Ended(Exception):
@@ -103,18 +104,21 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def fetch_early(self, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
         own = await self._on_engine(lambda: self._store.own_query(query))
-        if own is not None and self.calls.away.is_asked(source):
-            await self._reported(source, self._import("", sharer, source, own), self._config.timeout_s)
+        if own is not None and self.calls.away.is_asked(source.worker):
+            fetch = self._import("", sharer, source.worker, own)
+            self._on_end("", await self._reported(source, fetch, self._config.timeout_s))
 
     async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
         """Fetch the prefix of a held request. A cancelled fetch reports nothing: `CancelledError` passes through."""
-        report = await self._reported(source.worker, self._fetch(request, source), limit_s)
+        report = await self._reported(source, self._fetch(request, source), limit_s)
         self._on_end(request.request_id, report)
 
-    async def _reported(self, source: str, fetch: Awaitable[tuple[ImportPlan, str]], limit_s: float) -> FetchReport:
+    async def _reported(
+        self, source: PrefixSource, fetch: Awaitable[tuple[ImportPlan, str]], limit_s: float
+    ) -> FetchReport:
         """Wait for a fetch, and report its outcome. However it ends, both sides release their blocks."""
         begin_s = time.monotonic()
         plan: ImportPlan | None = None
@@ -129,10 +133,12 @@ class PrefixFetches:
         except _Ended as ended:
             outcome = ended.outcome
         except SourceLost as error:
-            logger.warning("A prefix could not be fetched from worker %s: %s", source, error)
+            logger.warning("A prefix could not be fetched from worker %s: %s", source.worker, error)
             outcome = "source_lost"
+        except RanksLost as error:
+            logger.info("A prefix was being fetched from worker %s: %s", source.worker, error)
         except Exception:  # a bug; the request must not be held for ever
-            logger.exception("A prefix from worker %s could not be imported.", source)
+            logger.exception("A prefix from worker %s could not be imported.", source.worker)
         report = _report(source, outcome, plan, wire, seconds=time.monotonic() - begin_s)
         self._observer.fetched(report)
         return report
@@ -200,16 +206,17 @@ class PrefixFetches:
             logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
 
-def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, wire: str, *, seconds: float) -> FetchReport:
+def _report(
+    source: PrefixSource, outcome: FetchOutcome, plan: ImportPlan | None, wire: str, *, seconds: float
+) -> FetchReport:
+    ended = FetchReport(source=source.worker, place=source.place, outcome=outcome, seconds=seconds)
     if plan is None:
-        return FetchReport(source=source, outcome=outcome, seconds=seconds)
-    return FetchReport(
-        source=source,
-        outcome=outcome,
+        return ended
+    return replace(
+        ended,
         num_tokens=plan.num_tokens,
         num_blocks=plan.num_blocks,
         num_bytes=sum(num_bytes for _, num_bytes in plan.pieces),
         full_length_bytes=plan.full_length_bytes,
         wire=wire,
-        seconds=seconds,
     )

@@ -21,7 +21,14 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
+from transom_worker.kvcache.tiers.transfer.kv_store import (
+    RANKS_LOST,
+    ImportPlan,
+    KvStore,
+    OnEngine,
+    RanksLost,
+    SourceLost,
+)
 
 LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
 
@@ -91,9 +98,12 @@ class MemoryWire:
         give_back = await self._calls.budget.take(num_bytes, sharer)
         ended.add_done_callback(lambda _: give_back())
         try:
+            await self._begin(offer, import_id, ended)
             with self._away.noted(source):
-                await self._read(offer, import_id, ended)
-                if error := ended.result():
+                await self._until_over(ended)
+                if (error := ended.result()) == RANKS_LOST:
+                    raise RanksLost(error)
+                if error:
                     raise SourceLost(f"its memory could not be read: {error}")
                 was_open = self._calls.peers.close_export(source, offer.export_id, num_bytes)
                 if not await self._calls.ask(source, was_open):
@@ -103,8 +113,8 @@ class MemoryWire:
                 self._abandoned[source] += 1
                 ended.add_done_callback(lambda _: self._abandoned.subtract([source]))
 
-    async def _read(self, offer: PrefixOffer, import_id: str, ended: asyncio.Future[str]) -> None:
-        """Let the ranks read, and wait until `ended` has the result, which it gets even if this is cancelled."""
+    async def _begin(self, offer: PrefixOffer, import_id: str, ended: asyncio.Future[str]) -> None:
+        """Let the ranks read. `ended` gets the result, even if this is cancelled. Raises what `begin_read` does."""
         loop = asyncio.get_running_loop()
 
         def end(error: str) -> None:
@@ -118,6 +128,8 @@ class MemoryWire:
         begun = asyncio.ensure_future(self._on_engine(lambda: self._store.begin_read(import_id, offer, on_end)))
         begun.add_done_callback(lambda done: None if done.exception() is None else end(repr(done.exception())))
         await asyncio.shield(begun)
+
+    async def _until_over(self, ended: asyncio.Future[str]) -> None:
         while not ended.done():
             await asyncio.wait([ended], timeout=LOOK_S)
             # Ranks in processes of their own report when the engine listens, which it does in a step anyway.
