@@ -227,6 +227,13 @@ class WorkerReplica:
         if self.fetches is not None:
             await self.fetches.fetch_early(source, query, sharer)
 
+    async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
+        """Fetch about `num_bytes` of any cached blocks from another worker, drop them, and return the report's fields."""
+        if self.fetches is None:
+            raise ValueError("This worker has no host tier to fetch into.")
+        place = PrefixSource(worker=source, num_tokens=0)
+        return asdict(await self.fetches.measure(place, num_bytes, by_calls=wire == "ray"))
+
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return blocks of an export, which another worker reads."""
         if self.exports is None:

@@ -28,7 +28,7 @@ from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import RemoteBlock, RemoteRead
+from transom_worker.execution.executor import ReadEnd, RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
 from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, OTHER_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
@@ -47,6 +47,9 @@ def until(condition: Callable[[], Any]) -> None:
 
 class Ends(dict[str, str]):
     """The errors of ended reads, by id."""
+
+    def note(self, end: ReadEnd) -> None:
+        self[end.read_id] = end.error
 
     def of(self, read_id: str) -> str:
         until(lambda: read_id in self)
@@ -110,7 +113,7 @@ class Case:
         tier: Any = SimpleNamespace(rows=lambda group: torch.from_numpy(self.rows))
         self.reads = RemoteReads(self.agent, own, 0, {HOST: tier})
         self.ends = Ends()
-        self.reads.on_end = self.ends.__setitem__
+        self.reads.on_end = self.ends.note
         digests = {i: (block_digest(theirs, own, FULL, 0, row),) for i, row in enumerate(self.wanted)}
         self.digests: Any = (digests, {}, {})  # the reads' logical indices are the source's blocks
         self.memories = tuple(
@@ -235,7 +238,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     agent, kept = NixlAgent({HOST: memory}), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, {HOST: memory}), agent.start
     ends = Ends()
-    reads.on_end = ends.__setitem__
+    reads.on_end = ends.note
 
     def noted(*args: Any) -> Any:
         handle = start(*args)

@@ -2,7 +2,7 @@
 
     begin     queues a read; from here on a thread of this class works out what to read from which rank, starts the reads by the
               rank's agent, and looks after them
-    on_end    is called once, on that thread, with the reason why not all blocks were read, or "" if all were
+    on_end    is called once, on that thread
 
 A read that fails, or that its request gives up, is over only when no byte can arrive: until then `on_end` is not called, and its
 blocks must not be used for anything else. `nixl_agent` says when that is.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_worker.execution.executor import RemoteRead
+from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.execution.tiers.slabs import TierMemory
 from transom_worker.kvcache.tiers.block_format.convert import block_digest
@@ -46,6 +46,7 @@ class _Read:
     order: RemoteRead
     handles: list[tuple[int, Any]] = field(default_factory=list)
     error: str = ""
+    begin_s: float = field(default_factory=time.monotonic)
 
 
 class RemoteReads:
@@ -54,7 +55,7 @@ class RemoteReads:
     def __init__(self, agent: NixlAgent, shares: KvShares, rank: int, memories: Mapping[int, TierMemory]) -> None:
         self._agent, self._shares, self._rank, self._memories = agent, shares, rank, memories
         self.memory = agent.memory  # what other ranks need to read this rank's memory
-        self.on_end: Callable[[str, str], None] = lambda read_id, error: None
+        self.on_end: Callable[[ReadEnd], None] = lambda end: None
         self._new: SimpleQueue[RemoteRead | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         # By agents' metadata: when a read from each one last began, and those whose connections are to be closed, since a read
@@ -114,20 +115,20 @@ class RemoteReads:
             reads = self._look_after(reads)
 
     def _start(self, order: RemoteRead) -> _Read:
-        read, source, now_s = _Read(order), None, time.monotonic()
+        read, source = _Read(order), None
         try:
             for (rank, kind, device, tier), spans in self._spans(order).items():
                 source = order.memories[rank]
                 if source.agent in self._to_close:
                     raise ConnectionError("the connection is broken")
-                self._used_s[source.agent] = now_s
+                self._used_s[source.agent] = read.begin_s
                 for part in np.split(spans, _cuts(spans)):
                     read.handles.append((rank, self._agent.start(source, (kind, device), part, tier)))
         except Exception as error:  # of the library, say for a source that is gone, or of formats that differ
             read.error = f"{type(error).__name__}: {error}"
             if source is not None:
                 self._to_close.add(source.agent)
-        self._to_close |= {agent for agent, used_s in self._used_s.items() if now_s - used_s > IDLE_S}
+        self._to_close |= {agent for agent, used_s in self._used_s.items() if read.begin_s - used_s > IDLE_S}
         return read
 
     def _look_after(self, reads: list[_Read]) -> list[_Read]:
@@ -143,7 +144,8 @@ class RemoteReads:
                 self._agent.disconnect(agent)
         for read in reads:
             if not read.handles:
-                self.on_end(read.order.read_id, read.error or self._compared(read.order))
+                seconds = time.monotonic() - read.begin_s
+                self.on_end(ReadEnd(read.order.read_id, read.error or self._compared(read.order), seconds))
         return left
 
     def _is_over(self, read: _Read, rank: int, handle: Any) -> bool:

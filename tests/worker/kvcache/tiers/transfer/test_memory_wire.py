@@ -72,18 +72,18 @@ async def test_blocks_of_a_prompt_that_is_still_computed_are_compared_as_the_set
 
 
 def refuses(pair: Pair) -> None:
-    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect")  # type: ignore[method-assign]
+    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect", 0.0)  # type: ignore[method-assign]
 
 
 def cannot_begin(pair: Pair) -> None:
-    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
         raise StepFailed("the ranks do not run")
 
     pair.target.begin_read = fail  # type: ignore[method-assign]
 
 
 def lose_ranks(pair: Pair) -> None:
-    pair.target.begin_read = lambda import_id, offer, on_end: on_end(RANKS_LOST)  # type: ignore[method-assign]
+    pair.target.begin_read = lambda import_id, offer, on_end: on_end(RANKS_LOST, 0.0)  # type: ignore[method-assign]
 
 
 def loses_its_lease(pair: Pair) -> None:

@@ -38,6 +38,7 @@ class FetchReport:
     place: str = ""
     wire: str = ""  # the name of the `Wire` that brought the blocks
     seconds: float = 0.0
+    read_s: float = 0.0  # of which the slowest rank read the source's memory; 0 for calls
 
 
 class TransferObserver:
