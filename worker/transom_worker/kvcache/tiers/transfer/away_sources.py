@@ -11,8 +11,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from transom_worker.kvcache.tiers.transfer.kv_store import RanksLost
-
 AWAY_S = 30.0
 FORGOTTEN_S = 3600.0  # a source that no request has named for this time, since its worker is gone
 
@@ -30,8 +28,6 @@ class AwaySources:
         begin_s = time.monotonic()
         try:
             yield
-        except RanksLost:
-            raise
         except BaseException as error:
             if isinstance(error, Exception) or time.monotonic() - begin_s >= self._timeout_s / 2:
                 self.until_s[source] = time.monotonic() + AWAY_S

@@ -32,7 +32,7 @@ from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, RanksLost, SourceLost
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
 from transom_worker.kvcache.tiers.transfer.wires import CallWire, MemoryWire
 
@@ -152,8 +152,6 @@ class PrefixFetches:
         except SourceLost as error:
             logger.warning("A prefix could not be fetched from worker %s: %s", source.worker, error)
             outcome = "source_lost"
-        except RanksLost as error:
-            logger.info("A prefix was being fetched from worker %s: %s", source.worker, error)
         except Exception:  # a bug; the request must not be held for ever
             logger.exception("A prefix from worker %s could not be imported.", source.worker)
         report = _report(source, outcome, brought, seconds=time.monotonic() - begin_s)

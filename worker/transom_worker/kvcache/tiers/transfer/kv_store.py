@@ -24,11 +24,7 @@ class SourceLost(Exception):
     """A call to the source failed, its memory could not be read, or it does not keep its offer."""
 
 
-class RanksLost(Exception):
-    """This worker's own ranks ended while they read: that says nothing about the source."""
-
-
-RANKS_LOST = "the ranks that read have ended"  # the end of a read that is no fault of the source
+RANKS_LOST = "the ranks that read have ended"  # the end of a read that is no fault of its source
 
 
 class OnEngine(Protocol):

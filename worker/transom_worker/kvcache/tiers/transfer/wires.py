@@ -21,14 +21,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.kv_store import (
-    RANKS_LOST,
-    ImportPlan,
-    KvStore,
-    OnEngine,
-    RanksLost,
-    SourceLost,
-)
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan, KvStore, OnEngine, SourceLost
 
 LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
 
@@ -104,13 +97,13 @@ class MemoryWire:
             with self._away.noted(source):
                 await self._until_over(ended)
                 error, seconds = ended.result()
-                if error == RANKS_LOST:
-                    raise RanksLost(error)
-                if error:
+                if error not in ("", RANKS_LOST):
                     raise SourceLost(f"its memory could not be read: {error}")
-                was_open = self._calls.peers.close_export(source, offer.export_id, num_bytes)
+                was_open = self._calls.peers.close_export(source, offer.export_id, 0 if error else num_bytes)
                 if not await self._calls.ask(source, was_open):
                     raise SourceLost("it gave the blocks up while they were read")
+            if error:
+                raise KeyError(import_id)  # the ranks start again, and the cache was emptied
             return seconds
         finally:
             if not ended.done():
