@@ -23,7 +23,7 @@ from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RemoteRead
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, ReadEnd, RemoteRead
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_setup import ModelSetup
@@ -263,7 +263,7 @@ class ThreadRanks(Executor):
         for runner in self.runners:
             runner.tiers.begin_read(read)
 
-    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+    def on_read_end(self, callback: Callable[[int, ReadEnd], None]) -> None:
         for rank, runner in enumerate(self.runners):
             runner.tiers.on_read_end(partial(callback, rank))
 

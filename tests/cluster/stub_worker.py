@@ -251,6 +251,9 @@ class StubWorker:
             else {"group": group, "block": block, "state": "active", "tier": tier}
         )
 
+    async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
+        return {self.worker: [source, num_bytes, wire]}
+
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""
         assert self._queue is not None

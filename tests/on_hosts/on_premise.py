@@ -27,15 +27,16 @@ class OnPremise:
         self._ray_arguments = {HEAD: SMALL_STORE} | {name: f"{SMALL_STORE} {given}" for name, given in workers.items()}
         self._workers = list(workers)
 
-    def prepare(self, name: str) -> None:
-        """What an administrator has on each host: its own environment and Ray's arguments."""
+    def prepare(self, name: str, *exports: str) -> None:
+        """What an administrator has on each host: its own environment, with `exports`, and Ray's arguments."""
         folder = self._hosts[name].files / "etc/transom"
         folder.mkdir()
         # The host's environment is there already, and no package index is.
         lines = [
             f"export TRANSOM_VENV={VENV} PIP_NO_INDEX=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1",
-            "export OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1",
+            "export OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_raylet_start_wait_time_s=240",
             f"export TRANSOM_RAY_ARGS='{self._ray_arguments[name]}'",
+            *(f"export {export}" for export in exports),
         ]
         (folder / "host.sh").write_text("\n".join(lines) + "\n")
 

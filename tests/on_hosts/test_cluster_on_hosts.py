@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 CLUSTER = HEAD, ONE, TWO = "head", "one", "two"
 HERE = Path(__file__).parent
+NIXL = find_spec("nixl")
 NUM_STREAMS, MAX_TOKENS = 8, 400
 RESUMED = re.compile(r'^transom_router_failovers_total\{[^}]*outcome="resumed"[^}]*\} (\S+)$', re.MULTILINE)
 CHANGE_TIMEOUT_S, ANSWER_TIMEOUT_S = 300.0, 120.0  # for machines that are busy
@@ -70,17 +72,21 @@ def hosts(machine_as_before: None, tmp_path: Path) -> Iterator[Hosts]:
     assert not booted.processes(), "processes of the hosts live on"
 
 
-def test_a_cluster_from_nothing_to_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    cluster = OnPremise(hosts, SLOTS)
-    cluster.write_files(build_wheel(tmp_path), tiny_llama(tmp_path / "model", max_position=4096))
+def begun(hosts: Hosts, folder: Path, workers: dict[str, str], *exports: str) -> tuple[OnPremise, View]:
+    """A cluster of three hosts without an app. `workers` and `exports` are those of `OnPremise`."""
+    cluster = OnPremise(hosts, workers)
+    cluster.write_files(build_wheel(folder), tiny_llama(folder / "model", max_position=4096))
     for name in CLUSTER:
-        cluster.prepare(name)
-
+        cluster.prepare(name, *exports)
     cluster.up()
     view = View(hosts[HEAD])
-    head, one, two = (hosts.address(name) for name in CLUSTER)
-    view.wait_for("three hosts", hosts=[head, one, two])
+    view.wait_for("three hosts", hosts=[hosts.address(name) for name in CLUSTER])
+    return cluster, view
 
+
+def test_a_cluster_from_nothing_to_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    cluster, view = begun(hosts, tmp_path, SLOTS)
+    head, one, two = (hosts.address(name) for name in CLUSTER)
     cluster.deploy(SETTINGS, [WORKER])
     view.wait_for("both workers", app="RUNNING", replicas=BOTH, spans=[[one], [one, two]])
     expected = Streams(hosts[ADMIN]).answers()
@@ -103,6 +109,27 @@ def test_a_cluster_from_nothing_to_nothing(hosts: Hosts, tmp_path: Path) -> None
     cluster.down()
     for name in CLUSTER:
         assert "ray" not in hosts[name].run("ps -eo args=", timeout_s=10).lower(), f"Ray lives on on {name}"
+
+
+@pytest.mark.skipif(NIXL is None, reason="NIXL is not installed")
+def test_a_prefix_moves_between_hosts_by_nixl_over_tcp(hosts: Hosts, tmp_path: Path) -> None:
+    """A worker on each of two hosts. The target's rank compares all blocks that came with the source's digests of them."""
+    assert NIXL is not None
+    one_each = dict.fromkeys((ONE, TWO), '--num-cpus=1 --resources={"slot":1}')
+    cluster, view = begun(hosts, tmp_path, one_each, f"PYTHONPATH={Path(NIXL.origin or '').parents[1]}")
+    worker = {"name": "Worker", "ray_actor_options": {"num_cpus": 0.5, "resources": {"slot": 1}}}
+    wire = {"wire": "nixl", "transports": "tcp", "devices": "eth0", "ports": "30000-30999", "verify": "all"}
+    memory = {"kv_cache_memory_bytes": "64MiB", "swap_space": "64MiB"}
+    more = memory | {f"kv_transfer_{name}": value for name, value in wire.items()}
+    cluster.deploy({**SETTINGS, "tensor_parallel_size": 1, **more}, [worker])
+    view.wait_for("both workers", app="RUNNING", replicas=BOTH)
+    Streams(hosts[ADMIN]).answers()
+    measure = f"transom bench transfer http://{HEAD}:8000 --megabytes 0.1 --rounds 1 --api-key {API_KEY} --json"
+    lines = hosts[HEAD].run(f". ~/transom/env.sh; {measure}", timeout_s=ANSWER_TIMEOUT_S).splitlines()
+    pairs = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(pairs) == 2, lines
+    assert all(pair["bytes"] >= 1e5 and 0 < pair["read"] < pair["nixl"] for pair in pairs), pairs
+    view.close()
 
 
 def num_resumed(client: Host) -> float:

@@ -20,7 +20,16 @@ from typing import Any, TypeVar
 
 from transom_core.client_queue import Sharer
 from transom_core.config import EngineConfig
-from transom_core.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract import (
+    ErrorInfo,
+    KvGroupInfo,
+    OutputEvent,
+    PrefixSource,
+    Request,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerMessage,
+)
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes, PrefixPeers
 from transom_core.errors import EngineDead
@@ -98,7 +107,7 @@ class WorkerReplica:
         if store is not None:
             self.exports = PrefixExports(store, self._on_engine, config.transfer, transfers)
             if config.transfer.is_on and peers is not None:
-                self._handovers = Handovers(worker, peers, store, self._on_engine)
+                self._handovers = Handovers(worker, node, peers, store, self._on_engine, config.transfer)
             if config.transfer.is_on and peers is not None and self.engine.scheduler.cache.tiers.host.exists:
                 on_end = self._thread.stop_holding
                 self.fetches = PrefixFetches(
@@ -213,10 +222,17 @@ class WorkerReplica:
         """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""
         return "refused" if self.exports is None else await self.exports.open(query)
 
-    async def fetch_early(self, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         """Fetch what another worker has of a prompt that it still computes, and that this worker will continue."""
         if self.fetches is not None:
             await self.fetches.fetch_early(source, query, sharer)
+
+    async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
+        """Fetch about `num_bytes` of any cached blocks from another worker, drop them, and return the report's fields."""
+        if self.fetches is None:
+            raise ValueError("This worker has no host tier to fetch into.")
+        place = PrefixSource(worker=source, num_tokens=0)
+        return asdict(await self.fetches.measure(place, num_bytes, by_calls=wire == "ray"))
 
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return blocks of an export, which another worker reads."""

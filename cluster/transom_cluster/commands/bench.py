@@ -1,4 +1,4 @@
-"""`transom bench ...`: measures this machine without a server."""
+"""`transom bench ...`: measures this machine without a server, or a running one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import typer
 from transom_cluster.commands.flags import usage_errors
 from transom_cluster.commands.policies import policies
 from transom_cluster.commands.simulate import simulate
+from transom_cluster.commands.transfer import transfer
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 bench.command()(simulate)
 bench.command()(policies)
+bench.command()(transfer)
 
 
 @bench.callback()

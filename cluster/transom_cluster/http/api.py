@@ -13,7 +13,13 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
+from transom_cluster.http import (
+    block_map_routes,
+    metrics_routes,
+    request_timeline_routes,
+    server_routes,
+    transfer_routes,
+)
 from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
 from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import LimitSet
@@ -64,7 +70,7 @@ def build_api(router: Router) -> FastAPI:
     threads = RequestThreads()
     OpenAiRoutes(router, threads, limits.work).add_routes(api)
     TokenizeRoutes(router, threads).add_routes(api)
-    for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
+    for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes, transfer_routes):
         routes.add_routes(api, router)
     document = api.openapi()
     admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))

@@ -59,7 +59,7 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
     @api.get("/blocks/stream", include_in_schema=False)
     async def stream(worker: str | None = None, period_s: _Period = 0.5) -> Response:
         if worker is not None:
-            _check_worker(router, worker)
+            check_worker(router, worker)
         period_s = min(max(period_s, MIN_PERIOD_S), MAX_PERIOD_S)
         return BlockStream(router, worker=worker, period_s=period_s)
 
@@ -67,7 +67,7 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
     async def describe(
         worker: str, group: int, block: int, tier: Literal["device", "host"] = "device"
     ) -> dict[str, Any]:
-        _check_worker(router, worker)
+        check_worker(router, worker)
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
                 described = await router.connections[worker].client.describe_block(group, block, tier)
@@ -78,7 +78,8 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
         return {"worker": worker, **described}
 
 
-def _check_worker(router: Router, worker: str) -> None:
+def check_worker(router: Router, worker: str) -> None:
+    """Raise HttpError if there is no such worker."""
     if worker not in router.connections:
         known = ", ".join(sorted(router.connections)) or "none"
         message = f"There is no worker {worker!r}; the workers are: {known}."

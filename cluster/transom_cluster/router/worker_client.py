@@ -45,6 +45,10 @@ class WorkerClient(Protocol):
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Return the present content of one block of a tier ("device" or "host") as JSON values, for the block map's page."""
 
+    async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
+        """Have the worker fetch about `num_bytes` of any cached blocks from another one by a wire, "nixl" or "ray", and drop them.
+        Return the fields of its `FetchReport`."""
+
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """Return the events of a request at this worker as JSON values; empty if the worker does not know the request any more."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.policy import Candidate
-from transom_core.contract import WorkerInfo, WorkerLoad
+from transom_core.contract import PrefixSource, WorkerInfo, WorkerLoad
 
 
 class HitTokens(NamedTuple):
@@ -72,7 +72,7 @@ class WorkerView:
 
     def place(self, *, is_on_device: bool) -> str:
         """Return the `PrefixSource.place` of blocks of this worker."""
-        return f"{self.node}/{'device' if is_on_device else 'host'}" if self.node else ""
+        return PrefixSource.place_of(self.node, is_on_device=is_on_device)
 
     def fetch_rate(self, place: str) -> float:
         """Return the bytes per second at which the worker fetches from a place. If it has not measured this place, the rate is that

@@ -13,6 +13,7 @@ from typing import Any
 
 from transom_cluster.serve.running_replicas import running_replicas
 from transom_core.client_queue import Sharer
+from transom_core.contract import PrefixSource
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import WorkerLost
@@ -32,7 +33,7 @@ class ServeWorkerPeers:
         offer: PrefixOffer | str = await (await self._handle_of(worker)).open_export.remote(query)
         return offer
 
-    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         """Call the worker's `fetch_early`."""
         await (await self._handle_of(worker)).fetch_early.remote(source, query, sharer)
 

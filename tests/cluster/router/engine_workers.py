@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,8 @@ from tests.thread_ranks import ThreadRanks
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.telemetry.router_tracing import RouterTracing
-from transom_core.client_queue import Sharer
 from transom_core.config import FailoverConfig, ServerConfig
 from transom_core.contract import ErrorInfo, PrefixSource, Request, SamplingParams, WindowPolicy, WorkerMessage
-from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
-from transom_core.contract.prefix_peers import Bytes
 from transom_core.model_files.resolve import resolve_model
 from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
@@ -50,17 +48,13 @@ class LocalPeers:
         made = self.workers[name] = start_replica(model, name, self, num_ranks=num_ranks, **settings)
         return made
 
-    async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
-        return await self.workers[worker].open_export(query)
+    async def _call(self, call: str, worker: str, *args: Any) -> Any:
+        return await getattr(self.workers[worker], call)(*args)
 
-    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
-        await self.workers[worker].fetch_early(source, query, sharer)
-
-    async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        return await self.workers[worker].read_export(export_id, blocks)
-
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
-        return await self.workers[worker].close_export(export_id, read_bytes)
+    open_export = partialmethod(_call, "open_export")
+    fetch_early = partialmethod(_call, "fetch_early")
+    read_export = partialmethod(_call, "read_export")
+    close_export = partialmethod(_call, "close_export")
 
 
 def start_replica(

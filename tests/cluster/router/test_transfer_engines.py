@@ -105,6 +105,19 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
     await pair.until_quiet()
 
 
+async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair, wire: str) -> None:
+    evict_all(*pair.replicas)
+    nothing = await pair.target.measure_fetch("w0", 1000, wire)
+    assert nothing["outcome"] == "not_found"
+    await at_worker(pair.source, request("warm to measure"))
+    sizes = [group.block_bytes for group in pair.source.engine.scheduler.cache.layout.groups]
+    told = await pair.target.measure_fetch("w0", 5 * sizes[0] - 1, wire)
+    assert (told["outcome"], told["wire"], told["num_bytes"]) == ("fetched", wire, 5 * sizes[0])
+    assert (0 < told["read_s"] <= told["seconds"]) == (wire == "nixl")
+    await pair.until_quiet()
+    assert not any(map(len, pair.target.engine.scheduler.cache.index.tiers[HOST]))
+
+
 @WITHOUT_WINDOWS
 @pytest.mark.parametrize("length", [100, 400])
 async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pair, length: int) -> None:

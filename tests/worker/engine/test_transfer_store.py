@@ -19,8 +19,9 @@ from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.kvcache.tiers.imports import MAX_KEPT_S, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -38,6 +39,9 @@ class Slabs:
 
     def take_read_ends(self) -> None:
         pass
+
+    def begin_read(self, read: RemoteRead) -> None:
+        self.read = read
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         (own,) = data
@@ -267,6 +271,29 @@ def test_a_host_tier_without_room_takes_nothing() -> None:
     query, offer = offered(source, target, range(160))
     assert target.store.begin_import("i", query, offer) is None
     target.store.drop_import("i")
+    target.check()
+
+
+@pytest.mark.parametrize("error", ["", "ERR", RANKS_LOST])
+def test_a_fetch_that_is_given_up_keeps_its_blocks_until_nothing_is_read(error: str) -> None:
+    source, target = Worker(("full",)), Worker(("full",))
+    query, offer = offered(source, target, range(40))
+    assert target.store.begin_import("i", query, offer) is not None
+    ends: list[str] = []
+    places = tuple(tuple((DEVICE, block) for block in blocks) for blocks in offer.blocks)
+    target.store.begin_read("i", replace(offer, places=places), lambda error, seconds: ends.append(error))
+    for _ in range(2):
+        assert not target.store.drop_import("i")
+        assert (
+            target.scheduler.stats().host_groups[0].held_blocks == len(offer.blocks[0]) == len(target.slabs.read.blocks)
+        )
+    if error == RANKS_LOST:
+        target.store.end_reads()
+    else:
+        target.slabs.read_ended(0, ReadEnd("i", error, 0.1))
+    assert ends == [error]
+    assert target.store.drop_import("i")
+    assert not any(map(len, target.cache.index.tiers[HOST]))
     target.check()
 
 

@@ -88,7 +88,7 @@ def test_ranks_read_the_memory_of_other_processes_after_the_plans_in_flight(
     blocks = tuple(RemoteBlock(0, block, TIER_DEVICE, block, TIER_HOST, block + 7) for block in (1, 2))
     executor.read_blocks(TIER_DEVICE, 0, [])  # so the copies of the plan are made on both ranks
     ends: dict[int, tuple[str, str]] = {}
-    executor.on_read_end(lambda rank, read_id, error: ends.update({rank: (read_id, error)}))
+    executor.on_read_end(lambda rank, end: ends.update({rank: end[:2]}))
     digests = tuple({} for _ in info.layout.groups)
     executor.begin_read(RemoteRead(read_id="r", memories=others, shares=info.shares, blocks=blocks, digests=digests))
     while len(ends) < 2:

@@ -67,6 +67,7 @@ class PrefixQuery:
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
     shares: KvShares | None = None  # what blocks of the target's ranks hold, if these can read the source's memory
     is_early: bool = False  # the source still computes the prompt: only groups that keep every token are wanted
+    is_probe: bool = False  # the chain is made up, to measure how fast cached blocks of any prefixes come
     verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transom_core.client_queue import Sharer
+from transom_core.contract import PrefixSource
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 
 Bytes = npt.NDArray[np.uint8]
@@ -19,7 +20,7 @@ class PrefixPeers(Protocol):
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
         """Ask a worker for a prefix; return its offer, or an `ExportOutcome` that says why it offers nothing."""
 
-    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         """Have a worker fetch a prefix from `source`, and return when that has ended, with or without success. It takes turns as
         the client `sharer`."""
 

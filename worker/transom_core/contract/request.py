@@ -34,6 +34,11 @@ class PrefixSource:
     num_tokens: int
     place: str = ""
 
+    @staticmethod
+    def place_of(node: str, *, is_on_device: bool) -> str:
+        """Return the `place` of blocks on the device or in the host tier of a worker of this node; empty: unknown."""
+        return f"{node}/{'device' if is_on_device else 'host'}" if node else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

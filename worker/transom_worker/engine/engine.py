@@ -239,10 +239,9 @@ class Engine:
             self._deadlines.watch(running, arrival_s + request.time_left_s)
 
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
-        """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
+        """Count a fetch that has ended, and let the held request run whose prefix it was; any other id is ignored."""
+        self._rates.fetched(report.place, report.num_bytes, report.seconds)
         if (running := self.requests.get(request_id)) is not None:
-            source = running.request.prefix_source
-            self._rates.fetched("" if source is None else source.place, report.num_bytes, report.seconds)
             self.events.prefix_fetched(running.times, report)
             running.num_fetched_tokens = report.num_tokens
             self._end_hold(request_id)

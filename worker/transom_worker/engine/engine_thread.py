@@ -97,7 +97,7 @@ class EngineThread:
         self._post(command)
 
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
-        """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
+        """Count a fetch that has ended, and let the held request run whose prefix it was; any other id is ignored."""
         self._post(lambda: self._engine.stop_holding(request_id, report))
 
     def send_index(self, deliver: Deliver) -> None:

@@ -7,6 +7,7 @@ The source lends blocks (*export*), and the target takes host blocks for them an
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,13 +25,13 @@ from transom_core.errors import StepFailed
 from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
-from transom_core.kv_cache.tiers import HOST
-from transom_worker.execution.executor import Executor, RemoteBlock, RemoteRead
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.execution.executor import Executor, ReadEnd, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
-from transom_worker.kvcache.tiers.exports import BlockExport
+from transom_worker.kvcache.tiers.exports import BlockExport, ExportedBlock
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -45,9 +46,8 @@ class TransferStore:
         self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
-        # Import id -> for each rank that reads its blocks, None while bytes may still come, then why it failed, or ""; and what is
-        # called when all ranks are done.
-        self._reads: dict[str, tuple[list[str | None], Callable[[str], None]]] = {}
+        # Import id -> for each rank that reads its blocks, None while bytes may still come; and what is called when all are done.
+        self._reads: dict[str, tuple[list[ReadEnd | None], Callable[[str, float], None]]] = {}
         executor.on_read_end(self._read_ended)
 
     # Source
@@ -63,9 +63,12 @@ class TransferStore:
             raise ValueError(f"its model is {shape.identity}")
         if query.groups != shape.groups or query.block_size != shape.block_size:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
-        hit = self._find(query)
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.tiers.exports.begin(query.chain, hit, retentions) if hit.start else None
+        exports, hit, num_blocks = self._cache.tiers.exports, self._find(query), len(query.chain)
+        opened = exports.begin(query.chain, hit, retentions) if hit.start else None
+        if query.is_probe:
+            opened, end = self._lend_any(num_blocks), num_blocks * shape.block_size
+            hit = PrefixHit(num_hash_blocks=num_blocks, start=end, full_groups_reach=num_blocks, limit=num_blocks)
         if opened is None:
             return None
         self._exports[export_id] = opened
@@ -139,6 +142,21 @@ class TransferStore:
         own = replace(self._query(query.chain, query.num_tokens, query.kv_policy), is_early=True)
         facts = [(one.identity, one.groups, one.block_size) for one in (own, query)]
         return own if facts[0] == facts[1] else None
+
+    def probe(self, num_bytes: int, *, by_calls: bool) -> PrefixQuery | None:
+        """Return a query for any blocks with about `num_bytes` over all ranks; None if no group keeps every token."""
+        retentions = enumerate(self._scheduler.policy_retentions.of(None))
+        kept = {group: retention.block_size for group, retention in retentions if retention.keeps_everything}
+        unit = max(kept.values(), default=0)  # tokens: whole blocks of each group
+        size = sum(
+            own[group].block_bytes * unit // tokens for own in self._shares.groups for group, tokens in kept.items()
+        )
+        if not size:
+            return None
+        num_tokens = -(-num_bytes // size) * unit
+        chain = tuple(os.urandom(16) for _ in range(num_tokens // self._cache.block_size))
+        query = replace(self._query(chain, num_tokens, None), is_early=True, is_probe=True)
+        return replace(query, shares=None) if by_calls else query
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Return whether a search here finds as many tokens as the router expects; if so, keep imports of them for this request,
@@ -215,7 +233,7 @@ class TransferStore:
         self._cache.tiers.imports.end(opened)
         return True
 
-    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
         """Let all ranks read an import's blocks. Raises KeyError: the import has ended, or the cache was emptied."""
         opened = self._imports[import_id]
         if opened.is_void:
@@ -244,16 +262,30 @@ class TransferStore:
         """Note that the ranks have ended, and their memory with them, so that nothing is read any more."""
         for import_id in list(self._reads):
             for rank in range(self._shares.num_ranks):
-                self._read_ended(rank, import_id, "the ranks that read have ended")
+                self._read_ended(rank, ReadEnd(import_id, RANKS_LOST, 0.0))
 
-    def _read_ended(self, rank: int, import_id: str, error: str) -> None:
-        """Note how a rank's part of a read ended; after the last one, report the first error. Ranks may call this on threads of
-        their own, so that the report may come twice."""
-        errors, on_end = self._reads.get(import_id, ([], lambda error: None))
-        if errors and errors[rank] is None:
-            errors[rank] = error
-            if None not in errors:
-                on_end(next(filter(None, errors), ""))
+    def _read_ended(self, rank: int, end: ReadEnd) -> None:
+        """Note how a rank's part of a read ended; after the last one, report the first error and the longest time. Ranks may call
+        this on threads of their own, so that the report may come twice."""
+        ends, on_end = self._reads.get(end.read_id, ([], lambda error, seconds: None))
+        if ends and ends[rank] is None:
+            ends[rank] = end
+            if None not in ends:
+                all_ends = [one for one in ends if one is not None]
+                on_end(next((one.error for one in all_ends if one.error), ""), max(one.seconds for one in all_ends))
+
+    def _lend_any(self, num_hash_blocks: int) -> BlockExport | None:
+        """Lend cached blocks of any prefixes, as many as this many hash blocks have in the groups that keep every token; None if
+        there are fewer."""
+        blocks: list[ExportedBlock] = []
+        num_tokens = num_hash_blocks * self._cache.block_size
+        for group, retention in enumerate(self._scheduler.policy_retentions.of(None)):
+            wanted = num_tokens // retention.block_size if retention.keeps_everything else 0
+            held = [(tier, block) for tier in (DEVICE, HOST) for block in self._cache.index.tiers[tier][group].values()]
+            if len(held) < wanted:
+                return None
+            blocks += [ExportedBlock(group, logical, *place) for logical, place in enumerate(held[:wanted])]
+        return self._cache.tiers.exports.lend(blocks)
 
     def _digests(self, export_id: str, query: PrefixQuery, block: BlockRange) -> tuple[bytes, ...]:
         """Return the digest of a block of an export for each rank of the target. This waits for the plans in flight, whose copies

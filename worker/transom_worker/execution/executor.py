@@ -46,6 +46,15 @@ class RemoteRead:
     digests: tuple[dict[int, tuple[bytes, ...]], ...]
 
 
+class ReadEnd(NamedTuple):
+    """A rank's part of a read is over: `error` says why not all was read, and is "" if all was. `seconds` counts from when the rank
+    began until no byte could come any more."""
+
+    read_id: str
+    error: str
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """What a worker's memory holds, in bytes, for the start-up log."""
@@ -220,9 +229,8 @@ class Executor(ABC):
         executors whose `ExecutorInfo` has `memories` can. Raises StepFailed: the executor does not run.  RankLost."""
         raise StepFailed("These ranks cannot read the memory of other workers.")
 
-    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:  # noqa: B027
-        """Call `callback` when a rank's part of a read is over, with the rank, the read's id and the error ("" if all was read).
-        Any thread may call it."""
+    def on_read_end(self, callback: Callable[[int, ReadEnd], None]) -> None:  # noqa: B027
+        """Call `callback` on any thread, with the rank, when its part of a read is over."""
 
     def take_read_ends(self) -> None:  # noqa: B027
         """Take the reports of ended reads that have come. `receive` does this too, but an idle engine does not call it. Raises

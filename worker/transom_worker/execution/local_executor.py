@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
 from transom_core.model_files.content import join_parts
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RemoteRead
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, ReadEnd, RemoteRead
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.runner import LaunchedStep, ModelRunner
 from transom_worker.execution.setup.load_progress import compile_progress
@@ -40,7 +40,7 @@ class LocalExecutor(Executor):
         self._launched: deque[LaunchedStep | Exception] = deque()  # launched plans, or the error of one that failed
         self._has_failed = False  # the last of `_launched` is an error; plans after it are dropped
         self._load_reports = LoadReports(num_ranks=1)
-        self._on_read_end: Callable[[int, str, str], None] = lambda rank, read_id, error: None
+        self._on_read_end: Callable[[int, ReadEnd], None] = lambda rank, end: None
 
     def start(self) -> ExecutorInfo:
         """Load the model, size and allocate the arena, and warm up.
@@ -51,7 +51,7 @@ class LocalExecutor(Executor):
         setup = ModelSetup(self._config, loaded=self._loaded)
         with compile_progress():
             self._runner = setup.allocate(setup.pool_bytes(), join_parts(setup.contents))
-        self._runner.tiers.on_read_end(lambda read_id, error: self._on_read_end(0, read_id, error))
+        self._runner.tiers.on_read_end(lambda end: self._on_read_end(0, end))
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:
@@ -93,7 +93,7 @@ class LocalExecutor(Executor):
         """Begin a read after the queued plans, which are launched first."""
         self._runner_after_plans().tiers.begin_read(read)
 
-    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+    def on_read_end(self, callback: Callable[[int, ReadEnd], None]) -> None:
         """Have `callback` called on the thread of the reads."""
         self._on_read_end = callback
 

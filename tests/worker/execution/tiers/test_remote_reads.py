@@ -28,7 +28,7 @@ from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.execution.executor import RemoteBlock, RemoteRead
+from transom_worker.execution.executor import ReadEnd, RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
 from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, OTHER_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
@@ -47,6 +47,9 @@ def until(condition: Callable[[], Any]) -> None:
 
 class Ends(dict[str, str]):
     """The errors of ended reads, by id."""
+
+    def note(self, end: ReadEnd) -> None:
+        self[end.read_id] = end.error
 
     def of(self, read_id: str) -> str:
         until(lambda: read_id in self)
@@ -78,9 +81,9 @@ class FakeAgent:
             self.in_flight.remove(handle)
         return self.state_of_all
 
-    def disconnect(self, source: RankMemory) -> None:
-        assert not any(agent == source.agent for agent, _ in self.in_flight)
-        self.told.append(f"disconnect {source.agent.decode()}")
+    def disconnect(self, metadata: bytes) -> None:
+        assert not any(agent == metadata for agent, _ in self.in_flight)
+        self.told.append(f"disconnect {metadata.decode()}")
 
     def close(self) -> None:
         self.told.append("close")
@@ -110,7 +113,7 @@ class Case:
         tier: Any = SimpleNamespace(rows=lambda group: torch.from_numpy(self.rows))
         self.reads = RemoteReads(self.agent, own, 0, {HOST: tier})
         self.ends = Ends()
-        self.reads.on_end = self.ends.__setitem__
+        self.reads.on_end = self.ends.note
         digests = {i: (block_digest(theirs, own, FULL, 0, row),) for i, row in enumerate(self.wanted)}
         self.digests: Any = (digests, {}, {})  # the reads' logical indices are the source's blocks
         self.memories = tuple(
@@ -173,6 +176,19 @@ def test_a_connection_that_fails_is_made_anew_once_nothing_is_read_by_it(case: C
     assert case.has_come()
 
 
+def test_a_connection_that_is_not_used_for_long_is_closed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transom_worker.execution.tiers.remote_reads.IDLE_S", 0.01)
+    case.read()
+    assert case.ends.of("r") == ""
+    time.sleep(0.02)
+    case.memories = tuple(
+        replace(one, agent=one.agent + b" again") for one in case.memories
+    )  # the source was started again
+    case.read()
+    assert case.ends.of("r") == ""
+    assert sorted(case.agent.told) == ["disconnect 0", "disconnect 1"]
+
+
 def test_what_cannot_be_read_is_said(case: Case) -> None:
     case.agent.refusal = ConnectionError("the source is gone")
     case.read()
@@ -222,7 +238,7 @@ def test_a_source_that_hangs_keeps_the_blocks_until_it_goes_on_or_dies(monkeypat
     agent, kept = NixlAgent({HOST: memory}), replace(shares(1), groups=(memory.layout.groups,))
     reads, start = RemoteReads(agent, kept, 0, {HOST: memory}), agent.start
     ends = Ends()
-    reads.on_end = ends.__setitem__
+    reads.on_end = ends.note
 
     def noted(*args: Any) -> Any:
         handle = start(*args)

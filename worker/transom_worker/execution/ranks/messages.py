@@ -20,7 +20,7 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
                         <-  ReadBlocks, WriteBlocks               to every rank, between plans
     BlocksDone          ->
                         <-  BeginRead                             to every rank, between plans
-    ReadEnded           ->                                        at any time, from the rank's thread of reads
+    ReadEnd             ->                                        at any time, from the rank's thread of reads
     RankFailed          ->                    at any time, instead of the next message
 
 Messages are plain data, and are pickled. That is safe because both ends are the same program, and the channel's keys keep other
@@ -176,14 +176,6 @@ class BeginRead:
     """Begins a read of another worker's memory."""
 
     read: RemoteRead
-
-
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """A read of another worker's memory is over; `error` says why not all was read, and is "" if all was."""
-
-    read_id: str
-    error: str
 
 
 @dataclass(frozen=True, slots=True)

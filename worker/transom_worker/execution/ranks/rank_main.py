@@ -21,6 +21,7 @@ from transom_core.contract import ErrorInfo
 from transom_core.errors import OutOfMemory, StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
+from transom_worker.execution.executor import ReadEnd
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
@@ -38,7 +39,6 @@ from transom_worker.execution.ranks.messages import (
     RankFailed,
     RankSetup,
     ReadBlocks,
-    ReadEnded,
     RendezvousOpened,
     RunStep,
     WriteBlocks,
@@ -165,12 +165,12 @@ class _Rank:
         gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._channel.send(self._runner.info)
 
-    def _send_read_end(self, read_id: str, error: str) -> None:
+    def _send_read_end(self, end: ReadEnd) -> None:
         """Send the end of a read. The thread of the reads calls this, and has a connection of its own for it, since only one thread
         may use a socket."""
         if self._read_channel is None:
             self._read_channel = RankChannel(self._setup, b" reads")
-        self._read_channel.send(ReadEnded(read_id, error))
+        self._read_channel.send(end)
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))

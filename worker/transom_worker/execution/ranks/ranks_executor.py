@@ -20,7 +20,15 @@ from typing import TypeVar
 
 from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, ModelError, OutOfMemory, RankLost, StepFailed
-from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, RankUsage, RemoteRead
+from transom_worker.execution.executor import (
+    Executor,
+    ExecutorInfo,
+    RankInfo,
+    RankReport,
+    RankUsage,
+    ReadEnd,
+    RemoteRead,
+)
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import (
@@ -29,7 +37,6 @@ from transom_worker.execution.ranks.messages import (
     LoadsEnded,
     RankFailed,
     ReadBlocks,
-    ReadEnded,
     RunStep,
     WriteBlocks,
 )
@@ -67,7 +74,7 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
-        self._on_read_end: Callable[[int, str, str], None] = lambda rank, read_id, error: None
+        self._on_read_end: Callable[[int, ReadEnd], None] = lambda rank, end: None
         # The error of a step that all ranks refused, which `receive` raises next.
         self._refused: Exception | None = None
         self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
@@ -161,7 +168,7 @@ class RanksExecutor(Executor):
         assert self._group is not None
         self._group.send_all(BeginRead(read))
 
-    def on_read_end(self, callback: Callable[[int, str, str], None]) -> None:
+    def on_read_end(self, callback: Callable[[int, ReadEnd], None]) -> None:
         """Have `callback` called by the engine's thread, while it handles messages."""
         self._on_read_end = callback
 
@@ -248,8 +255,8 @@ class RanksExecutor(Executor):
         elif isinstance(message, BlocksDone):
             if message.call == self._num_calls:
                 self._blocks[rank] = message
-        elif isinstance(message, ReadEnded):
-            self._on_read_end(rank, message.read_id, message.error)
+        elif isinstance(message, ReadEnd):
+            self._on_read_end(rank, message)
         elif isinstance(message, RankUsage):
             self._usages[rank] = message
         else:

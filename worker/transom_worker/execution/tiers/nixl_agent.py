@@ -3,7 +3,7 @@
     agent = open_agent(transfer, memories)             registers the slabs once; None where NIXL is not installed or not wanted
     handle = agent.start(source, kind, spans, tier)    begins to read; on one host the bytes may have come when it returns
     agent.state(handle)                                "PROC" while bytes may still arrive, then once "DONE" or why it failed
-    agent.disconnect(source)                           only while nothing is read from the source
+    agent.disconnect(metadata)                         only while nothing is read from this agent
 
 A read in flight cannot be ended: with NIXL 1.5.1 over TCP, bytes came after its handle was released, and even after the source's
 agent was removed. They cannot come any more once the read is "DONE" or "ERR", or the agent is gone. So a caller that gives a
@@ -82,9 +82,9 @@ class NixlAgent:
             self._release(handle)
         return state
 
-    def disconnect(self, source: RankMemory) -> None:
-        """Close the connection to a rank, from which nothing is read at the moment; the next `start` connects again."""
-        if (name := self._names.pop(source.agent, None)) is not None:
+    def disconnect(self, metadata: bytes) -> None:
+        """Close the connection to an agent, from which nothing is read at the moment; the next `start` connects again."""
+        if (name := self._names.pop(metadata, None)) is not None:
             self._agent.remove_remote_agent(name)
 
     def close(self) -> None:

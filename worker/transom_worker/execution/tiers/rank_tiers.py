@@ -21,7 +21,7 @@ from transom_core.contract.kv_transfer import PIECE_BYTES, RankMemory
 from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.execution.executor import DiskUsage, RemoteRead
+from transom_worker.execution.executor import DiskUsage, ReadEnd, RemoteRead
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.execution.tiers.remote_reads import RemoteReads
@@ -152,8 +152,8 @@ class RankTiers:
         self._finish_spills()  # copies that were decided before may still use the blocks that are read into
         self._remote.begin(read)
 
-    def on_read_end(self, callback: Callable[[str, str], None]) -> None:
-        """Have `callback` called, on another thread, with the id of each read that is over, and its error or ""."""
+    def on_read_end(self, callback: Callable[[ReadEnd], None]) -> None:
+        """Have `callback` called, on another thread, for each read that is over."""
         if self._remote is not None:
             self._remote.on_end = callback
 

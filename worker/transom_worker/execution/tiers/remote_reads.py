@@ -2,7 +2,7 @@
 
     begin     queues a read; from here on a thread of this class works out what to read from which rank, starts the reads by the
               rank's agent, and looks after them
-    on_end    is called once, on that thread, with the reason why not all blocks were read, or "" if all were
+    on_end    is called once, on that thread
 
 A read that fails, or that its request gives up, is over only when no byte can arrive: until then `on_end` is not called, and its
 blocks must not be used for anything else. `nixl_agent` says when that is.
@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from transom_core.contract.kv_transfer import RankMemory
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_worker.execution.executor import RemoteRead
+from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.execution.tiers.slabs import TierMemory
 from transom_worker.kvcache.tiers.block_format.convert import block_digest
@@ -35,6 +34,7 @@ logger = logging.getLogger("transom.worker")
 # The bytes of one handle. Python's global lock is held while a transport copies them at once, about 1 ms.
 HANDLE_BYTES = 4 << 20
 POLL_S = 2e-4  # between two looks at the reads in flight; 4 MiB take 1 ms on one host
+IDLE_S = 3600.0  # after which a connection is closed that was not used: its source may be gone
 CLOSE_S = 2.0  # how long the last reads may take when the rank ends
 OTHER_BYTES = "blocks came with other bytes than the source has"
 
@@ -46,6 +46,7 @@ class _Read:
     order: RemoteRead
     handles: list[tuple[int, Any]] = field(default_factory=list)
     error: str = ""
+    begin_s: float = field(default_factory=time.monotonic)
 
 
 class RemoteReads:
@@ -54,11 +55,13 @@ class RemoteReads:
     def __init__(self, agent: NixlAgent, shares: KvShares, rank: int, memories: Mapping[int, TierMemory]) -> None:
         self._agent, self._shares, self._rank, self._memories = agent, shares, rank, memories
         self.memory = agent.memory  # what other ranks need to read this rank's memory
-        self.on_end: Callable[[str, str], None] = lambda read_id, error: None
+        self.on_end: Callable[[ReadEnd], None] = lambda end: None
         self._new: SimpleQueue[RemoteRead | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # By agent: sources of failed reads, until their connections are closed.
-        self._broken: dict[bytes, RankMemory] = {}
+        # By agents' metadata: when a read from each one last began, and those whose connections are to be closed, since a read
+        # failed or none came for long.
+        self._used_s: dict[bytes, float] = {}
+        self._to_close: set[bytes] = set()
 
     def begin(self, order: RemoteRead) -> None:
         """Queue a read."""
@@ -116,28 +119,33 @@ class RemoteReads:
         try:
             for (rank, kind, device, tier), spans in self._spans(order).items():
                 source = order.memories[rank]
-                if source.agent in self._broken:
+                if source.agent in self._to_close:
                     raise ConnectionError("the connection is broken")
+                self._used_s[source.agent] = read.begin_s
                 for part in np.split(spans, _cuts(spans)):
                     read.handles.append((rank, self._agent.start(source, (kind, device), part, tier)))
         except Exception as error:  # of the library, say for a source that is gone, or of formats that differ
             read.error = f"{type(error).__name__}: {error}"
             if source is not None:
-                self._broken[source.agent] = source
+                self._to_close.add(source.agent)
+        self._to_close |= {agent for agent, used_s in self._used_s.items() if read.begin_s - used_s > IDLE_S}
         return read
 
     def _look_after(self, reads: list[_Read]) -> list[_Read]:
-        """Report reads that are over, close broken connections without reads, and return the reads that are left."""
+        """Report reads that are over, close connections without reads that are to be closed, and return the reads that are left."""
         for read in reads:
             read.handles = [one for one in read.handles if not self._is_over(read, *one)]
         left = [read for read in reads if read.handles]
         in_use = {read.order.memories[rank].agent for read in left for rank, _ in read.handles}
-        for agent in [agent for agent in self._broken if agent not in in_use]:
+        for agent in self._to_close - in_use:
+            self._to_close.remove(agent)
+            self._used_s.pop(agent, None)
             with contextlib.suppress(Exception):  # the source is gone
-                self._agent.disconnect(self._broken.pop(agent))
+                self._agent.disconnect(agent)
         for read in reads:
             if not read.handles:
-                self.on_end(read.order.read_id, read.error or self._compared(read.order))
+                seconds = time.monotonic() - read.begin_s
+                self.on_end(ReadEnd(read.order.read_id, read.error or self._compared(read.order), seconds))
         return left
 
     def _is_over(self, read: _Read, rank: int, handle: Any) -> bool:
@@ -145,7 +153,7 @@ class RemoteReads:
         state, source = self._agent.state(handle), read.order.memories[rank]
         if state not in ("PROC", "DONE"):
             read.error = read.error or f"the read ended as {state}"
-            self._broken[source.agent] = source  # so that a later read connects again
+            self._to_close.add(source.agent)  # so that a later read connects again
         return state != "PROC"
 
     @torch.inference_mode()

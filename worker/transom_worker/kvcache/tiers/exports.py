@@ -73,6 +73,10 @@ class Exports:
             for group, retention in enumerate(retentions or self._retentions)
             for digest, logical in needed_blocks(retention, chain, hit, block_size=self._block_size)
         ]
+        return self.lend(blocks)
+
+    def lend(self, blocks: list[ExportedBlock]) -> BlockExport | None:
+        """Reference cached blocks of any prefixes. Return what `begin` does."""
         to_be_written = {(one.target_tier, one.group, one.target) for one in self._copies.waiting}
         if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
             return None

@@ -48,7 +48,7 @@ class FakeStore:
     # Reads of another worker's memory: how many looks they take, what they bring of a block, and by import those in flight.
     num_looks: int | None = None  # None: this worker does not read memory
     bring: Callable[[bytes], Bytes] = contents
-    reads: dict[str, tuple[PrefixOffer, Callable[[str], None]]] = field(default_factory=dict)
+    reads: dict[str, tuple[PrefixOffer, Callable[[str, float], None]]] = field(default_factory=dict)
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
@@ -91,6 +91,9 @@ class FakeStore:
         shares = None if self.num_looks is None else SHARES
         return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK, shares=shares)
 
+    def probe(self, num_bytes: int, *, by_calls: bool) -> PrefixQuery | None:
+        return None
+
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
 
@@ -130,7 +133,7 @@ class FakeStore:
         self.num_free += len(self.imports.pop(import_id, {}))
         return True
 
-    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
         self.reads[import_id] = offer, on_end
 
     def take_read_ends(self) -> None:
@@ -143,7 +146,7 @@ class FakeStore:
             found = self.imports[import_id] = {digest: self.bring(digest) for digest in self.imports[import_id]}
             wanted = {chain[i]: digest for i, (digest,) in offer.digests[0].items() if chain[i] in found}
             is_equal = all(found[name].tobytes() == digest for name, digest in wanted.items())
-            on_end("" if is_equal else "other bytes")
+            on_end("" if is_equal else "other bytes", 0.5)
 
     def put(self, digests: Sequence[bytes]) -> None:
         """Cache blocks."""

@@ -13,8 +13,10 @@ from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK, contents
 from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
 from transom_core.client_queue import NO_CLIENT
 from transom_core.config import TransferConfig
+from transom_core.contract import PrefixSource
 from transom_core.contract.kv_transfer import PrefixOffer
-from transom_worker.kvcache.tiers.transfer.kv_store import SourceLost
+from transom_core.errors import StepFailed
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST
 
 
 def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair:
@@ -65,19 +67,23 @@ async def test_blocks_of_a_prompt_that_is_still_computed_are_compared_as_the_set
     pair.target.requests["p"] = CHAIN
     query = pair.target.query("p", 10 * BLOCK)
     assert query is not None
-    await pair.fetches.fetch_early("a", query, NO_CLIENT)
+    await pair.fetches.fetch_early(PrefixSource(worker="a", num_tokens=0), query, NO_CLIENT)
     assert [report.outcome for report in pair.notes.reports] == ["source_lost"]
 
 
 def refuses(pair: Pair) -> None:
-    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect")  # type: ignore[method-assign]
+    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect", 0.0)  # type: ignore[method-assign]
 
 
 def cannot_begin(pair: Pair) -> None:
-    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
-        raise SourceLost("the ranks do not run")
+    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
+        raise StepFailed("the ranks do not run")
 
     pair.target.begin_read = fail  # type: ignore[method-assign]
+
+
+def lose_ranks(pair: Pair) -> None:
+    pair.target.begin_read = lambda import_id, offer, on_end: on_end(RANKS_LOST, 0.0)  # type: ignore[method-assign]
 
 
 def loses_its_lease(pair: Pair) -> None:
@@ -85,13 +91,15 @@ def loses_its_lease(pair: Pair) -> None:
     pair.before = lambda name: pair.close_exports() if name == "close" else None
 
 
-@pytest.mark.parametrize("how", [refuses, cannot_begin, loses_its_lease])
+@pytest.mark.parametrize("how", [refuses, cannot_begin, lose_ranks, loses_its_lease])
 async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pair], None]) -> None:
     pair = reading_pair(num_looks=0)
     how(pair)
     pair.start()
     await pair.until_ended("r")
-    assert pair.ended["r"].outcome == "source_lost"
+    is_own_fault = how in (cannot_begin, lose_ranks)
+    assert pair.ended["r"].outcome == ("failed" if is_own_fault else "source_lost")
+    assert pair.fetches.memory_wire.is_asked("a") == is_own_fault
     await pair.until_quiet()
     assert (pair.target.cached, pair.target.num_free) == ({}, 100)
     assert pair.fetches.calls.budget.used_bytes == 0

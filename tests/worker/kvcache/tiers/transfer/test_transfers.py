@@ -44,7 +44,7 @@ class Pair:
         await self._called("open")
         return await self.exports.open(query)
 
-    async def fetch_early(self, worker: str, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         await self._called("early")
         await self.fetches.fetch_early(source, query, sharer)
 
@@ -96,7 +96,7 @@ class Pair:
             self.exports.close(export_id)
 
     def _end(self, request_id: str, report: FetchReport) -> None:
-        assert request_id not in self.ended
+        assert not request_id or request_id not in self.ended
         self.ended[request_id] = report
 
 
@@ -130,7 +130,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     pair.source.requests["p"] = CHAIN
     counts: list[int] = []
     pair.before = lambda name: counts.append(len(pair.target.cached)) if name == "early" else None
-    handovers = Handovers("a", pair, pair.source, on_loop)
+    handovers = Handovers("a", "node", pair, pair.source, on_loop, CONFIG)
     request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0, decoder="b")
     handovers.start([request, replace(request, request_id="no decoder", decoder=None)])
     for end in (3, 5, 9):
@@ -146,6 +146,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     await pair.until_ended("r")
     assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
     assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
+    assert (pair.ended[""].num_blocks, pair.ended[""].place) == (4, "node/device")  # they count for the measured rates
 
 
 async def test_looks_for_blocks_of_a_prompt_that_waits_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +161,18 @@ async def test_looks_for_blocks_of_a_prompt_that_waits_become_rarer(monkeypatch:
 
     monkeypatch.setattr("asyncio.sleep", sleep)
     request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
-    await Handovers("a", pair, pair.source, on_loop)._run(request, "b")
+    await Handovers("a", "", pair, pair.source, on_loop, CONFIG)._run(request, "b")
     assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
+
+
+async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> None:
+    pair = Pair()
+    pair.source.requests["p"] = CHAIN
+    pair.before = lambda name: asyncio.Event().wait() if name == "early" else None
+    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+    handovers = Handovers("a", "", pair, pair.source, on_loop, replace(CONFIG, timeout_s=0.01))
+    async with asyncio.timeout(60):
+        await handovers._run(request, "b")
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:

@@ -23,10 +23,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from transom_core.client_queue import Sharer
+from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
@@ -40,7 +41,16 @@ logger = logging.getLogger("transom.worker")
 DROP_AGAIN_S = 0.05  # between two tries to free the blocks of an import into which ranks still read
 
 OnEnd = Callable[[str, FetchReport], None]
-"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled."""
+"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled; and with "" for each fetch of
+which no request waits for the end."""
+
+
+class _Brought(NamedTuple):
+    """What a fetch brought: the import's plan, the name of the wire, and the seconds of the ranks' reads; 0 for calls."""
+
+    plan: ImportPlan
+    wire: str
+    read_s: float
 
 
 class _Ended(Exception):
@@ -68,6 +78,7 @@ class PrefixFetches:
         self.calls = CallWire(peers, store, on_engine, config)
         self.memory_wire = MemoryWire(self.calls, config)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._measuring = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
         # when no fetch uses its lock any more.
@@ -103,42 +114,52 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def fetch_early(self, source: str, query: PrefixQuery, sharer: Sharer) -> None:
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
         """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
         own = await self._on_engine(lambda: self._store.own_query(query))
-        if own is not None and self.calls.away.is_asked(source):
-            await self._reported(source, self._import("", sharer, source, own), self._config.timeout_s)
+        if own is not None and self.calls.away.is_asked(source.worker):
+            fetch = self._import("", sharer, source.worker, own)
+            self._on_end("", await self._reported(source, fetch, self._config.timeout_s))
+
+    async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
+        """Bring about `num_bytes` of cached blocks of any prefixes from a source as a fetch does, and drop them; one measurement
+        at a time."""
+        async with self._measuring:
+            query = await self._on_engine(lambda: self._store.probe(num_bytes, by_calls=by_calls))
+            if query is None:
+                return FetchReport(source=source.worker, outcome="refused")
+            fetch = self._import("", NO_CLIENT, source.worker, query)
+            return await self._reported(source, fetch, self._config.timeout_s)
 
     async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
         """Fetch the prefix of a held request. A cancelled fetch reports nothing: `CancelledError` passes through."""
-        report = await self._reported(source.worker, self._fetch(request, source), limit_s)
+        report = await self._reported(source, self._fetch(request, source), limit_s)
         self._on_end(request.request_id, report)
 
-    async def _reported(self, source: str, fetch: Awaitable[tuple[ImportPlan, str]], limit_s: float) -> FetchReport:
+    async def _reported(self, source: PrefixSource, fetch: Awaitable[_Brought], limit_s: float) -> FetchReport:
         """Wait for a fetch, and report its outcome. However it ends, both sides release their blocks."""
         begin_s = time.monotonic()
-        plan: ImportPlan | None = None
-        wire = ""
+        brought: _Brought | None = None
         outcome: FetchOutcome = "failed"
         try:
             async with asyncio.timeout(limit_s):
-                plan, wire = await fetch
+                brought = await fetch
             outcome = "fetched"
         except TimeoutError:
             outcome = "timeout"
         except _Ended as ended:
             outcome = ended.outcome
         except SourceLost as error:
-            logger.warning("A prefix could not be fetched from worker %s: %s", source, error)
+            logger.warning("A prefix could not be fetched from worker %s: %s", source.worker, error)
             outcome = "source_lost"
         except Exception:  # a bug; the request must not be held for ever
-            logger.exception("A prefix from worker %s could not be imported.", source)
-        report = _report(source, outcome, plan, wire, seconds=time.monotonic() - begin_s)
+            logger.exception("A prefix from worker %s could not be imported.", source.worker)
+        report = _report(source, outcome, brought, seconds=time.monotonic() - begin_s)
         self._observer.fetched(report)
         return report
 
-    async def _fetch(self, request: Request, source: PrefixSource) -> tuple[ImportPlan, str]:
-        """Bring the blocks of the prefix that are missing here; return the plan of the import and the name of the wire.
+    async def _fetch(self, request: Request, source: PrefixSource) -> _Brought:
+        """Bring the blocks of the prefix that are missing here.
 
         Raises:
             _Ended: there is nothing to import, or no room for it.  SourceLost: the source was lost.
@@ -163,9 +184,9 @@ class PrefixFetches:
             return None, False
         return query, self._store.has(request_id, query)
 
-    async def _import(self, request_id: str, sharer: Sharer, source: str, query: PrefixQuery) -> tuple[ImportPlan, str]:
-        """Bring all pieces of an offer that are missing here, publish them, and close the export. Returns and raises what `_fetch`
-        does."""
+    async def _import(self, request_id: str, sharer: Sharer, source: str, query: PrefixQuery) -> _Brought:
+        """Bring all pieces of an offer that are missing here, publish them unless they are a probe, and close the export. Raises
+        what `_fetch` does."""
         query = replace(query, verifies_all=self._config.verify == "all")
         offer = await self.calls.ask(source, self._peers.open_export(source, query))
         if not isinstance(offer, PrefixOffer):
@@ -177,11 +198,12 @@ class PrefixFetches:
                 raise _Ended("no_space")
             reads_memory = bool(offer.memories) and self.memory_wire.is_asked(source)
             wire = self.memory_wire if reads_memory else self.calls
-            await wire.bring(sharer, source, offer, import_id, plan)
+            read_s = await wire.bring(sharer, source, offer, import_id, plan)
             must_close = not reads_memory  # the memory wire has closed the export
-            await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
-            is_complete = True
-            return plan, wire.name
+            if not query.is_probe:
+                await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
+                is_complete = True
+            return _Brought(plan, wire.name, read_s)
         finally:
             if must_close or not is_complete:
                 task = asyncio.create_task(self._end(source, offer.export_id, None if is_complete else import_id))
@@ -200,16 +222,17 @@ class PrefixFetches:
             logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
 
-def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, wire: str, *, seconds: float) -> FetchReport:
-    if plan is None:
-        return FetchReport(source=source, outcome=outcome, seconds=seconds)
-    return FetchReport(
-        source=source,
-        outcome=outcome,
+def _report(source: PrefixSource, outcome: FetchOutcome, brought: _Brought | None, *, seconds: float) -> FetchReport:
+    ended = FetchReport(source=source.worker, place=source.place, outcome=outcome, seconds=seconds)
+    if brought is None:
+        return ended
+    plan = brought.plan
+    return replace(
+        ended,
         num_tokens=plan.num_tokens,
         num_blocks=plan.num_blocks,
         num_bytes=sum(num_bytes for _, num_bytes in plan.pieces),
         full_length_bytes=plan.full_length_bytes,
-        wire=wire,
-        seconds=seconds,
+        wire=brought.wire,
+        read_s=brought.read_s,
     )

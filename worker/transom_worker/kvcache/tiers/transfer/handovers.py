@@ -15,7 +15,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from transom_core.contract import Request
+from transom_core.config import TransferConfig
+from transom_core.contract import PrefixSource, Request
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
 
@@ -26,10 +27,13 @@ LOOK_S, LONGEST_LOOK_S = 5e-3, 0.1
 
 
 class Handovers:
-    """The handovers of one prefill worker, `own_id`. All methods run on its event loop."""
+    """The handovers of one prefill worker, `own_id` on `node`. All methods run on its event loop."""
 
-    def __init__(self, own_id: str, peers: PrefixPeers, store: KvStore, on_engine: OnEngine) -> None:
-        self._own_id, self._peers, self._store, self._on_engine = own_id, peers, store, on_engine
+    def __init__(
+        self, own_id: str, node: str, peers: PrefixPeers, store: KvStore, on_engine: OnEngine, config: TransferConfig
+    ) -> None:
+        self._own_id, self._place = own_id, PrefixSource.place_of(node, is_on_device=True)
+        self._peers, self._store, self._on_engine, self._timeout_s = peers, store, on_engine, config.timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -47,7 +51,9 @@ class Handovers:
             while (query := await self._on_engine(lambda: self._store.published(request.request_id))) is not None:
                 if len(query.chain) > num_told:
                     num_told, pause_s = len(query.chain), LOOK_S
-                    await self._peers.fetch_early(decoder, self._own_id, query, request.sharer)
+                    source = PrefixSource(worker=self._own_id, num_tokens=query.num_tokens, place=self._place)
+                    async with asyncio.timeout(self._timeout_s):  # the decoder gives a fetch up after as long
+                        await self._peers.fetch_early(decoder, source, query, request.sharer)
                 else:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_LOOK_S)

@@ -24,6 +24,9 @@ class SourceLost(Exception):
     """A call to the source failed, its memory could not be read, or it does not keep its offer."""
 
 
+RANKS_LOST = "the ranks that read have ended"  # the end of a read that is no fault of its source
+
+
 class OnEngine(Protocol):
     """Runs functions on the engine's thread, between two steps, in the order of the calls."""
 
@@ -78,6 +81,10 @@ class KvStore(Protocol):
         """Return the query for the first `num_tokens` tokens of a held request; None if the request has ended or its prefix has no
         whole hash block."""
 
+    def probe(self, num_bytes: int, *, by_calls: bool) -> PrefixQuery | None:
+        """Return a query for any blocks of a source with about `num_bytes`, which must not be published; None if there can be none.
+        `by_calls`: this worker's ranks do not read the source's memory."""
+
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Return whether a search here already finds as many tokens as the router expects from the source.
 
@@ -103,11 +110,11 @@ class KvStore(Protocol):
         """Free the blocks of an import that is not complete, and return True. Return False while bytes may still be read into
         them: then the import publishes nothing any more, and the caller must call again."""
 
-    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str], None]) -> None:
+    def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
         """Let the ranks read all blocks of an import out of the memory of the offer's ranks.
 
         When no byte can come any more, `on_end` is called on any thread, once or more often, with the reason why the blocks are not
-        what the source offered, or "" if they are.
+        what the source offered, or "" if they are, and the seconds that the slowest rank read.
 
         Raises:
             KeyError: the import has ended.

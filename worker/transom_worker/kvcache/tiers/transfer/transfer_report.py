@@ -23,7 +23,8 @@ EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = get_args(ExportOutcome)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """One fetch: its source and outcome, the length of the prefix in tokens, and the blocks and bytes that it brought.
+    """One fetch: its source with its `PrefixSource.place`, its outcome, the length of the prefix in tokens, and the blocks and
+    bytes that it brought.
 
     `full_length_bytes` is how many bytes it would have brought if every group kept all of its tokens; sliding groups keep fewer.
     """
@@ -34,8 +35,10 @@ class FetchReport:
     num_blocks: int = 0
     num_bytes: int = 0
     full_length_bytes: int = 0
+    place: str = ""
     wire: str = ""  # the name of the `Wire` that brought the blocks
     seconds: float = 0.0
+    read_s: float = 0.0  # of which the slowest rank read the source's memory; 0 for calls
 
 
 class TransferObserver:

@@ -21,7 +21,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
+from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan, KvStore, OnEngine, SourceLost
 
 LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
 
@@ -38,13 +38,14 @@ class CallWire:
         self.budget = ByteBudget(config.max_bytes_in_flight)
         self.away = AwaySources(config.timeout_s)
 
-    async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> None:
-        """Read, convert and write all pieces; then they may be published. The first error cancels the others.
+    async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> float:
+        """Read, convert and write all pieces; then they may be published. The first error cancels the others. Return 0.0.
 
         Raises:
             SourceLost: the source was lost, or does not keep its offer.  KeyError: the import has ended.
         """
         await all_of([self._bring(sharer, source, offer, import_id, *piece) for piece in plan.pieces])
+        return 0.0
 
     async def ask(self, source: str, call: Awaitable[T]) -> T:
         """Wait for a call to a source. Raises SourceLost if it fails."""
@@ -84,40 +85,48 @@ class MemoryWire:
         bytes: so a source that hangs keeps a bounded share of the budget and of the blocks here."""
         return not self._abandoned[source] and self._away.is_asked(source)
 
-    async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> None:
-        """Read all blocks at once, and close the export. Raises the errors of `CallWire.bring`."""
+    async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> float:
+        """Read all blocks at once, and close the export; return the seconds of the reads alone. Raises the errors of
+        `CallWire.bring`."""
         num_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[tuple[str, float]] = asyncio.get_running_loop().create_future()
         give_back = await self._calls.budget.take(num_bytes, sharer)
         ended.add_done_callback(lambda _: give_back())
         try:
+            await self._begin(offer, import_id, ended)
             with self._away.noted(source):
-                await self._read(offer, import_id, ended)
-                if error := ended.result():
+                await self._until_over(ended)
+                error, seconds = ended.result()
+                if error not in ("", RANKS_LOST):
                     raise SourceLost(f"its memory could not be read: {error}")
-                was_open = self._calls.peers.close_export(source, offer.export_id, num_bytes)
+                was_open = self._calls.peers.close_export(source, offer.export_id, 0 if error else num_bytes)
                 if not await self._calls.ask(source, was_open):
                     raise SourceLost("it gave the blocks up while they were read")
+            if error:
+                raise KeyError(import_id)  # the ranks start again, and the cache was emptied
+            return seconds
         finally:
             if not ended.done():
                 self._abandoned[source] += 1
                 ended.add_done_callback(lambda _: self._abandoned.subtract([source]))
 
-    async def _read(self, offer: PrefixOffer, import_id: str, ended: asyncio.Future[str]) -> None:
-        """Let the ranks read, and wait until `ended` has the result, which it gets even if this is cancelled."""
+    async def _begin(self, offer: PrefixOffer, import_id: str, ended: asyncio.Future[tuple[str, float]]) -> None:
+        """Let the ranks read. `ended` gets the result, even if this is cancelled. Raises what `begin_read` does."""
         loop = asyncio.get_running_loop()
 
-        def end(error: str) -> None:
+        def end(error: str, seconds: float) -> None:
             if not ended.done():
-                ended.set_result(error)
+                ended.set_result((error, seconds))
 
-        def on_end(error: str) -> None:
+        def on_end(error: str, seconds: float) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(end, error)
+                loop.call_soon_threadsafe(end, error, seconds)
 
         begun = asyncio.ensure_future(self._on_engine(lambda: self._store.begin_read(import_id, offer, on_end)))
-        begun.add_done_callback(lambda done: None if done.exception() is None else end(repr(done.exception())))
+        begun.add_done_callback(lambda done: None if done.exception() is None else end(repr(done.exception()), 0.0))
         await asyncio.shield(begun)
+
+    async def _until_over(self, ended: asyncio.Future[Any]) -> None:
         while not ended.done():
             await asyncio.wait([ended], timeout=LOOK_S)
             # Ranks in processes of their own report when the engine listens, which it does in a step anyway.
