@@ -22,6 +22,7 @@ from transom_cluster.openai.answer.opaque_reasoning import read_reasoning
 from transom_cluster.openai.messages.request_body import (
     Content,
     Message,
+    OnlyTextBlock,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
@@ -33,7 +34,7 @@ from transom_cluster.openai.request.body import decode_field
 _BILLING_HEADER = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
 _BETWEEN_TEXTS = {"user": "\n", "assistant": "", "system": "\n\n"}  # the model's own text was not cut at line ends
 _MESSAGES: msgspec.json.Decoder[list[Message]] = msgspec.json.Decoder(list[Message])
-_SYSTEM: msgspec.json.Decoder[str | list[TextBlock] | None] = msgspec.json.Decoder(str | list[TextBlock] | None)
+_SYSTEM: msgspec.json.Decoder[str | list[OnlyTextBlock] | None] = msgspec.json.Decoder(str | list[OnlyTextBlock] | None)
 
 ChatMessage = dict[str, Any]
 
@@ -77,7 +78,7 @@ class _Chat:
         """Add the blocks of one message; `path` is the field of its content."""
         for index, block in enumerate([TextBlock(text=content)] if isinstance(content, str) else content):
             match block:
-                case TextBlock(text=text):
+                case TextBlock(text=text) | OnlyTextBlock(text=text):
                     self._turn(role)["content"].append(text)
                 case ToolResultBlock():
                     self._messages.append(_result(block))

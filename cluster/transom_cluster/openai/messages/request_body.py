@@ -22,6 +22,13 @@ class TextBlock(OpenModel, frozen=True, kw_only=True, tag="text"):
     text: str
 
 
+class OnlyTextBlock(OpenModel, frozen=True, kw_only=True):
+    """Text where no other type is allowed; msgspec takes a type of only one tagged class for optional."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ThinkingBlock(OpenModel, frozen=True, kw_only=True, tag="thinking"):
     """The assistant's reasoning. The signature of reasoning that was not shown has its text, if this server wrote it."""
 
@@ -47,12 +54,12 @@ class ToolResultBlock(OpenModel, frozen=True, kw_only=True, tag="tool_result"):
     """The result of a call, which a user's message brings."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyTextBlock] | None = None
     is_error: bool | None = None
 
 
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
-Content = str | list[TextBlock] | list[TextBlock | ToolResultBlock] | list[AssistantBlock]
+Content = str | list[OnlyTextBlock] | list[TextBlock | ToolResultBlock] | list[AssistantBlock]
 
 
 class UserMessage(OpenModel, frozen=True, kw_only=True, tag_field="role", tag="user"):
@@ -70,7 +77,7 @@ class AssistantMessage(OpenModel, frozen=True, kw_only=True, tag_field="role", t
 class SystemMessage(OpenModel, frozen=True, kw_only=True, tag_field="role", tag="system"):
     """A system message inside the conversation."""
 
-    content: str | list[TextBlock]
+    content: str | list[OnlyTextBlock]
 
 
 Message = UserMessage | AssistantMessage | SystemMessage
@@ -120,7 +127,7 @@ class CountTokensRequest(SharedFields, frozen=True, kw_only=True):
     """Anthropic's fields, and vLLM's additional ones. `None` means the default. `max_tokens` 0 only fills the prefix cache."""
 
     messages: Annotated[Raw, Meta(extra_json_schema=inlined_schema(Annotated[list[Message], Meta(min_length=1)]))]
-    system: Annotated[Raw, Meta(extra_json_schema=inlined_schema(str | list[TextBlock] | None))] = any_json()
+    system: Annotated[Raw, Meta(extra_json_schema=inlined_schema(str | list[OnlyTextBlock] | None))] = any_json()
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     tools: Annotated[Raw, Meta(extra_json_schema=inlined_schema(list[Tool] | None))] = any_json()
     tool_choice: ToolChoice | None = None
