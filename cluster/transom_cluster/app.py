@@ -150,8 +150,8 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
 def _with_commit(settings: Settings) -> Settings:
     """Return settings with the model's current commit, so that every worker that starts later loads the same files, even if the
     repository gets a newer commit."""
-    name = settings.server_config().served_model_name
-    return settings.model_copy(update={"model": with_commit(settings.model), "served_model_name": name})
+    names = settings.served_model_name or (settings.model,)
+    return settings.model_copy(update={"model": with_commit(settings.model), "served_model_name": names})
 
 
 def worker_names(settings: Settings) -> tuple[str, ...]:

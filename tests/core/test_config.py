@@ -16,6 +16,8 @@ def test_defaults_resolve() -> None:
     engine = Settings.parse(model="m").engine_config()
     assert (engine.model.model, engine.cache.block_size, engine.scheduler.steps_in_flight) == ("m", 16, None)
     assert Settings.parse(model="m").server_config().served_model_name == "m"
+    named = [Settings.parse(model="m", served_model_name=names).server_config() for names in ("a", ["a", "b"])]
+    assert [one.model_names for one in named] == [("a",), ("a", "b")]
     assert Settings.parse(model="m").server_config().failover.wait_s == 60.0
     assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
 
@@ -25,7 +27,7 @@ def test_every_field_of_a_config_comes_from_a_setting() -> None:
     given = {
         *("swap_space_bytes", "disk_space_bytes", "policy", "size", "is_on", "timeout_s", "api_keys", "wait_s"),
         *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share", "wire", "verify", "ucx"),
-        *("endpoint", "sample_ratio"),
+        *("endpoint", "sample_ratio", "model_aliases"),
     }
     parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]
     sections = {"model", "cache", "scheduler", "ranks", "transfer", "tracing", "limits", "priorities", "failover"}

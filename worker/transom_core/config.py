@@ -197,6 +197,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str
+    model_aliases: tuple[str, ...] = ()  # further names of the model
+    serve_claude_names: bool = False
+    strip_billing_header: bool = True
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
     admin_api_key_file: str | None = None
@@ -215,6 +218,11 @@ class ServerConfig:
     failover: FailoverConfig = FailoverConfig()
     tracing: TracingConfig | None = None
     log_format: LogFormat = "text"
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Return all names of the model in the API that are listed."""
+        return (self.served_model_name, *self.model_aliases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

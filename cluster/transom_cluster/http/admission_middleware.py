@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.api_keys import ApiKeys, address_digest, shows_all_clients
 from transom_cluster.http.client_limits import Budget, ClientLimits, HeldBodies, LimitSet
-from transom_cluster.http.request_middleware import send_error
+from transom_cluster.http.request_middleware import error_response
 from transom_cluster.http.request_state import request_state, routed_path
-from transom_cluster.openai.answer.error_responses import HttpError, wire_error
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_core.config import ServerConfig
 from transom_core.errors import RateLimited
 
@@ -62,7 +62,7 @@ class AdmissionMiddleware:
                     stack.enter_context(limits.request(client))
                 self._check_declared_length(scope)
             except (HttpError, RateLimited) as error:
-                await send_error(wire_error(error), send)
+                await error_response(error, scope)(scope, receive, send)
                 return
             if scope["method"] not in _WITHOUT_BODY:
                 body = _Body(client, self._max_body_bytes, self._body_timeout_s, self._limits.bodies)
@@ -84,7 +84,7 @@ class AdmissionMiddleware:
 
     def _check_key(self, scope: Scope) -> None:
         """Check the API key, and store its client in the request's state."""
-        given, path = _bearer_token(Headers(scope=scope).get("authorization", "")), routed_path(scope)
+        given, path = _presented_key(Headers(scope=scope)), routed_path(scope)
         admin = self._admins.owner_of(given) if given and self._admins.are_required else None
         client = self._keys.owner_of(given) if given and self._keys.are_required else None
         needs_admin = self._admins.are_required and shows_all_clients(path)
@@ -212,7 +212,8 @@ def duration_text(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"
 
 
-def _bearer_token(authorization: str) -> bytes:
-    """Return the bytes of the bearer token; b"" for any other authorization scheme."""
-    scheme, _, token = authorization.partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+def _presented_key(headers: Headers) -> bytes:
+    """Return the bytes of the bearer token, or else of the header in which Anthropic's clients send keys; b"" without either."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    key = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")

@@ -27,9 +27,9 @@ from transom_cluster.http.client_threads import RequestThreads
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
 from transom_cluster.http.declared_statuses import declared_statuses
 from transom_cluster.http.openai_routes import OpenAiRoutes
-from transom_cluster.http.request_middleware import ErrorMiddleware, RequestMiddleware
+from transom_cluster.http.request_middleware import ErrorMiddleware, RequestMiddleware, error_response
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
-from transom_cluster.openai.answer.error_responses import HttpError, wire_error
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.openai.openapi_document import complete_openapi_document
 from transom_cluster.router.router import Router
 from transom_core import __version__
@@ -96,7 +96,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, (RequestError, HttpError)):
             logger.warning("%s %s: %r", request.method, request.url.path, error)
-        return _response(error)
+        return error_response(error, request.scope)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -109,20 +109,15 @@ def _add_error_handlers(api: FastAPI) -> None:
             message, code = f"{request.method} is not allowed at {request.url.path}.", "method_not_allowed"
         else:
             message, code = f"The request was refused with status {status}.", None
-        return _response(HttpError(status, message, code=code, headers=headers))
+        return error_response(HttpError(status, message, code=code, headers=headers), request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else []
         name = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else None
         message = f"{name}: {problems[0]['msg']}." if problems else str(error)
-        return _response(RequestError(message, param=name))
+        return error_response(RequestError(message, param=name), request.scope)
 
     api.add_exception_handler(TransomError, on_error)
     api.add_exception_handler(HttpError, on_error)
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_exception_handler(RequestValidationError, on_validation_error)
-
-
-def _response(error: Exception) -> Response:
-    wire = wire_error(error)
-    return Response(wire.dumps(), status_code=wire.status, media_type="application/json", headers=wire.headers)

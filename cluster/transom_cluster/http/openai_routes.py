@@ -1,4 +1,4 @@
-"""The routes that generate text: /v1/chat/completions, /v1/completions and /v1/responses."""
+"""The routes that generate text: /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages (and its count_tokens)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.client_threads import RequestThreads
@@ -16,12 +16,17 @@ from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseWriter
+from transom_cluster.openai.messages.chat_form import MessagesChat, messages_chat
+from transom_cluster.openai.messages.messages_writer import MessagesWriter
+from transom_cluster.openai.messages.object_types import MessageTokensCount
+from transom_cluster.openai.messages.request_body import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, encode_prompts
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest
 from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
+from transom_cluster.openai.request.request_limits import check_tokenize_bytes, check_tokenize_tokens
 from transom_cluster.openai.responses.chat_form import chat_form
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
@@ -38,6 +43,8 @@ from transom_core.text.markup.context import AnswerContext
 _CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)
 _COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)
 _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
+_MESSAGES = BodyParser(MessagesRequest, MESSAGES_RULES)
+_COUNT_TOKENS = BodyParser(CountTokensRequest, MESSAGES_RULES)
 
 
 class OpenAiRoutes:
@@ -54,6 +61,8 @@ class OpenAiRoutes:
             "/v1/chat/completions": self.chat_completions,
             "/v1/completions": self.completions,
             "/v1/responses": self.responses,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count_tokens,
         }
         for path, handler in handlers.items():
             api.add_api_route(path, handler, methods=["POST"], response_model=None)
@@ -80,22 +89,58 @@ class OpenAiRoutes:
         body.check_stateless()
         run = functools.partial(asked.threads.run, num_chars=body.num_bytes, inline_chars=SMALL_BODY_BYTES)
         form = await run(lambda: chat_form(body))
-        try:
+        with form.named_errors():
             chat = await asked.chat(form.chat)
-        except RequestError as error:
-            raise form.error(error) from None
         echo = await run(lambda: request_echo(body, chat.params))
         options = ItemOptions(
             response_id=asked.metadata.id,
-            names=form.names,
+            names=form.tool_names,
             tokenizer=self._router.tokenizer,
             num_top_logprobs=chat.params.logprobs,
             includes_encrypted_reasoning=body.includes_encrypted_reasoning,
         )
         (answer,) = chat.answers
         writer = ResponsesWriter(asked.metadata, chat.requests, answer, options, echo)
-        headers = {"x-transom-warning": form.warning_header} if form.warnings else {}
-        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=headers)
+        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=form.headers)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer a chat in the form of Anthropic's Messages API."""
+        asked = PromptRequest(self._router, self._threads, request, id_prefix="msg_")
+        body = await asked.parse(_MESSAGES)
+        form = await self._messages_chat(asked, body)
+        if form.chat.messages[-1].role == "assistant":
+            reason = "this server does not continue one (prefill); end with a user's message"
+            raise RequestError(f"messages ends with a message of the assistant; {reason}.", param="messages")
+        with form.named_errors():
+            chat = await asked.chat(form.chat, cuts_max_tokens=True)
+        (sent,), (answer,), limits = chat.requests, chat.answers, self._router.limits.current
+        keeps_blocks = limits.caches_prefixes and sent.reads_prefix_cache
+        writer = MessagesWriter(
+            asked.metadata,
+            chat.requests,
+            answer,
+            num_cacheable_tokens=sent.num_prompt_tokens // limits.block_size * limits.block_size if keeps_blocks else 0,
+            omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        )
+        writer.prompt_only = body.max_tokens == 0
+        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=form.headers)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of the prompt that a request to /v1/messages with this body would have."""
+        asked = PromptRequest(self._router, self._threads, request)
+        body = await asked.parse(_COUNT_TOKENS)
+        form = await self._messages_chat(asked, body)
+        limits = self._router.limits.current
+        with form.named_errors():
+            check_tokenize_bytes(sum(one.num_chars for one in form.chat.messages), limits, param="messages")
+            check = functools.partial(check_tokenize_tokens, limits=limits, param="messages")
+            _, prompt = await asked.rendered(form.chat, check_length=check)
+        return JSONResponse(MessageTokensCount(input_tokens=len(prompt.token_ids)), headers=form.headers)
+
+    async def _messages_chat(self, asked: PromptRequest, body: CountTokensRequest) -> MessagesChat:
+        strips = self._router.config.strip_billing_header
+        convert = functools.partial(messages_chat, body, strips_billing_header=strips)
+        return await asked.threads.run(convert, num_chars=body.num_bytes, inline_chars=SMALL_BODY_BYTES)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""

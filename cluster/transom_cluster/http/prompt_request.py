@@ -44,6 +44,7 @@ from transom_core.errors import RequestTimeout
 from transom_core.grammar import CheckedGrammar
 from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
+from transom_core.text.tokenizer import CheckLength
 
 MAX_INLINE_TOKENS = 16_384  # engine requests with up to this many prompt tokens are built on the event loop
 PROMPT_END_CHARS = 200  # enough to see whether the template has begun the answer, for example with `<think>`
@@ -73,7 +74,7 @@ class PromptRequest:
         self._request = request
         self.state, self.path = request_state(request.scope), routed_path(request.scope)
         self.threads = ClientThreads(threads, Sharer(self.state.sharer, self.state.weight), request.receive)
-        model = router.config.served_model_name
+        model = router.config.served_model_name  # until the body names it otherwise
         self.metadata = ResponseMetadata(id=f"{id_prefix}{secrets.token_hex(12)}", model=model)
         if id_prefix:
             set_response_id(self.state, self.metadata.id)
@@ -98,10 +99,13 @@ class PromptRequest:
         raw = await self.body()
         body = await self.threads.run(lambda: parser.parse(raw), num_chars=len(raw), inline_chars=SMALL_BODY_BYTES)
         await self._router.prepare(body.model)
+        self.metadata = replace(self.metadata, model=body.model or self.metadata.model)
         return body
 
-    async def chat(self, body: ChatCompletionRequest) -> PreparedChat:
+    async def chat(self, body: ChatCompletionRequest, *, cuts_max_tokens: bool = False) -> PreparedChat:
         """Render a chat, and build the grammar of its answer, its engine requests, and the parsers of their output.
+
+        With `cuts_max_tokens` the answer may ask for more tokens than fit the model's length, and ends there.
 
         Raises:
             RequestError: a field is wrong or out of range, or the model cannot do what it asks for; `param` names the field.
@@ -109,20 +113,10 @@ class PromptRequest:
         params = body.params()
         limits = self.limits(body, params)
         tokenizer, markup = self._router.tokenizer, self._router.answer_markup
-        read_options = functools.partial(body.answer_options, markup.reasoning_parser, tokenizer.marker_id)
-        options = await self.threads.run(read_options, num_chars=body.num_option_bytes, inline_chars=MAX_INLINE_CHARS)
-        markup.check_demand(options.tools_demand)
-        render = functools.partial(
-            render_chat,
-            tokenizer,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=options.prompt_variables,
-            tool_parser=markup.tool_parser,
-            check_length=functools.partial(check_length, max_tokens=None, limits=limits, param="messages"),
-        )
-        num_chars = sum(message.num_chars for message in body.messages) + options.num_chars
-        prompt = await self.threads.run(render, num_chars=num_chars)
+        check = functools.partial(check_length, max_tokens=None, limits=limits, param="messages")
+        options, prompt = await self.rendered(body, check_length=check)
+        if cuts_max_tokens and len(prompt.token_ids) + (params.max_tokens or 0) > limits.longest:
+            params = replace(params, max_tokens=None)
         context = markup.context(options, prompt_end=prompt.text[-PROMPT_END_CHARS:])
         grammar = await self.grammar(markup, options, context)
         requests = await self.engine_requests(body, [prompt], params, limits, grammar, prompt_param="messages")
@@ -137,6 +131,29 @@ class PromptRequest:
             for one in requests
         ]
         return PreparedChat(params=params, requests=requests, answers=answers, is_parsed=context.is_parsed)
+
+    async def rendered(self, body: ChatCompletionRequest, *, check_length: CheckLength) -> tuple[AnswerOptions, Prompt]:
+        """Read a chat's options, and render the chat with them.
+
+        Raises:
+            RequestError: a field is wrong, or the model cannot do what it asks for; `param` names the field.
+            PromptTooLong: `check_length` refuses the number of tokens.
+        """
+        tokenizer, markup = self._router.tokenizer, self._router.answer_markup
+        read_options = functools.partial(body.answer_options, markup.reasoning_parser, tokenizer.marker_id)
+        options = await self.threads.run(read_options, num_chars=body.num_option_bytes, inline_chars=MAX_INLINE_CHARS)
+        markup.check_demand(options.tools_demand)
+        render = functools.partial(
+            render_chat,
+            tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=options.prompt_variables,
+            tool_parser=markup.tool_parser,
+            check_length=check_length,
+        )
+        num_chars = sum(message.num_chars for message in body.messages) + options.num_chars
+        return options, await self.threads.run(render, num_chars=num_chars)
 
     def limits(self, body: SamplingFields, params: SamplingParams) -> ModelLimits:
         """Return the request's limits with its KV policy, which is its own or the server's default: a policy may allow longer

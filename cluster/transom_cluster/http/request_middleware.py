@@ -15,11 +15,13 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import STATE_KEY, RequestState, request_state, routed_path
-from transom_cluster.openai.answer.error_responses import WireError, wire_error
+from transom_cluster.openai.answer.error_responses import wire_error
+from transom_cluster.openai.messages.messages_errors import is_messages_path, messages_error
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing
@@ -31,6 +33,7 @@ access_logger = logging.getLogger("transom.access")
 
 FIRST_ERROR_STATUS = 400  # GET requests with a lower status are not logged
 ID_HEADER = "x-request-id"
+MESSAGES_ID_HEADER = "request-id"  # where Anthropic's clients look for it
 MAX_ID_CHARS = 128  # more characters of an incoming `x-request-id` are cut off
 
 
@@ -63,6 +66,8 @@ class RequestMiddleware:
             state.outcome.message_sending(message)
             if message["type"] == "http.response.start" and state.response_id and ID_HEADER not in headers:
                 MutableHeaders(scope=message)[ID_HEADER] = state.response_id
+            if message["type"] == "http.response.start" and state.response_id and is_messages_path(routed_path(scope)):
+                MutableHeaders(scope=message)[MESSAGES_ID_HEADER] = state.response_id
             await send(message)
             state.outcome.message_sent(message)
 
@@ -150,12 +155,13 @@ class ErrorMiddleware:
             if outcome.has_begun:
                 outcome.break_with(wire_error(error))
             else:
-                await send_error(wire_error(error), send)
+                await error_response(error, scope)(scope, receive, send)
 
 
-async def send_error(error: WireError, send: Send) -> None:
-    """Send a whole response with OpenAI's error object."""
-    headers = {"content-type": "application/json", **error.headers}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": error.dumps()})
+def error_response(error: BaseException, scope: Scope) -> Response:
+    """Return the whole response to a request that fails, with an error object in the form of the route's API."""
+    wire = wire_error(error)
+    if not is_messages_path(routed_path(scope)):
+        return Response(wire.dumps(), wire.status, wire.headers, media_type="application/json")
+    status, body = messages_error(wire, request_state(scope).response_id)
+    return JSONResponse(body, status, wire.headers)

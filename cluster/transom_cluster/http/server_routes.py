@@ -48,9 +48,8 @@ def _add_status_routes(api: FastAPI, router: Router) -> None:
 
 def _add_model_routes(api: FastAPI, router: Router) -> None:
     started_s = int(time.time())
-    name = router.config.served_model_name
 
-    def model_card() -> ModelCard:
+    def model_card(name: str) -> ModelCard:
         limits = router.limits.last_known
         newest = next(iter(router.served.values()), list(router.connections.values()))
         info = next((one.info for one in newest if one.info is not None), None)
@@ -60,7 +59,7 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
             "object": "model",
             "created": started_s,
             "owned_by": "transom",
-            "root": name,
+            "root": router.config.served_model_name,
             "parent": None,
             "max_model_len": None if limits is None else limits.max_model_len,
             "kv_cache": [
@@ -75,9 +74,9 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
 
     @api.get("/v1/models", summary="The served models", response_model=None)
     async def models() -> ModelList:
-        return {"object": "list", "data": [model_card()]}
+        return {"object": "list", "data": [model_card(name) for name in router.config.model_names]}
 
     @api.get("/v1/models/{model_id:path}", summary="One model", response_model=None)
     async def model(model_id: str) -> ModelCard:
         router.check_model(model_id)
-        return model_card()
+        return model_card(model_id)

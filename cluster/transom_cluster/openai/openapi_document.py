@@ -13,6 +13,9 @@ import msgspec
 from pydantic import TypeAdapter
 
 from transom_cluster.openai.answer import response_types
+from transom_cluster.openai.messages.messages_errors import OVERLOADED_STATUS, is_messages_path
+from transom_cluster.openai.messages.object_types import MessageObject, MessagesErrorBody, MessageTokensCount
+from transom_cluster.openai.messages.request_body import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from transom_cluster.openai.request.body import BodyModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -31,10 +34,12 @@ POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
     "/v1/responses": (ResponsesRequest, RESPONSES_RULES, ResponseObject),
+    "/v1/messages": (MessagesRequest, MESSAGES_RULES, MessageObject),
+    "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES_RULES, MessageTokensCount),
     "/tokenize": (TokenizeRequest, TOKENIZE_RULES, response_types.Tokens),
     "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _GET_RESPONSES: dict[str, type[Any]] = {
     "/health": response_types.Health,
     "/v1/models": response_types.ModelList,
@@ -51,6 +56,7 @@ _ERRORS = {
     431: "The headers are too large.",
     500: "The server failed; its log has the reason.",
     503: "Overloaded, or no worker is ready.",
+    OVERLOADED_STATUS: "Overloaded.",
 }
 _GET_ERRORS = (401, 429, 431, 500)
 _EVENT = {  # the schema of one server-sent event of a stream
@@ -96,8 +102,9 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
     if path in _STREAMED:
         content["text/event-stream"] = {"schema": _EVENT}
     responses = {"200": {"description": "The answer.", "content": content}}
+    error_type = MessagesErrorBody if is_messages_path(path) else response_types.ErrorBody
     for status in _statuses(path, method):
-        responses[str(status)] = _error(status, _add(response_types.ErrorBody, schemas))
+        responses[str(status)] = _error(status, _add(error_type, schemas))
     for declared, response in operation["responses"].items():  # declared by the route itself
         if declared not in ("200", "422"):  # FastAPI declares 422; this API sends 400 instead
             responses[declared] = {**response, "content": _json(_add(response_types.ErrorBody, schemas))}
@@ -107,12 +114,12 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
 
 
 def _statuses(path: str, method: str) -> list[int]:
-    statuses = list(_ERRORS if method == "post" else _GET_ERRORS)
-    return sorted({*statuses, 404}) if "{" in path else statuses
+    statuses = {*(_ERRORS if method == "post" else _GET_ERRORS), *([404] if "{" in path else [])}
+    return sorted(statuses if is_messages_path(path) else statuses - {OVERLOADED_STATUS})
 
 
 def _error(status: int, schema: dict[str, Any]) -> dict[str, Any]:
-    headers = {"headers": _RETRY} if status in (429, 503) else {}
+    headers = {"headers": _RETRY} if status in (429, 503, OVERLOADED_STATUS) else {}
     return {"description": _ERRORS[status], "content": _json(schema), **headers}
 
 

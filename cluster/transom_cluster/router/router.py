@@ -158,13 +158,16 @@ class Router:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Check that the router serves the model `name`; None stands for the served model.
+        """Check that the router serves the model `name`; None stands for the served model, and so may names of Anthropic's.
 
         Raises:
             HttpError: the model is not served here (status 404).
         """
-        if name is not None and name != self.config.served_model_name:
-            message = f"The model {name!r} does not exist; this server has {self.config.served_model_name!r}."
+        config = self.config
+        is_alias = config.serve_claude_names and name is not None and name.startswith("claude-")
+        if name is not None and name not in config.model_names and not is_alias:
+            names = " and ".join(map(repr, config.model_names))
+            message = f"The model {name!r} does not exist; this server has {names}."
             raise HttpError(404, message, param="model", code="model_not_found")
 
     async def prepare(self, model: str | None) -> None:

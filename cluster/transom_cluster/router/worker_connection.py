@@ -156,6 +156,7 @@ class WorkerConnection:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             block_size=self.info.cache.block_size,
+            caches_prefixes=self.info.cache.enable_prefix_caching,
             kv_policy_obstacle=self.info.kv_policy_obstacle,
         )
 

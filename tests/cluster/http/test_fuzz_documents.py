@@ -95,7 +95,7 @@ def is_left_out(case: Case) -> bool:
 
 def check_content(path: str, content_type: str, text: str) -> None:
     """No error of the server's own, even inside a stream that began well; JSON without NaN and infinities; a stream has its end."""
-    assert not re.search(r'"type": ?"server_error"', text), text
+    assert not re.search(r'"type": ?"(server|api)_error"', text), text
     if content_type.startswith(EVENT_STREAM):
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
         if path in ENDED_BY_DONE:

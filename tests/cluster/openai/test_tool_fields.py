@@ -70,7 +70,7 @@ def test_tools_are_read_and_rendered() -> None:
         ([tool(), {"type": "custom", "custom": {"name": "x"}}], "tools[1].type", "'custom'"),
         ([{"type": "function"}], "tools[0].function", "missing"),
         ([tool("a b")], "tools[0].function.name", "'a b'"),
-        ([tool("a" * 65)], "tools[0].function.name", "1 to 64"),
+        ([tool("a" * 129)], "tools[0].function.name", "1 to 128"),
         ([tool(), tool("b"), tool()], "tools[2].function.name", "tools[0].function.name"),
         ([tool(parameters=[])], "tools[0].function.parameters", "object"),
         ([tool(strict="yes")], "tools[0].function.strict", "bool"),

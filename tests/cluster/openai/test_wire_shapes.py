@@ -1,17 +1,18 @@
-"""OpenAI's published document and client: responses validate strictly, and every published field of a request is known here:
-supported, ignored, or refused by its own name."""
+"""OpenAI's and Anthropic's published documents and clients: responses validate strictly, and every published field of a request
+is known here: supported, ignored, or refused by its own name."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.cluster.conftest import stream_events
-from tests.cluster.openai.published_document import check_published, published_document
+from tests.cluster.openai.published_document import ANTHROPIC, OPENAI, check_published, published_document
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.request.body import BodyParser
 
@@ -59,20 +60,22 @@ LEAST_BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
 }
 SCHEMAS = {
     "/v1/chat/completions": "CreateChatCompletionRequest",
     "/v1/completions": "CreateCompletionRequest",
     "/v1/responses": "CreateResponse",
+    "/v1/messages": "CreateMessageParams",
 }
 
 
-def fields(schema: dict[str, Any]) -> dict[str, Any]:
+def fields(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in schema:
-        return fields(published_document()["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]])
+        return fields(schemas[schema["$ref"].rsplit("/", 1)[1]], schemas)
     own = dict(schema.get("properties", {}))
     for part in schema.get("allOf", ()):
-        own |= fields(part)
+        own |= fields(part, schemas)
     return own
 
 
@@ -80,7 +83,10 @@ def fields(schema: dict[str, Any]) -> dict[str, Any]:
 def test_every_published_field_is_known_and_null_is_the_default_of_all_but_the_required_ones(path: str) -> None:
     """Clients send null for what they leave out."""
     model, rules, _ = POST_ENDPOINTS[path]
-    names = fields(published_document()["components"]["schemas"][SCHEMAS[path]]).keys()
+    schemas = published_document(ANTHROPIC if path == "/v1/messages" else OPENAI)["components"]["schemas"]
+    names = set(fields(schemas[SCHEMAS[path]], schemas))
+    if path == "/v1/messages":  # the client has newer ones
+        names |= get_type_hints(MessageCreateParamsBase).keys()
     assert len(names) > 15
     assert names <= {*model.__struct_fields__, *rules.ignored, *rules.refused}
     parser, least = BodyParser(model, rules), LEAST_BODIES[path]

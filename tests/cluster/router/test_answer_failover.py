@@ -25,7 +25,7 @@ from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
 from transom_core.text.markup.families import harmony
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🦜", "note": "say \\"</tool_call>\\""}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 MIXED = f"<think>\nRain? 日本\n</think>\n\nLet me look.\n{WEATHER}\n{TIME}"
@@ -48,6 +48,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True,
     },
     RESPONSES: {"input": "Is it raining?", "tools": [{"type": "function", **tool} for tool in TOOLS], "store": False},
+    MESSAGES: {
+        "messages": [{"role": "user", "content": "Is it raining?"}],
+        "tools": [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in TOOLS],
+        "max_tokens": 2000,
+    },
 }
 
 
@@ -162,7 +167,8 @@ def without_chance(body: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    ("path", "answer"), [*((CHAT, answer) for answer in ANSWERS), (RESPONSES, next(iter(ANSWERS)))]
+    ("path", "answer"),
+    [*((CHAT, answer) for answer in ANSWERS), *((path, next(iter(ANSWERS))) for path in (RESPONSES, MESSAGES))],
 )
 async def test_a_death_at_every_token(server: Server, path: str, answer: str, stream: bool) -> None:
     """Several tokens in an event make other chunks of a stream, so only whole responses have them."""

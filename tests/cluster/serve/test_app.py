@@ -47,7 +47,7 @@ def test_routers_and_all_workers_get_the_commit_that_a_model_means_now(monkeypat
     monkeypatch.setattr(app, "with_commit", lambda name: f"{name}@abc")
     built = app.build_app({"model": "org/name", "worker_group": [{"role": "prefill"}]})._bound_deployment.init_args
     settings, first, (second,) = built
-    assert (settings["model"], settings["served_model_name"]) == ("org/name@abc", "org/name")
+    assert (settings["model"], settings["served_model_name"]) == ("org/name@abc", ("org/name",))
     for worker in (first, second):
         config, model_name, _ = worker._bound_deployment.init_args
         assert (config.model.model, model_name) == ("org/name@abc", "org/name")

@@ -18,7 +18,14 @@ class ModelSettings(BaseModel):
     model: str = Field(
         description="Folder of safetensors, a .gguf file, a Hugging Face id (org/name or org/name@revision), or smollm2 (the demo)."
     )
-    served_model_name: str | None = Field(None, description="The model's name in the API; the value of MODEL if unset.")
+    served_model_name: tuple[str, ...] = Field(
+        (),
+        description="A name of the model in the API; the value of MODEL if unset. The first one is in metrics and logs.",
+    )
+    serve_claude_names: bool = Field(
+        False,
+        description="Model names that begin with claude- stand for the served model too, for clients with fixed names.",
+    )
     dtype: Dtype = Field(
         "auto",
         description="Number format of weights and activations; auto: float32 for a float32 checkpoint, else bfloat16.",

@@ -62,6 +62,11 @@ class HttpSettings(BaseModel):
         description="An origin whose web pages may call this API from a browser (CORS), such as https://chat.example.com; * "
         "allows all. If unset: none.",
     )
+    strip_billing_header: bool = Field(
+        True,
+        description="/v1/messages: leave out a first line of the system prompt that begins with x-anthropic-billing-header:, "
+        "which differs in each request, so that nothing after it could be found in the prefix cache.",
+    )
 
 
 class ClientSettings(BaseModel):

@@ -104,8 +104,9 @@ class Settings(
             values["kv_cache_dtype"] = as_text(values["kv_cache_dtype"])
         if values.get("worker_group"):
             values["worker_group"] = tuple(map(WorkerGroup.read, values["worker_group"]))
-        if isinstance(values.get("api_key"), str):
-            values["api_key"] = (values["api_key"],)
+        for name in ("api_key", "served_model_name"):
+            if isinstance(values.get(name), str):
+                values[name] = (values[name],)
         if values.get("allowed_origins"):
             values["allowed_origins"] = read_origins(values["allowed_origins"])
         try:
@@ -186,9 +187,11 @@ class Settings(
 
     def server_config(self) -> ServerConfig:
         """Return the settings of a router."""
+        first_name, *aliases = self.served_model_name or (self.model,)
         return self._config(
             ServerConfig,
-            served_model_name=self.served_model_name or self.model,
+            served_model_name=first_name,
+            model_aliases=tuple(aliases),
             api_keys=self.api_key,
             limits=self._config(LimitsConfig),
             priorities=self._config(PriorityConfig, policy=self.scheduling_policy),

@@ -23,14 +23,14 @@ from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin,
 NUM_DIGITS = 24  # hexadecimal digits of a call's id: 96 bits, so that ids do not collide
 
 
-def call_id(response_id: str, choice: int, call: int) -> str:
-    """Return the id of the `call`-th call of a response's choice, both counted from 0.
+def call_id(response_id: str, choice: int, call: int, *, prefix: str = "call") -> str:
+    """Return the id of the `call`-th call of a response's choice, both counted from 0. It begins with `prefix`.
 
     The id is a digest of the response's id, which is random, and of the two numbers. So it is unique and stays the same after a
     migration to another worker, and no part of the server has to store it.
     """
     digest = hashlib.sha256(f"{response_id}/{choice}/{call}".encode()).hexdigest()
-    return f"call_{digest[:NUM_DIGITS]}"
+    return f"{prefix}_{digest[:NUM_DIGITS]}"
 
 
 def chat_deltas(parts: Iterable[AnswerPart], call_id: Callable[[int], str]) -> Iterator[str]:

@@ -58,8 +58,8 @@ class CompletionWriter(ChunkWriter):
         echo_only: bool = False,
     ) -> None:
         super().__init__(metadata, requests, include_usage=include_usage)
+        self.prompt_only = echo_only
         self._echoed = echoed
-        self._echo_only = echo_only
         self._tokenizer = tokenizer
         self._num_prompt_logprobs = num_prompt_logprobs
         self._logprobs = None
@@ -69,13 +69,6 @@ class CompletionWriter(ChunkWriter):
         self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))
         self._prompt_logprobs: dict[int, LogprobTable] = {}  # prompt -> the log-probabilities of its tokens
         self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # prompt -> (choice, event) of its other choices
-
-    def shown_event(self, event: OutputEvent) -> OutputEvent:
-        """Return the event, without its token if `echo_only`."""
-        if not self._echo_only:
-            return event
-        reason: contract.FinishReason | None = event.finish_reason and "length"
-        return event._replace(token_ids=(), text="", logprobs=None, finish_reason=reason)
 
     def add(self, index: int, event: OutputEvent) -> None:
         """Keep one event of choice `index` for `body`."""

@@ -2,7 +2,8 @@
 
 A writer belongs to one HTTP request. For a stream, `chunks` turns each event of a choice into server-sent events. For a plain
 response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of the
-writers whose streams consist of chunks of one kind (chats and completions).
+writers whose streams consist of chunks of one kind (chats and completions), `EventWriter` of those whose streams consist of named
+events (Responses and Messages).
 
 A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For example, the text
 " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before.
@@ -21,11 +22,13 @@ from typing import Any
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import WireError
+from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.response_types import FinishReason
 from transom_cluster.openai.answer.usage import UsageTotals
 from transom_core import __version__, contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 
+Event = dict[str, Any]  # a server-sent event with a name, which is its `type`
 DONE = "data: [DONE]\n\n"
 FINGERPRINT_DIGITS = 16  # digits of the model's identity that a fingerprint shows
 
@@ -63,6 +66,8 @@ def data_line(payload: Mapping[str, object]) -> str:
 class ResponseWriter(ABC):
     """Writes one response. `readers` has one reader per choice, or is empty if the answers need no parsing."""
 
+    prompt_only = False  # True: the client wants no output, and does not get the one token that the engine computes
+
     def __init__(
         self, metadata: ResponseMetadata, requests: Sequence[Request], *, readers: Sequence[AnswerReader] = ()
     ) -> None:
@@ -78,7 +83,10 @@ class ResponseWriter(ABC):
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
         """Return the part of an event that the client gets."""
-        return event
+        if not self.prompt_only:
+            return event
+        reason: contract.FinishReason | None = event.finish_reason and "length"
+        return event._replace(token_ids=(), text="", logprobs=None, finish_reason=reason)
 
     @abstractmethod
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
@@ -99,6 +107,25 @@ class ResponseWriter(ABC):
     def stream_error(self, error: WireError) -> Iterator[str]:
         """Yield the server-sent events that close a stream which has begun and fails, in pieces."""
         yield data_line(error.body)
+
+
+class EventWriter(ResponseWriter):
+    """Writes a response with one choice. Its stream consists of events with names."""
+
+    @abstractmethod
+    def _read(self, event: OutputEvent) -> Iterator[Event]:
+        """Yield the stream's events for one output event; the last output event also ends the answer."""
+
+    def add(self, index: int, event: OutputEvent) -> None:
+        """Keep one event for `body`."""
+        for _ in self._read(event):
+            pass
+
+    def _written(self, event: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a server-sent event in pieces; its name is its type."""
+        yield f"event: {event['type']}\ndata: "
+        yield from json_pieces(event, is_ascii=True)
+        yield "\n\n"
 
 
 class ChoiceOutput:

@@ -57,7 +57,7 @@ def inlined_schema(kind: Any) -> dict[str, Any]:
             return part
         if "$ref" in part:
             return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: inlined(one) for name, one in part.items()}
+        return {name: inlined(one) for name, one in part.items() if name != "discriminator"}  # it has references
 
     whole: dict[str, Any] = inlined(schema)
     return whole

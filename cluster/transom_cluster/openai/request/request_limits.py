@@ -30,14 +30,16 @@ MAX_LOGPROB_ENTRIES = 2**22
 class ModelLimits:
     """The model's limits, against which the router checks a request before it goes to a worker.
 
-    `block_size` is the number of tokens in a KV cache block. `kv_policy_obstacle` says why the model's layers cannot follow a KV
-    policy; it is empty if they can. `kv_policy` is the request's own, and `max_stream_len` its longest stream if the policy lets it
-    run past the model's length. `max_choices` is the server's own limit on the sequences of one request.
+    `block_size` is the number of tokens in a KV cache block, which later requests may find if the worker `caches_prefixes`.
+    `kv_policy_obstacle` says why the model's layers cannot follow a KV policy; it is empty if they can. `kv_policy` is the
+    request's own, and `max_stream_len` its longest stream if the policy lets it run past the model's length. `max_choices` is the
+    server's own limit on the sequences of one request.
     """
 
     max_model_len: int
     vocab_size: int
     block_size: int = 16
+    caches_prefixes: bool = True
     kv_policy_obstacle: str = ""
     kv_policy: KvPolicy | None = None
     max_stream_len: int | None = None

@@ -22,7 +22,7 @@ MAX_TOOLS = 128  # OpenAI's
 MAX_TOOLS_BYTES = 512 * 2**10
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # Anthropic's limit; OpenAI's is 64
 
 
 class FunctionDefinition(WireModel, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ def tool_spec(function: FunctionDefinition, *, path: str) -> ToolSpec:
     """
     if not _NAME.fullmatch(function.name):
         raise RequestError(
-            f"{path}.name is {function.name[:80]!r}; it must have 1 to 64 characters: letters, digits, _ and -.",
+            f"{path}.name is {function.name[:80]!r}; it must have 1 to 128 characters: letters, digits, _ and -.",
             param=f"{path}.name",
         )
     return ToolSpec(

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from transom_cluster.openai.answer.opaque_reasoning import read_reasoning
 from transom_cluster.openai.request.body import OpenModel, decode_field
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
-from transom_cluster.openai.responses.opaque_reasoning import read_reasoning
 from transom_cluster.openai.responses.responses_tools import CUSTOM_INPUT, ToolName
 from transom_core.errors import RequestError
 

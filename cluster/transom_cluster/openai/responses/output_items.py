@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 from transom_cluster.openai.answer.chat_message import call_id
 from transom_cluster.openai.answer.json_pieces import LazyList
+from transom_cluster.openai.answer.opaque_reasoning import write_reasoning
 from transom_cluster.openai.answer.response_types import ChosenToken
 from transom_cluster.openai.answer.shown_logprobs import chat_logprobs
+from transom_cluster.openai.answer.writers import Event
 from transom_cluster.openai.responses.custom_input import CustomInput
 from transom_cluster.openai.responses.object_types import ItemStatus, OutputItem, ReasoningItem
-from transom_cluster.openai.responses.opaque_reasoning import write_reasoning
 from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames
 from transom_core.contract import LogprobTable, TokenLogprobs
 from transom_core.text.markup.parts import (
@@ -33,8 +34,6 @@ from transom_core.text.markup.parts import (
     ReasoningText,
 )
 from transom_core.text.tokenizer import Tokenizer
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

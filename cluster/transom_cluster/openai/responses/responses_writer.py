@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.error_responses import WireError
-from transom_cluster.openai.answer.json_pieces import JsonText, json_pieces
-from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
+from transom_cluster.openai.answer.json_pieces import JsonText
+from transom_cluster.openai.answer.writers import Event, EventWriter, ResponseMetadata
 from transom_cluster.openai.responses.object_types import ResponseError, ResponseUsage
-from transom_cluster.openai.responses.output_items import Event, ItemOptions, OutputItems
+from transom_cluster.openai.responses.output_items import ItemOptions, OutputItems
 from transom_core.contract import FinishReason, OutputEvent, Request
 from transom_core.text.markup.parts import MessageText
 
 Status = Literal["completed", "failed", "in_progress", "incomplete"]
 
 
-class ResponsesWriter(ResponseWriter):
+class ResponsesWriter(EventWriter):
     """Writes one response, from one choice that `answer` parses. `echo` has the request's fields that the response repeats."""
 
     def __init__(
@@ -49,11 +49,6 @@ class ResponsesWriter(ResponseWriter):
             yield from self._written({"type": "response.in_progress", "response": self._object("in_progress")})
         for told in self._read(event):
             yield from self._written(told)
-
-    def add(self, index: int, event: OutputEvent) -> None:
-        """Keep one event for `body`."""
-        for _ in self._read(event):
-            pass
 
     def body(self) -> Mapping[str, Any]:
         """Return a `response` object."""
@@ -90,13 +85,11 @@ class ResponsesWriter(ResponseWriter):
             self._completed_s = int(time.time())
             yield from self._items.end(self._final_status)
 
-    def _written(self, event: Event) -> Iterator[str]:
+    def _written(self, event: Mapping[str, Any]) -> Iterator[str]:
         """Yield a server-sent event in pieces, with the next sequence number."""
         numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
         self._num_events += 1
-        yield f"event: {event['type']}\ndata: "
-        yield from json_pieces(numbered, is_ascii=True)
-        yield "\n\n"
+        yield from super()._written(numbered)
 
     def _object(self, status: Status, *, error: ResponseError | None = None) -> dict[str, Any]:
         is_incomplete = status == "incomplete"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
+from transom_cluster.openai.answer.opaque_reasoning import read_reasoning, write_reasoning
 from transom_cluster.openai.responses.input_items import _Chat, read_messages
-from transom_cluster.openai.responses.opaque_reasoning import read_reasoning, write_reasoning
 from transom_core.errors import RequestError
 
 USER = {"role": "user", "content": "hi"}
