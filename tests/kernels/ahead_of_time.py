@@ -36,8 +36,8 @@ TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 
 
 def compile_for(case: Compilation, arch: int, has_loops: bool) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions; of loops:
-    opcodes, scores of a thread, what copies are waited for, and buffers of copies."""
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions; of
+    loops: opcodes, scores of a thread, what copies are waited for, and buffers of copies."""
     begin_s = time.perf_counter()
     signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
     attributes = {
@@ -77,12 +77,14 @@ def dumped(path: str, what: str) -> str:
 
 
 def product_loop(code: str) -> dict[str, int]:
-    """How often each opcode is in the shortest loop that multiplies matrices, by the branches that go back; empty if there is none."""
+    """How often each opcode is in the shortest loop that multiplies matrices, by the branches that go back; or nothing."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\w+)(.*?);", code)
     lines = [(int(address, 16), opcode, operands) for address, opcode, operands in found]
     jumps = [(int(to.split()[-1], 16), at) for at, opcode, to in lines if opcode == "BRA" and "0x" in to]
     loops = (Counter(opcode for at, opcode, _ in lines if begin <= at <= end) for begin, end in jumps)
-    return min((loop for loop in loops if any("MMA" in opcode for opcode in loop)), key=Counter.total, default=Counter())
+    return min(
+        (loop for loop in loops if any("MMA" in opcode for opcode in loop)), key=Counter.total, default=Counter()
+    )
 
 
 def main(words: list[str]) -> None:
