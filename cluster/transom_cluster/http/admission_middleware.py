@@ -9,7 +9,7 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.http.api_keys import ApiKeys, address_digest, shows_all_clients
+from transom_cluster.http.api_keys import ApiKeys, address_digest, needs_admin_key
 from transom_cluster.http.client_limits import Budget, ClientLimits, HeldBodies, LimitSet
 from transom_cluster.http.request_middleware import error_response
 from transom_cluster.http.request_state import request_state, routed_path
@@ -87,11 +87,11 @@ class AdmissionMiddleware:
         given, path = _presented_key(Headers(scope=scope)), routed_path(scope)
         admin = self._admins.owner_of(given) if given and self._admins.are_required else None
         client = self._keys.owner_of(given) if given and self._keys.are_required else None
-        needs_admin = self._admins.are_required and shows_all_clients(path)
+        needs_admin = needs_admin_key(path, has_keys=self._keys.are_required, has_admins=self._admins.are_required)
         if needs_admin and admin is None and client is not None:
             raise HttpError(
                 403,
-                "This route shows data of all clients together; send a key from --admin-api-key-file.",
+                "This route shows data of all clients together, or takes time from them; send a key from --admin-api-key-file.",
                 kind="permission_error",
                 code="admin_api_key_required",
             )

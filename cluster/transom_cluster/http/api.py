@@ -21,7 +21,7 @@ from transom_cluster.http import (
     transfer_routes,
 )
 from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
-from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, shows_all_clients
+from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, needs_admin_key
 from transom_cluster.http.client_limits import LimitSet
 from transom_cluster.http.client_threads import RequestThreads
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
@@ -73,7 +73,10 @@ def build_api(router: Router) -> FastAPI:
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes, transfer_routes):
         routes.add_routes(api, router)
     document = api.openapi()
-    admin_paths = frozenset(path for path in document["paths"] if admins.are_required and shows_all_clients(path))
+    has_keys, has_admins = keys.are_required, admins.are_required
+    admin_paths = frozenset(
+        path for path in document["paths"] if needs_admin_key(path, has_keys=has_keys, has_admins=has_admins)
+    )
     complete_openapi_document(document, needs_key=keys.are_required, open_paths=OPEN_PATHS, admin_paths=admin_paths)
     _answer_head_requests(api)
     for endpoint, statuses in declared_statuses(api.routes, document, config).items():

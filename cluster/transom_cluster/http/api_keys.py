@@ -36,7 +36,8 @@ KEY_VARIABLES: dict[str, tuple[str, ...]] = {
 FILE_CHECK_PERIOD_S = 1.0  # the key file is not looked at more often than this
 _CLIENT_DIGITS = 32  # of a digest's 64 hexadecimal digits, in the name of a client
 _WEIGHTED_KEY = re.compile(r"(\S+)\s+weight=(\S*)")
-_ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe", "/transfers/measure"})
+_ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
+_OPERATORS_PATHS = frozenset({"/transfers/measure"})  # a request there takes time from all clients
 
 
 class ApiKeys:
@@ -198,9 +199,14 @@ def address_digest(address: str) -> str:
     return sha256(b"transom address\0" + address.encode()).hexdigest()[:_CLIENT_DIGITS]
 
 
-def shows_all_clients(path: str) -> bool:
-    """Return whether a path shows data of all clients together, as the block map's data and the metrics do."""
-    return path in _ALL_CLIENTS_PATHS or path.startswith("/metrics/")
+def needs_admin_key(path: str, *, has_keys: bool, has_admins: bool) -> bool:
+    """Return whether a path needs an admin key where clients have keys (`has_keys`) or admins have.
+
+    Paths that show data of all clients together, as the metrics do, need it if there are admin keys; those that are for operators
+    alone also where only clients have keys, so that no client opens them.
+    """
+    is_shared = path in _ALL_CLIENTS_PATHS or path.startswith("/metrics/")
+    return (has_admins and is_shared) or ((has_admins or has_keys) and path in _OPERATORS_PATHS)
 
 
 def _version(path: str) -> tuple[int, ...] | None:

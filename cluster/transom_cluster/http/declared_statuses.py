@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from transom_cluster.http.api_keys import shows_all_clients
+from transom_cluster.http.api_keys import needs_admin_key
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_core.config import ServerConfig
 
@@ -24,6 +24,7 @@ _UNDOCUMENTED: Mapping[str, tuple[int, ...]] = {  # statuses of routes that the 
     "/blocks/demo.bin": (304, 404),
     "/blocks/stream": (400, 404),
     "/blocks/describe": (400, 404, 503),
+    "/transfers/measure": (400, 404, 503),
 }
 
 
@@ -32,6 +33,7 @@ def declared_statuses(
 ) -> dict[str, list[int]]:
     """Return the statuses by the route's path, without those that cannot occur with these settings."""
     impossible = _impossible_statuses(config)
+    has_keys, has_admins = bool(config.api_keys or config.api_key_file), bool(config.admin_api_key_file)
     declared = {OTHER: set(_AT_OTHER_PATHS)}
     for route in routes:
         path, documented_path = getattr(route, "path", OTHER), getattr(route, "path_format", "")
@@ -40,7 +42,7 @@ def declared_statuses(
             for operation in document["paths"].get(documented_path, {}).values()
             for status in operation["responses"]
         ]
-        for_admins = (403,) if config.admin_api_key_file and shows_all_clients(path) else ()
+        for_admins = (403,) if needs_admin_key(path, has_keys=has_keys, has_admins=has_admins) else ()
         declared.setdefault(path, set()).update(_AT_EVERY_ROUTE, documented, _UNDOCUMENTED.get(path, ()), for_admins)
     return {path: sorted(statuses - impossible) for path, statuses in declared.items()}
 

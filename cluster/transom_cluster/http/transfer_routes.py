@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query
 
 from transom_cluster.blockmap.feed import describe_error
 from transom_cluster.http.block_map_routes import check_worker
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.router import Router
 from transom_core.errors import WorkerLost
 
@@ -28,6 +29,9 @@ def add_routes(api: FastAPI, router: Router) -> None:
     ) -> dict[str, Any]:
         for worker in (source, target):
             check_worker(router, worker)
+        if source == target:
+            message = f"source and target are both {source!r}; name two workers."
+            raise HttpError(400, message, param="target", code="invalid_value")
         try:
             async with asyncio.timeout(MEASURE_TIMEOUT_S):
                 return await router.connections[target].client.measure_fetch(source, num_bytes, wire)

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from zlib import crc32
 
@@ -52,6 +53,9 @@ from transom_core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.router")
 
+_CLAUDE_NAME = re.compile(
+    r"claude-.{1,93}"
+)  # with `--serve-claude-names`: up to 100 characters, since answers repeat it
 _STOPPING = "This router is being stopped; send the request again."
 
 
@@ -164,7 +168,7 @@ class Router:
             HttpError: the model is not served here (status 404).
         """
         config = self.config
-        is_alias = config.serve_claude_names and name is not None and name.startswith("claude-")
+        is_alias = config.serve_claude_names and name is not None and _CLAUDE_NAME.fullmatch(name)
         if name is not None and name not in config.model_names and not is_alias:
             names = " and ".join(map(repr, config.model_names))
             message = f"The model {name!r} does not exist; this server has {names}."

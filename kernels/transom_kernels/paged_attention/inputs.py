@@ -170,3 +170,5 @@ class PagedInputs(AttentionInputs):
 
     batch: PagedBatch
     rule: MaskRule = CAUSAL  # which keys a query sees
+    # The KV heads of the rank that has most, if the heads are divided among ranks unequally: all ranks then split the keys alike.
+    most_kv_heads: int = 0

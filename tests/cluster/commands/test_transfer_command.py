@@ -61,6 +61,6 @@ async def test_the_route_asks_the_target() -> None:
     async with running_api(StubWorker(), StubWorker(worker="w1")) as api:
         asked: dict[str, Any] = {"source": "w0", "target": "w1", "bytes": 1000, "wire": "ray"}
         assert (await api.client.post("/transfers/measure", params=asked)).json() == {"w1": ["w0", 1000, "ray"]}
-        for name, wrong, status in (("source", "x", 404), ("bytes", 2**40, 400)):
+        for name, wrong, status in (("source", "x", 404), ("source", "w1", 400), ("bytes", 2**40, 400)):
             response = await api.client.post("/transfers/measure", params={**asked, name: wrong})
             assert response.status_code == status

@@ -100,6 +100,8 @@ def test_other_names_of_the_model(guarded: HttpServer, claude: anthropic.Anthrop
     assert claude.messages.create(**{**ASKED, "model": name}).model == name
     listed = httpx.get(f"{guarded.url}/v1/models", headers={"authorization": f"Bearer {KEY}", "x-api-key": "wrong"})
     assert [(one["id"], one["root"]) for one in listed.json()["data"]] == [("stub", "stub"), ("second", "stub")]
+    with pytest.raises(anthropic.NotFoundError):  # answers and logs repeat the name
+        claude.messages.create(**{**ASKED, "model": "claude-" + "x" * 94})
 
 
 def test_errors_have_the_clients_classes(guarded: HttpServer, claude: anthropic.Anthropic) -> None:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from tests.cluster.conftest import Api, make_router, running_api
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.http.api_keys import shows_all_clients
+from transom_cluster.http.api_keys import needs_admin_key
 
 SHARED = (
     "/metrics",
@@ -20,8 +20,8 @@ SHARED = (
     "/metrics/process",
     "/blocks/describe",
     "/blocks/stream?worker=none",
-    "/transfers/measure",
 )
+MEASURE = "/transfers/measure"
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def status(api: Api, path: str, key: str | None) -> int:
 
 async def test_admins_alone_see_what_all_clients_do(admins: str) -> None:
     async with running_api(api_keys=("k",), admin_api_key_file=admins) as api:
-        for path in SHARED:
+        for path in (*SHARED, MEASURE):
             assert await status(api, path, "k") == 403
             assert [await status(api, path, key) for key in (None, "wrong")] == [401, 401]
             assert await status(api, path, "boss") in (200, 400, 404, 405)
@@ -53,6 +53,17 @@ async def test_admins_alone_see_what_all_clients_do(admins: str) -> None:
             assert await status(api, path, None) == 200
         page = (await api.client.get("/metrics", headers={"authorization": "Bearer boss"})).text
         assert 'transom_router_requests_total{endpoint="/metrics",model="stub",router="r0",status="403"} 1.0' in page
+
+
+async def test_a_clients_key_does_not_open_what_takes_time_from_all() -> None:
+    async with running_api(api_keys=("k",)) as api:
+        assert [await status(api, path, "k") for path in (MEASURE, "/metrics")] == [403, 200]
+        page = (await api.client.get("/metrics", headers={"authorization": "Bearer k"})).text
+        assert (
+            f'transom_router_requests_total{{endpoint="{MEASURE}",model="stub",router="r0",status="403"}} 1.0' in page
+        )
+    async with running_api() as api:
+        assert await status(api, MEASURE, None) == 405
 
 
 async def test_admins_where_clients_need_no_key(admins: str) -> None:
@@ -71,8 +82,8 @@ def test_the_openapi_document_shows_which_routes_need_an_admin_key(admins: str) 
 
 def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
     paths = {route.path for route in cast("list[Route]", build_api(make_router(StubWorker())).routes)}
-    shared = {path for path in paths if shows_all_clients(path)}
-    assert shared == {path.split("?")[0] for path in SHARED}
+    shared = {path for path in paths if needs_admin_key(path, has_keys=False, has_admins=True)}
+    assert shared == {path.split("?")[0] for path in (*SHARED, MEASURE)}
     assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {
         "/blocks/assets/{name}",
         "/blocks/demo.bin",

@@ -20,7 +20,7 @@ from tests.engine_driver import drain, make_engine, make_hooked_engine, make_req
 from tests.how_many import num_examples
 from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
-from transom_core.grammar import compile_grammar
+from transom_core.grammar import GrammarMatcher, compile_grammar
 from transom_worker.engine.engine import Engine
 
 BATCH = 10
@@ -173,7 +173,10 @@ def test_an_answer_whose_grammar_others_have_filled_can_go_on(engine: Engine, mo
     ask = make_request("r", [60], grammar=text, max_tokens=60, temperature=1.0)
     whole = end(engine, ask)
     monkeypatch.setitem(compile_grammar.__globals__, "_LIMITS", LLParserLimits(max_lexer_states=400))
-    engine.grammars.compiler.forget(text)
+    compiler = engine.grammars.compiler
+    unlimited = compiler._entries.get(text)
+    assert isinstance(unlimited, GrammarMatcher)
+    compiler.forget(text, unlimited.copy())
     for i in range(4):
         engine.add(replace(ask, request_id=f"r{i}", prompt_token_ids=(60 + i,)))
     events = [event for event in drain(engine) if event.request_id == "r0"]
@@ -186,7 +189,10 @@ def test_an_answer_whose_grammar_others_have_filled_can_go_on(engine: Engine, mo
     ):  # all at once with a new grammar: together they fill it again, which ends some, and none begins anew
         engine.add(replace(ask, request_id=f"r{i}", resumed_output_ids=token_ids))
     assert "WorkerLost" not in {event.error.kind for event in drain(engine) if event.error is not None}
-    engine.grammars.compiler.forget(text)
+    if isinstance(filled := compiler._entries.get(text), GrammarMatcher):
+        compiler.forget(text, unlimited)  # of an answer to the grammar before it: the new one stays
+        assert compiler._entries.get(text) is filled
+        compiler.forget(text, filled)
     alone = end(engine, replace(ask, params=replace(ask.params, max_tokens=1000)))
     assert "too complex" in str(alone.error)
 

@@ -62,6 +62,9 @@ class CompileQueue(Generic[Owner, Outcome]):
         # client -> characters of the texts that it was the first one to wait for
         self._num_chars: Counter[str] = Counter()
 
+    def __bool__(self) -> bool:
+        return bool(self._jobs_of)
+
     def __len__(self) -> int:
         return sum(map(len, self._jobs_of.values()))
 

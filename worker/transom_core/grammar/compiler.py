@@ -5,7 +5,8 @@ Most grammars compile in milliseconds and the largest take a second, so neither 
 request enters the scheduler's queue when its grammar is ready; other requests run meanwhile.
 
 Compiling takes CPU time from the steps. So a client that has compiled for more than `BURST_S` gets only `SHARED_CPU` of one core on
-average while other clients have requests: after a text that took 1 s, its next text waits up to 10 s.
+average while other clients have requests: after a text that took 1 s, its next text waits up to 10 s. What a client compiled before
+that, while it was alone, adds nothing to this wait.
 
     compiler.begin(owner, text)                          a request arrives
     for owner, matcher, error in compiler.take_ready():  once per step
@@ -155,11 +156,16 @@ class GrammarCompiler(Generic[Owner]):
             self._in_use.release(owner)
             self._changed.notify_all()  # there may be memory for another grammar now
 
-    def forget(self, text: str) -> None:
-        """Drop a text from the cache. Its answers have made all lexer states that the library allows it, so each further answer
-        would fail; the next one gets a new grammar."""
+    def forget(self, text: str, failed: GrammarMatcher) -> None:
+        """Drop a text from the cache if it still has the grammar of the matcher that failed.
+
+        The answers of that grammar have made all lexer states that the library allows it, so each further answer would fail; the
+        next one gets a new grammar. Other answers that fail with the old one leave the new one alone.
+        """
         with self._changed:
-            self._entries.remove(text)
+            cached = self._entries.get(text)
+            if isinstance(cached, GrammarMatcher) and cached.shares_grammar(failed):
+                self._entries.remove(text)
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, for `seconds` at most; return at once if none is being compiled."""
@@ -242,8 +248,11 @@ class GrammarCompiler(Generic[Owner]):
     def _charge(self, job: CompileJob[Owner], cpu_s: float) -> None:
         """Charge a client for the CPU time of its grammar: in its turns, and by when it may compile again beside others."""
         self._jobs.charge(job, cpu_s)
-        earliest_s = self._clock() - BURST_S / SHARED_CPU
-        until_s = max(earliest_s, self._waits_until_s.get(job.client) or earliest_s) + cpu_s / SHARED_CPU
+        now_s, burst_s = self._clock(), BURST_S / SHARED_CPU
+        until_s = max(now_s - burst_s, self._waits_until_s.get(job.client) or 0.0) + cpu_s / SHARED_CPU
+        # A client alone never waits, so its debt would grow with each text. It owes a burst at most, or its last text if that is
+        # more.
+        until_s = min(until_s, now_s + max(burst_s, cpu_s / SHARED_CPU))
         self._waits_until_s.put(job.client, until_s, num_bytes=1, client=job.client)
 
     def _may_compile(self, job: CompileJob[Owner]) -> bool:

@@ -42,6 +42,10 @@ class GrammarMatcher:
         self._num_copies[0] += 1
         return copied
 
+    def shares_grammar(self, other: GrammarMatcher) -> bool:
+        """Return whether both are copies of one compiled grammar."""
+        return self._num_copies is other._num_copies
+
     @property
     def is_complete(self) -> bool:
         """Return whether no token can follow, because the answer is complete."""

@@ -99,7 +99,7 @@ class AnswerGrammars:
         if running.grammar is not None:
             self.masks.remove(running.grammar)
             if running.grammar.has_failed and running.request.grammar is not None:
-                self.compiler.forget(running.request.grammar)
+                self.compiler.forget(running.request.grammar, running.grammar)
         if running.request.grammar is not None:
             self.compiler.cancel(running)
 

@@ -52,6 +52,7 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         scale=float(layer.head_size**-0.5 if scale is None else scale),
         soft_cap=architecture.scales.attention_cap,
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
+        most_kv_heads=head_share(architecture, index, 0, load.parallel.size).num_kv,  # the first ranks have most
     )
 
 

@@ -47,7 +47,7 @@ class LayerKernels:
         self.key = LaunchKey(
             rule=rule,
             group=inputs.group,
-            kv_heads=inputs.kv_heads,
+            kv_heads=max(inputs.kv_heads, inputs.most_kv_heads),
             key_size=q.shape[2],
             value_size=inputs.value_width,
             element_bytes=q.element_size(),
@@ -125,7 +125,7 @@ def _layer_kernels(inputs: PagedInputs) -> LayerKernels:
     caches = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
     key = (
         *(q.shape[1:], q.stride(), q.dtype, q.device, *caches, inputs.scale, inputs.soft_cap),
-        *(inputs.rule, batch.block_size, batch.num_sink_blocks),
+        *(inputs.rule, inputs.most_kv_heads, batch.block_size, batch.num_sink_blocks),
     )
     if key not in _layers:
         _layers[key] = LayerKernels(inputs)

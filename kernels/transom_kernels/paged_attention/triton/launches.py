@@ -33,7 +33,7 @@ class LaunchKey:
 
     rule: MaskRule
     group: int  # query heads per KV head
-    kv_heads: int
+    kv_heads: int  # of the rank that has most
     key_size: int  # elements of a key
     value_size: int  # elements of a value
     element_bytes: int  # bytes of one number of a query

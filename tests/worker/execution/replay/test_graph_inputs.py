@@ -23,6 +23,8 @@ from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_bytes, plan_work_by_key, size_of
 from transom_worker.execution.runner import ModelRunner
 
+CPU = torch.device("cpu")
+
 CONFIG = engine_config(pool_bytes=2**20)
 WIDTHS = {"key_size": 8, "value_size": 8, "element_bytes": 4, "cache_bytes": 4}
 SHAPE = {"group": 1, "kv_heads": 2, "multiprocessors": 132, **WIDTHS}
@@ -101,15 +103,15 @@ def test_steps_with_prompts_are_none() -> None:
 def test_memory_is_set_aside_for_what_graphs_hold() -> None:
     runner, sizes = make()
     architecture, scheduler = runner._architecture, CONFIG.scheduler
-    assert graph_bytes(None, architecture, scheduler, "float32") == 0
-    held = graph_bytes(sizes, architecture, scheduler, "float32")
+    assert graph_bytes(None, architecture, scheduler, "float32", CPU) == 0
+    held = graph_bytes(sizes, architecture, scheduler, "float32", CPU)
     top = DecodeSize(level=sizes.num_levels - 1, num_seqs=8)
     layer = architecture.layers[0]
     splits = filling_splits(layer.num_kv_heads, 132)
     partials = 8 * splits * layer.num_heads * (layer.head_size + 2) * 4  # of values, a maximum and a sum
     specs = [group.spec for group in runner.info.layout.groups]
     mixed = DecodeSizes(specs, max_num_seqs=8, max_model_len=4000, max_num_batched_tokens=512)
-    added = graph_bytes(mixed, architecture, scheduler, "float32") - held
+    added = graph_bytes(mixed, architecture, scheduler, "float32", CPU) - held
     largest = replace(scheduler, max_num_batched_tokens=512, max_num_seqs=8)
     assert added >= len(mixed.mixed) * GRAPH_BYTES + activation_bytes(architecture, largest, torch.float32) + partials
     assert added >= MAX_PARTIAL_BYTES

@@ -148,7 +148,8 @@ NUM_SIZES = 4  # one or two sequences, at two levels of context
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("graphed"), **test_decode_graphs.SIZE)
+    heads = {"hidden": 48, "heads": 6, "kv_heads": 3}  # rank 0 has two of the KV heads, rank 1 has one
+    return tiny_llama(tmp_path_factory.mktemp("graphed"), **test_decode_graphs.SIZE | heads)
 
 
 def on_ranks(checkpoint: Path, fault: str, max_model_len: int) -> list[Any]:

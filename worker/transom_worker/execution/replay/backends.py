@@ -19,7 +19,7 @@ import torch
 from transom_core.config import EngineConfig, SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.model_config.architecture import Architecture
-from transom_kernels.launch import MULTIPROCESSORS, uses_cpu_kernels, uses_triton
+from transom_kernels.launch import multiprocessors_of, uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS, MAX_PARTIAL_BYTES
 from transom_kernels.paged_attention.triton.work_items import filling_splits
 from transom_worker.execution.batch.batch import BatchBuilder
@@ -87,7 +87,11 @@ def _may_record(config: EngineConfig, groups: Sequence[GroupSpec]) -> bool:
 
 
 def graph_bytes(
-    sizes: DecodeSizes | None, architecture: Architecture, scheduler: SchedulerConfig, dtype_name: str
+    sizes: DecodeSizes | None,
+    architecture: Architecture,
+    scheduler: SchedulerConfig,
+    dtype_name: str,
+    device: torch.device,
 ) -> int:
     """Return the bytes that all graphs need: one pool of activations, one tensor of logits and one input buffer that all share, and
     the graphs themselves.
@@ -98,30 +102,35 @@ def graph_bytes(
     if sizes is None:
         return 0
     dtype: torch.dtype = getattr(torch, dtype_name)
+    widest = _widest_partials(architecture, multiprocessors_of(device))
     pool = 0
     for kind in filter(None, (sizes.decodes, sizes.mixed)):
         most_tokens, most_seqs = max(size.num_tokens for size in kind), max(size.num_seqs for size in kind)
         largest = replace(scheduler, max_num_batched_tokens=most_tokens, max_num_seqs=most_seqs)
-        partials = max(_partial_bytes(size, architecture) for size in kind)
+        partials = max(_partial_bytes(size, widest) for size in kind)
         pool += activation_bytes(architecture, largest, dtype) + partials
     logits = sizes.num_seqs[-1] * architecture.vocab_size * FLOAT_BYTES
     inputs = max(_table_bytes(size, sizes) for size in sizes.all)
     return pool + logits + inputs + WORKSPACE_BYTES + len(sizes.all) * GRAPH_BYTES
 
 
-def _partial_bytes(size: DecodeSize, architecture: Architecture) -> int:
-    """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
-
-    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights. A
-    sequence that decodes has at most as many splits as fill a device. In a mixed size, sequences with
-    a few new tokens have partial results too, for up to `FEW_TOKENS` tokens each, and prompts as many as a launch may have.
-    """
-    widest = max(
-        filling_splits(layer.num_kv_heads, MULTIPROCESSORS)
+def _widest_partials(architecture: Architecture, multiprocessors: int) -> int:
+    """Return the numbers of a token's partial results in the layer that has most: with as many splits as fill the device, each
+    with a value, the largest score and the sum of weights for each query head."""
+    return max(
+        filling_splits(layer.num_kv_heads, multiprocessors)
         * layer.num_heads
         * ((layer.value_size or layer.head_size) + 2)
         for layer in architecture.layers
     )
+
+
+def _partial_bytes(size: DecodeSize, widest: int) -> int:
+    """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
+
+    A token has up to `widest` numbers. A decode size has one token for each sequence. In a mixed size, sequences with a few new
+    tokens have partial results too, for up to `FEW_TOKENS` tokens each, and prompts as many as a launch may have.
+    """
     if not size.mixed_tokens:
         return size.num_seqs * widest * FLOAT_BYTES
     return (size.num_seqs + FEW_SEQS * FEW_TOKENS) * widest * FLOAT_BYTES + MAX_PARTIAL_BYTES

@@ -102,7 +102,7 @@ class ModelSetup:
             run_worst_case=lambda: self._run_worst_case(small),
             # The worst case has no long context; with one, an eager step also writes partial results of attention.
             graph_bytes=MAX_PARTIAL_BYTES
-            + graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
+            + graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype, loaded.device),
         )
 
     @property

@@ -37,13 +37,15 @@ class Attention:
         scale: float,
         soft_cap: float | None,
         sink_logits: torch.Tensor | None,
+        most_kv_heads: int,
     ) -> None:
-        """`layer` counts the heads of this rank. `norm` runs before `preparation`, which has the norms of single heads.
-        `sink_logits` [H] are float32.
+        """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
+        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32.
         """
         self._qkv, self._output, self._layer = qkv, output, layer
         self._preparation, self._norm = preparation, norm
         self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
+        self._most_kv_heads = most_kv_heads
         self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
         tensors = (sink_logits, preparation.q_weight, preparation.k_weight)
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
@@ -101,6 +103,7 @@ class Attention:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             rule=self._rule,
+            most_kv_heads=self._most_kv_heads,
         )
         out_THD = attend_mixed(inputs, batch, sink_q_THD) if isinstance(batch, MixedBatch) else paged_attention(inputs)
         return out_THD.flatten(1)
