@@ -9,6 +9,7 @@ from typing import Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal["text", "json"]
+MetricsCompat = Literal["none", "vllm"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 WorkerRole = Literal["prefill", "decode", "both"]
@@ -144,6 +145,7 @@ class EngineConfig:
     core_share: CoreShare = CoreShare()
     tracing: TracingConfig | None = None
     log_format: LogFormat = "text"
+    metrics_compat: MetricsCompat = "none"
 
 
 MAX_CHOICES = 128  # the default of `LimitsConfig.max_choices`
@@ -218,6 +220,7 @@ class ServerConfig:
     failover: FailoverConfig = FailoverConfig()
     tracing: TracingConfig | None = None
     log_format: LogFormat = "text"
+    metrics_compat: MetricsCompat = "none"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -96,7 +96,11 @@ class Router:
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(
-            router_id, model=config.served_model_name, tool_parser=self.answer_markup.tool_parser, state=self.state
+            router_id,
+            model=config.served_model_name,
+            tool_parser=self.answer_markup.tool_parser,
+            state=self.state,
+            compat=config.metrics_compat,
         )
         self.timelines = RequestTimelines(router_id)
         self.tracing = tracing

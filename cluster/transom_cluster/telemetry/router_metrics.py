@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import get_args
 
-from prometheus_client import Histogram, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client import Histogram
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.metric_families import RouterFamilies
@@ -14,7 +13,9 @@ from transom_cluster.telemetry.request_events import Accepted, Failed, FailoverO
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
+from transom_core.config import MetricsCompat
 from transom_core.errors import LOSS_CAUSES
+from transom_core.telemetry.metrics_page import metrics_page
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
 
@@ -49,7 +50,9 @@ class RouterMetrics:
         model: str = "",
         tool_parser: str | None = None,
         state: Callable[[], RouterState] | None = None,
+        compat: MetricsCompat = "none",
     ) -> None:
+        self._compat = compat
         families = RouterFamilies(model=model, router=router)
         self.registry = families.registry
         self.routing = RoutingMetrics(families)
@@ -172,8 +175,7 @@ class RouterMetrics:
 
     def text(self, *, openmetrics: bool = False) -> str:
         """Return the metrics page in Prometheus' text format, or in OpenMetrics' format, which has exemplars."""
-        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
-        return page.decode()
+        return metrics_page(self.registry, openmetrics=openmetrics, compat=self._compat).decode()
 
 
 class AnswerMetrics:

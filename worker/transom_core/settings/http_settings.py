@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, Field
 
-from transom_core.config import NO_PARSER, LogFormat
+from transom_core.config import NO_PARSER, LogFormat, MetricsCompat
 from transom_core.errors import ConfigError, RequestError
 
 
@@ -128,13 +128,17 @@ class ClientSettings(BaseModel):
 
 
 class LogSettings(BaseModel):
-    """Logs and traces."""
+    """Logs, metrics and traces."""
 
     log_format: LogFormat = Field(
         "text", description="json: one JSON object per line, and one line for each request that has ended."
     )
     log_prompts: bool = Field(
         False, description="Log every prompt, and the messages of internal errors, which may quote prompts and outputs."
+    )
+    metrics_compat: MetricsCompat = Field(
+        "none",
+        description="Add to /metrics the names of another server, for boards and autoscalers that were made for it.",
     )
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."

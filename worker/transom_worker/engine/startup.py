@@ -47,7 +47,7 @@ def build_engine(
     begin_s = time.perf_counter()
     config = resolve_for_device(config)
     files = resolve_text_files(config.model.model)  # the ranks load the weights
-    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
+    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker, compat=config.metrics_compat)
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)

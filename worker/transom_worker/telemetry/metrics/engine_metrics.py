@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import Metric
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
+from transom_core.config import MetricsCompat
+from transom_core.telemetry.metrics_page import metrics_page
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
 from transom_worker.telemetry.engine_events import EngineEventSink, WorkerState
@@ -25,7 +26,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a s
 class EngineMetrics:
     """One worker's metrics, in a registry of its own. `sinks` count the engine's events; `text` renders the Prometheus page."""
 
-    def __init__(self, *, model: str = "", worker: str = "0") -> None:
+    def __init__(self, *, model: str = "", worker: str = "0", compat: MetricsCompat = "none") -> None:
+        self._compat = compat
         own = OwnLabels({"model": model, "worker": worker})
         self.registry = CollectorRegistry()
         self.transfers = Transfers(own, self.registry)
@@ -41,8 +43,7 @@ class EngineMetrics:
 
     def text(self, *, openmetrics: bool = False) -> bytes:
         """Return the page in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
-        page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
-        return page
+        return metrics_page(self.registry, openmetrics=openmetrics, compat=self._compat)
 
 
 class _StateCollector(EngineEventSink, Collector):
