@@ -15,6 +15,7 @@ import pytest
 from tests.engine_driver import make_request, num_active
 from tests.hooked_executor import HookedExecutor
 from transom_core.contract import OutputEvent, Request, WorkerMessage
+from transom_core.errors import EngineDead
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.engine.startup import build_engine
@@ -221,6 +222,47 @@ async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     await new.aclose()
 
 
+async def test_a_stream_of_several_calls_brings_every_event_once(
+    replica: WorkerReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker ends a call after some messages, and the router's next call continues the stream, in which a request runs on."""
+    monkeypatch.setattr("transom_worker.replica.MAX_CALL_MESSAGES", 1)
+    got: list[OutputEvent] = []
+    num_calls = num_whole = 0
+    while not (got and got[-1].finish_reason):
+        num_messages = 0
+        async with contextlib.aclosing(replica.open_stream("r", resumes=num_calls > 0)) as stream:
+            async for message in stream:
+                if num_calls == num_messages == 0:
+                    assert await replica.submit("r", [request("long", max_tokens=40)]) == [None]
+                num_messages += 1
+                num_whole += message.kv is not None and message.kv.whole
+                got += message.events
+                if got and got[-1].finish_reason:
+                    break
+            else:
+                assert num_messages == 1
+        num_calls += 1
+    assert [event.position for event in got] == list(range(40))
+    assert num_whole == 1
+    assert num_calls > 1  # the first one brings the index alone
+
+
+async def test_a_stream_that_no_call_continues_ends(
+    replica: WorkerReplica, executor: HookedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its router was killed between two calls. A call that comes later gets nothing, so a router sees that the stream ended."""
+    monkeypatch.setattr("transom_worker.replica.MAX_CALL_MESSAGES", 1)
+    monkeypatch.setattr("transom_worker.replica.SILENT_ROUTER_S", 0.05)
+    with held(executor, after_steps=2):
+        async for _ in replica.open_stream("killed"):
+            assert await replica.submit("killed", [request("left", max_tokens=400)]) == [None]
+        async with asyncio.timeout(60):
+            while replica.num_requests:
+                await asyncio.sleep(0.01)
+    assert [message async for message in replica.open_stream("killed", resumes=True)] == []
+
+
 async def test_a_router_that_was_killed_leaves_no_stream_and_no_request(
     replica: WorkerReplica, executor: HookedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +282,8 @@ async def test_a_router_that_was_killed_leaves_no_stream_and_no_request(
             async for _ in frames:
                 pass
         assert not replica.block_map._watchers
+        monkeypatch.setattr("transom_worker.replica.MAX_CALL_MESSAGES", 1)
+        assert len([frame async for frame in replica.watch_blocks("living", 0.1)]) == 1
         assert await replica.submit("living", [request("more", max_tokens=2)]) == [None]
         await collect(living, {"more"})
     assert num_active(replica.engine) == 0
@@ -257,8 +301,11 @@ async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
         (event,) = (await collect(stream, {"doomed"}))["doomed"]
         assert event.error is not None
         assert "fell over" in event.error.message
-        with pytest.raises(RuntimeError):
-            replica.check_health()
+        for _ in range(2):  # the traceback of an exception that is raised again would grow
+            with pytest.raises(EngineDead) as dead:
+                replica.check_health()
+            assert isinstance(dead.value.__cause__, RuntimeError)
+            assert len(dead.traceback) == 2
         (refused,) = await replica.submit("r", [request("late")])
         assert refused is not None
         assert refused.kind == "EngineDead"

@@ -32,13 +32,14 @@ from transom_core.contract import (
 )
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes, PrefixPeers
+from transom_core.contract.worker import MAX_CALL_MESSAGES
 from transom_core.errors import EngineDead
 from transom_core.logs import show_logs
 from transom_core.machine.cores import keep_to_share
 from transom_core.machine.openmp import call_on_thread
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.engine.router_outbox import RouterOutbox
+from transom_worker.engine.router_outbox import SILENT_ROUTER_S, RouterOutbox
 from transom_worker.engine.startup import build_engine
 from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
 from transom_worker.kvcache.tiers.transfer.handovers import Handovers
@@ -91,6 +92,7 @@ class WorkerReplica:
         self._load = WorkerLoad(max_num_seqs=self.engine.config.scheduler.max_num_seqs)
         self._outboxes: dict[str, RouterOutbox] = {}  # router id -> outbox, while the router's stream is open
         self._routers: dict[str, str] = {}  # request id -> router id
+        self._paused: dict[str, asyncio.TimerHandle] = {}  # router id -> the end of its stream, unless it is resumed
         on_hang = _end_process if ends_process else lambda: None
         self._thread = EngineThread(self.engine, self._deliver, on_hang=on_hang, ends_process=ends_process)
         self.block_map = BlockMap(
@@ -120,25 +122,41 @@ class WorkerReplica:
         """Return the number of requests that routers have at this worker."""
         return len(self._routers)
 
-    async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
+    async def open_stream(self, router_id: str, *, resumes: bool = False) -> AsyncGenerator[WorkerMessage, None]:
         """Stream the events of this router's requests, the prefix index's changes and the load; `router_outbox` says when it sends.
 
         The first message has the whole prefix index. If a router opens a second stream, its first one ends, and so does the stream
         of a router that calls `abort` no longer. When a stream ends, the worker aborts the router's requests.
+
+        After `MAX_CALL_MESSAGES` messages the call ends and the stream pauses: a call with `resumes` continues it with the next
+        message. It ends at once if there is no such stream.
         """
         self._loop = asyncio.get_running_loop()
-        outbox = RouterOutbox()
-        if (older := self._outboxes.get(router_id)) is not None:
-            older.close()
-        self._outboxes[router_id] = outbox
-        self._send_index(outbox)
+        if (timer := self._paused.pop(router_id, None)) is not None:
+            timer.cancel()
+        elif resumes:
+            return
+        older = self._outboxes.get(router_id)
+        if resumes and older is not None:
+            outbox = older
+        else:
+            outbox = self._outboxes[router_id] = RouterOutbox()
+            if older is not None:
+                older.close()
+            self._send_index(outbox)
+        is_paused = False
         try:
-            while (message := await outbox.receive()) is not None:
+            for _ in range(MAX_CALL_MESSAGES):
+                if (message := await outbox.receive()) is None:
+                    break
                 yield message
+            else:
+                is_paused = self._outboxes.get(router_id) is outbox
         finally:
-            if self._outboxes.get(router_id) is outbox:
-                del self._outboxes[router_id]
-                await self.abort(router_id, [r for r, owner in self._routers.items() if owner == router_id])
+            if is_paused:
+                self._paused[router_id] = self._loop.call_later(SILENT_ROUTER_S, self._end_stream, router_id, outbox)
+            else:
+                self._end_stream(router_id, outbox)
 
     async def resync(self, router_id: str) -> None:
         """Send the whole prefix index to this router again."""
@@ -183,12 +201,7 @@ class WorkerReplica:
         """Drop requests of this router, and free their blocks before the next step; without any, hear that the router is there."""
         if (outbox := self._outboxes.get(router_id)) is not None:
             outbox.hear()
-        mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
-        for request_id in mine:
-            del self._routers[request_id]
-            self._end_fetch(request_id)
-        if mine:
-            self._thread.abort(mine)
+        self._drop([request_id for request_id in request_ids if self._routers.get(request_id) == router_id])
 
     async def info(self) -> WorkerInfo:
         """Return this worker's identity and limits. Raises if the step loop has ended, because the worker is lost then."""
@@ -261,12 +274,16 @@ class WorkerReplica:
 
     async def watch_blocks(self, router_id: str, period_s: float) -> AsyncIterator[bytes]:
         """Stream frames of the live block map while the router's event stream is open; the first one has all blocks.
-        docs/block_map.md has the format."""
+        docs/block_map.md has the format. The call ends after `MAX_CALL_MESSAGES` frames."""
         async with contextlib.aclosing(self.block_map.watch(period_s)) as frames:
+            num_frames = 0
             async for frame in frames:
                 if router_id not in self._outboxes:
                     return  # the router was killed: Ray reads on, and its watchers would use up the places of others
                 yield frame
+                num_frames += 1
+                if num_frames == MAX_CALL_MESSAGES:
+                    return
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Describe the present state of one block of a tier ("device" or "host") as JSON values; only `error` is set if there is
@@ -277,7 +294,8 @@ class WorkerReplica:
     def check_health(self) -> None:
         """Raise if the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:
-            raise self._thread.dead
+            # A new exception each time: Python adds to the traceback of one that is raised again.
+            raise EngineDead(f"The engine's step loop has ended: {self._thread.dead!r}") from self._thread.dead
 
     async def stop(self) -> None:
         """Shut down, and return when that is done: a disk tier then has what was cached, and the process may end."""
@@ -294,6 +312,20 @@ class WorkerReplica:
     def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on the engine's thread; it runs whether or not the result is awaited."""
         return asyncio.wrap_future(self._thread.call(function))
+
+    def _end_stream(self, router_id: str, outbox: RouterOutbox) -> None:
+        """Abort the router's requests, unless a newer stream has replaced the one with this outbox."""
+        if self._outboxes.get(router_id) is outbox:
+            del self._outboxes[router_id]
+            self._paused.pop(router_id, None)
+            self._drop([request_id for request_id, owner in self._routers.items() if owner == router_id])
+
+    def _drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self._routers[request_id]
+            self._end_fetch(request_id)
+        if request_ids:
+            self._thread.abort(request_ids)
 
     def _end_fetch(self, request_id: str) -> None:
         if self.fetches is not None:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.serve.running_replicas import running_replicas
+from transom_core.contract.worker import MAX_CALL_MESSAGES
 from transom_core.errors import LossCause, WorkerLost
 
 
@@ -51,7 +52,8 @@ class ServeWorkerDirectory:
             await self._handle.info.remote()
 
 
-STREAMS = ("open_stream", "watch_blocks")  # the calls of `WorkerClient` that return an async generator
+# The calls of `WorkerClient` that return an async generator, and the arguments with which a further call continues the stream.
+STREAMS: dict[str, dict[str, bool]] = {"open_stream": {"resumes": True}, "watch_blocks": {}}
 NODE_DIED = "its node has died"  # a part of Ray's message about an actor whose host is gone
 
 
@@ -71,11 +73,23 @@ class ServeWorkerClient:
         """Return a function that calls the worker's `method`. Python calls this for attributes that the class does not have."""
         if method.startswith("_"):
             raise AttributeError(method)
-        return partial(self._iterate if method in STREAMS else self._call, method)
+        return partial(self._stream if method in STREAMS else self._call, method)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method and return its result."""
         return await getattr(self._handle, method).remote(*args, **kwargs)
+
+    async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a stream, which the worker divides into calls of `MAX_CALL_MESSAGES` messages."""
+        resumes: dict[str, bool] = {}
+        num_messages = MAX_CALL_MESSAGES
+        while num_messages == MAX_CALL_MESSAGES:
+            num_messages = 0
+            async with contextlib.aclosing(self._iterate(method, *args, **resumes)) as messages:
+                async for message in messages:
+                    num_messages += 1
+                    yield message
+            resumes = STREAMS[method]
 
     async def _iterate(self, method: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Call a method that returns a stream, and yield its messages. Ending the iteration cancels the call at the worker.

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.serve.running_replicas import running_replicas_of
-from transom_cluster.serve.worker_directory import STREAMS, ServeWorkerDirectory
+from transom_cluster.serve.worker_directory import STREAMS, ServeWorkerClient, ServeWorkerDirectory
 from transom_core.errors import WorkerLost
 from transom_worker.replica import WorkerReplica
 
@@ -29,7 +29,10 @@ def test_every_call_of_a_router_is_a_method_of_the_worker() -> None:
     calls = {name: call for name, call in vars(WorkerClient).items() if not name.startswith("_")}
     for name, call in calls.items():
         method = getattr(WorkerReplica, name)
-        assert inspect.signature(method).parameters.keys() == inspect.signature(call).parameters.keys()
+        assert inspect.signature(method).parameters.keys() == {
+            *inspect.signature(call).parameters,
+            *STREAMS.get(name, {}),  # from `ServeWorkerClient` itself
+        }
         assert inspect.isasyncgenfunction(method) is (name in STREAMS)
 
 
@@ -75,6 +78,43 @@ async def choose(router: ReplicaRequestRouter, worker_id: str, *, is_retry: bool
     metadata = RequestMetadata(request_id="r", internal_request_id=str(next(_NUMBERS)), session_id=worker_id)
     request = PendingRequest(args=[], kwargs={}, metadata=metadata)
     return await router._choose_replica_for_request(request, is_retry=is_retry)
+
+
+class Calls:
+    """Stands for the handle of a worker whose streams have these numbers of messages, one for each call."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = list(lengths)
+        self.made: list[tuple[tuple[object, ...], dict[str, object]]] = []
+        self.open_stream = self.watch_blocks = self
+
+    def options(self, **_: object) -> Calls:
+        return self
+
+    def remote(self, *args: object, **kwargs: object) -> Calls:
+        self.made.append((args, kwargs))
+        return self
+
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
+        for message in range(self.lengths.pop(0)):
+            yield message
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_stream_goes_on_with_the_next_call_when_the_worker_has_ended_a_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transom_cluster.serve.worker_directory.MAX_CALL_MESSAGES", 3)
+    calls = Calls(3, 3, 2)
+    client = ServeWorkerClient(calls, "w", object())
+    assert [message async for message in client.open_stream("r")] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert calls.made == [(("r",), {}), (("r",), {"resumes": True}), (("r",), {"resumes": True})]
+    calls = Calls(3, 0)
+    client = ServeWorkerClient(calls, "w", object())
+    assert [message async for message in client.watch_blocks("r", 0.1)] == [0, 1, 2]
+    assert calls.made == [(("r", 0.1), {})] * 2
 
 
 async def test_calls_go_to_the_replica_they_name(router: ReplicaRequestRouter, deployment: DeploymentID) -> None:

@@ -77,6 +77,11 @@ class WorkerInfo:
         return self.cache.identity
 
 
+# Ray keeps state for each message of a streaming call until the call has ended. So a worker ends each call after this many
+# messages, and the router makes the next call.
+MAX_CALL_MESSAGES = 8192
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMessage:
     """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
