@@ -67,6 +67,7 @@ class RouterDeployment:
         from transom_cluster.router.router import Router
         from transom_core.grammar import GrammarChecker
         from transom_core.logs import show_logs
+        from transom_core.machine.host_memory import keep_returning_freed_memory
         from transom_core.model_files.resolve import resolve_text_files
         from transom_core.text.tokenizer import Tokenizer
 
@@ -74,6 +75,7 @@ class RouterDeployment:
         router_id = replica.replica_id.unique_id
         find_handle = partial(serve.get_deployment_handle, replica.deployment, replica.app_name)
         show_logs(self._settings.log_format, f"router/{router_id}")
+        keep_returning_freed_memory()
         tokenizer = Tokenizer.load(resolve_text_files(self._settings.model))
         checker = GrammarChecker(tokenizer)
         # A child process reads the vocabulary.

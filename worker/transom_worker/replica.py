@@ -36,6 +36,7 @@ from transom_core.contract.worker import MAX_CALL_MESSAGES
 from transom_core.errors import EngineDead
 from transom_core.logs import show_logs
 from transom_core.machine.cores import keep_to_share
+from transom_core.machine.host_memory import keep_returning_freed_memory
 from transom_core.machine.openmp import call_on_thread
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
@@ -80,6 +81,7 @@ class WorkerReplica:
         process exits if the engine hangs, because a thread that hangs cannot be ended in any other way.
         """
         show_logs(config.log_format, f"worker/{worker}")
+        keep_returning_freed_memory()
         begin_s, self._loaded_at_s = time.perf_counter(), time.time()
         if config.ranks.size == 1:  # several ranks divide the cores among themselves
             keep_to_share(config.core_share)

@@ -8,7 +8,7 @@ import json
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,7 +100,8 @@ class Rude:
         """Do it; the path of the request that the server may have seen whole, or None."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         try:
-            return await getattr(self, way)(writer)
+            act: Callable[[asyncio.StreamWriter], Awaitable[str | None]] = getattr(self, way)
+            return await act(writer)
         finally:
             writer.close()
 

@@ -20,7 +20,9 @@ from benchmarks.serving.soak.report import Report, gap_figures
 from benchmarks.serving.soak.traffic import Known, Traffic
 
 DISTURBED_SHARE, STEADY_SHARE = 0.45, 0.45  # of the time; the rest is for the calm phase and the end
-WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
+# From the start of a process and of the steady phase, whose first requests have filled the caches, until its memory counts; in
+# short soaks a third of the steady phase.
+WARM_UP_S = 480.0
 NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
 FLAT_MIB_PER_H = 10.0

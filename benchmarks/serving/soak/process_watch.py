@@ -19,8 +19,9 @@ from benchmarks.server_process import ServerProcess
 from benchmarks.serving.process_names import name_of
 
 PERIOD_S = 5.0
-# kind -> how much there may be: two chat templates for each router; Ray's monitor has up to 200 logs open, of dead processes too
-STARTED_ON_DEMAND = {"chat template": 4, "log monitor": 220}
+# kind -> how much there may be: two chat templates for each router; a grammar check for each router and worker, and one more for
+# patient checks; Ray's monitor has up to 200 logs open, of dead processes too
+STARTED_ON_DEMAND = {"chat template": 4, "grammar check": 8, "log monitor": 220}
 MIB = 1 << 20
 
 
@@ -70,10 +71,10 @@ class ProcessWatch:
         return [sample for sample in found if sample is not None]
 
     def growth(self, begin_s: float, end_s: float, warm_up_s: float) -> list[Growth]:
-        """A row for each kind of process, from samples between two times (`time.time`)."""
+        """A row for each kind of process, from samples between two times (`time.time`), without the first `warm_up_s`."""
         kinds: dict[str, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
         for one in self.samples:
-            if max(begin_s, one.start_s + warm_up_s) <= one.time_s <= end_s:
+            if max(begin_s, one.start_s) + warm_up_s <= one.time_s <= end_s:
                 kinds[one.kind][one.pid].append(one)
         return [_growth(kind, pids.values()) for kind, pids in sorted(kinds.items())]
 

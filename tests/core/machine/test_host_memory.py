@@ -1,6 +1,7 @@
 """The memory that the host has free, which a control group may limit, and the freed memory that a process returns."""
 
 import ctypes
+import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ thread.start()
 thread.join()
 print(resident() - before)
 """
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's malloc")
+def test_freed_memory_is_returned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "RETURN_PERIOD_S", 0.001)
+    calls: queue.Queue[None] = queue.Queue()
+    monkeypatch.setattr(host_memory, "return_freed_memory", lambda: calls.put(None))
+    host_memory.keep_returning_freed_memory.cache_clear()  # an earlier test may have started it
+    for _ in range(2):
+        host_memory.keep_returning_freed_memory()
+    for _ in range(3):
+        calls.get(timeout=60)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's malloc")

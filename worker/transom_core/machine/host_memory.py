@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +13,7 @@ from transom_core.errors import ConfigError
 
 MEMINFO = Path("/proc/meminfo")
 KEPT_BYTES = 4 << 20  # of freed memory, in each arena; the buffers of most requests are smaller
+RETURN_PERIOD_S = 20.0
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LIBC = ctypes.CDLL(None)
 
@@ -65,6 +69,23 @@ def return_freed_memory() -> None:
     """
     if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         trim(0)
+
+
+@functools.cache
+def keep_returning_freed_memory() -> None:
+    """Call `return_freed_memory` every `RETURN_PERIOD_S` from now on, on a thread of its own; idempotent.
+
+    Otherwise a process that serves requests grows for hours: small chunks that live long, such as cache entries, lie among those of
+    requests, and malloc returns nothing below them.
+    """
+    if hasattr(_LIBC, "malloc_trim"):
+        threading.Thread(target=_keep_returning, name="transom-trim", daemon=True).start()
+
+
+def _keep_returning() -> None:
+    while True:
+        time.sleep(RETURN_PERIOD_S)
+        return_freed_memory()
 
 
 def _reclaimable_bytes(group: ControlGroup) -> int:

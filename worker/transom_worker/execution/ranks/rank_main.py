@@ -21,6 +21,7 @@ from transom_core.contract import ErrorInfo
 from transom_core.errors import OutOfMemory, StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
+from transom_core.machine.host_memory import keep_returning_freed_memory
 from transom_worker.execution.executor import ReadEnd
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
@@ -67,6 +68,7 @@ def run_rank(setup: RankSetup, *, ip: str) -> None:
     """
     about = {"worker": setup.worker, "rank": setup.rank}
     show_all_logs(setup.config.log_format, f"rank/{setup.rank}", about)
+    keep_returning_freed_memory()
     channel = RankChannel(setup)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # ns; by default every sleep of `POLL_S` takes 50 us more
