@@ -14,6 +14,7 @@ KINDS = st.one_of(
     st.just(dict(kind=GroupKind.FULL)),
     st.just(dict(kind=GroupKind.LATENT)),
     st.builds(lambda w: dict(kind=GroupKind.WINDOW, window=w), st.integers(1, 40)),
+    st.builds(lambda w: dict(kind=GroupKind.CONVOLUTION, window=w), st.integers(1, 5)),
     st.builds(lambda c: dict(kind=GroupKind.CHUNK, chunk=c), st.integers(1, 40)),
     st.builds(
         lambda s, w: dict(kind=GroupKind.SINKS_WINDOW, sinks=s, window=w), st.integers(1, 12), st.integers(1, 40)
@@ -43,6 +44,7 @@ def group(kind: GroupKind, **sizes: int) -> GroupSpec:
         (group(GroupKind.WINDOW, window=128), 128, ((1, 128),)),
         (group(GroupKind.WINDOW, window=128), 1000, ((873, 1000),)),
         (group(GroupKind.WINDOW, window=1), 7, ()),
+        (group(GroupKind.CONVOLUTION, window=3), 1000, ((998, 1000),)),
         (group(GroupKind.CHUNK, chunk=8192), 8191, ((0, 8191),)),
         (group(GroupKind.CHUNK, chunk=8192), 8192, ()),
         (group(GroupKind.CHUNK, chunk=8192), 20000, ((16384, 20000),)),

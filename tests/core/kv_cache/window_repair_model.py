@@ -87,6 +87,7 @@ def inexact_live(specs: list[GroupSpec], n: int, s: int) -> bool:
 RULES = st.one_of(
     st.just(FULL),
     st.integers(1, 9).map(window),
+    st.integers(1, 4).map(lambda size: dict(kind=GroupKind.CONVOLUTION, window=size)),
     st.integers(1, 14).map(chunk),
     st.tuples(st.integers(1, 7), st.integers(1, 9)).map(lambda sizes: sinks(*sizes)),
     st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 1)).map(lambda sizes: state(*sizes)),

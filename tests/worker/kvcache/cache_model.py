@@ -27,6 +27,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "window1": dict(kind=GroupKind.WINDOW, window=1),
     "sinks_window": dict(kind=GroupKind.SINKS_WINDOW, window=7, sinks=5),
     "chunk": dict(kind=GroupKind.CHUNK, chunk=12),
+    "convolution": dict(kind=GroupKind.CONVOLUTION, window=3),
     "ragged_chunk": dict(kind=GroupKind.CHUNK, chunk=10),
     "many_sinks": dict(kind=GroupKind.SINKS_WINDOW, window=3, sinks=10),
     "latent": dict(kind=GroupKind.LATENT),
@@ -42,6 +43,7 @@ MIXES = (
     ("full", "window"),
     ("full", "sinks_window"),
     ("full", "chunk"),
+    ("full", "convolution"),
     ("full", "window", "ragged_chunk"),
     ("sinks_window", "window1"),
 )

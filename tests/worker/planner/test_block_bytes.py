@@ -180,6 +180,18 @@ def test_layers_with_equal_retention_share_a_group() -> None:
     ]
 
 
+def test_convolutions_keep_one_row_a_token_in_the_models_format_even_without_hybrid() -> None:
+    shape = architecture([layer(convolution=3), layer(), layer(convolution=3)])
+    for hybrid, ranks in ((True, 1), (False, 2)):
+        _, rows = cache_groups(
+            shape, block_size=4, dtype=BF16, kv_cache_dtype="int8", tensor_parallel_size=ranks, hybrid=hybrid
+        )
+        assert (rows.spec.name, rows.spec.kind, rows.spec.layers) == ("convolution_3", GroupKind.CONVOLUTION, (0, 2))
+        assert (rows.format, rows.block_bytes) == (BF16, 2 * 4 * (2 // ranks) * 8 * 2)
+    with pytest.raises(ConfigError, match="int8 in KV group convolution_3, which sums up in bfloat16"):
+        cache_groups(shape, block_size=4, dtype=BF16, kv_cache_dtype="convolution=int8")
+
+
 def test_layers_that_read_another_cache_are_in_no_group() -> None:
     shape = architecture([layer(8), layer(), layer(8, reads_cache_of=0), layer(reads_cache_of=1)])
     for hybrid in (True, False):

@@ -49,6 +49,7 @@ KINDS = st.sampled_from(
         dict(kind=GroupKind.FULL),
         dict(kind=GroupKind.WINDOW, window=9),
         dict(kind=GroupKind.SINKS_WINDOW, window=20, sinks=5),
+        dict(kind=GroupKind.CONVOLUTION, window=3),
         dict(kind=GroupKind.CHUNK, chunk=24),
         dict(kind=GroupKind.CHUNK, chunk=13),
         dict(kind=GroupKind.COMPRESSOR_STATE, ratio=16, overlap=1),

@@ -9,6 +9,7 @@ ranges' lower bounds never decrease as `n` grows.
     window               [n - W + 1, n)
     chunk                [start of n's chunk of C tokens, n)                    chunked local attention
     sinks_window         [0, S) and [n - W + 1, n)                              S attention sinks
+    convolution          [n - W + 1, n)                                         inputs of a convolution with a kernel of W tokens
     compressed, indexer  [0, n), whole entries of r tokens                      entries that stand for r tokens; their index keys
     compressor_state     [start of n's entry - overlap * r, n)                  what the next compressed entry is made of
 """
@@ -28,6 +29,7 @@ class GroupKind(StrEnum):
     WINDOW = "window"
     CHUNK = "chunk"
     SINKS_WINDOW = "sinks_window"
+    CONVOLUTION = "convolution"
     LATENT = "latent"
     COMPRESSED = "compressed"
     INDEXER = "indexer"
@@ -42,7 +44,7 @@ class GroupSpec:
     kind: GroupKind
     layers: tuple[int, ...]
     block_size: int
-    window: int = 0  # W, tokens, the query included
+    window: int = 0  # W, tokens, the one that is computed included
     sinks: int = 0  # S, first tokens that are always kept
     chunk: int = 0  # C
     ratio: int = 0  # r, tokens per compressed entry
@@ -52,6 +54,11 @@ class GroupSpec:
     def num_sink_blocks(self) -> int:
         """Return the number of sink blocks: the first logical blocks, which hold the sink tokens and never slide out."""
         return -(-self.sinks // self.block_size) if self.kind is GroupKind.SINKS_WINDOW else 0
+
+    @property
+    def is_window(self) -> bool:
+        """Return whether the last `window` tokens are read, the one that is computed included, and perhaps sink tokens."""
+        return self.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW, GroupKind.CONVOLUTION)
 
     @property
     def keeps_everything(self) -> bool:
@@ -80,7 +87,7 @@ class GroupSpec:
         match self.kind:
             case GroupKind.FULL | GroupKind.LATENT:
                 ranges = [(0, n)]
-            case GroupKind.WINDOW:
+            case GroupKind.WINDOW | GroupKind.CONVOLUTION:
                 ranges = [(max(0, n - self.window + 1), n)]
             case GroupKind.CHUNK:
                 ranges = [(n - n % self.chunk, n)]

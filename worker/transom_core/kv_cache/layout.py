@@ -33,7 +33,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "i
 class Role(StrEnum):
     """What one row of a layer's tensor is."""
 
-    KV = "kv"  # keys and values by token
+    KV = "kv"  # keys and values by token; in a convolution its gated inputs
     COMPRESSED = "compressed"  # keys and values by compressed entry
     INDEXER = "indexer"  # an indexer's keys by compressed entry
     STATE = "state"  # a compressor's (kv, gate) by token

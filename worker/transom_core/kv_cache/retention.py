@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 
-from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.groups import GroupSpec
 
 
 class Retention:
@@ -40,7 +40,7 @@ class Retention:
         self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
         reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
         self._steady_blocks = -(-(reach + self.period) // spec.block_size) + 1
-        self._is_window = spec.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW)
+        self._is_window = spec.is_window
         self._peak = [1]  # by boundary, except for windows: the most blocks that a sequence holds at once up to there
 
     def first_live_block(self, n: int) -> int:

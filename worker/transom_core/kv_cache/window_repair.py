@@ -3,7 +3,7 @@
 Terms:
 
     boundary n     tokens `[0, n)` are known and cached in the *full groups* (groups that keep every token)
-    sliding group  a group with a window, chunk or compressor state; its blocks that token `n` reads, `live(n)`, are gone
+    sliding group  a group with a window, chunk, convolution or compressor state; its blocks that token `n` reads are gone
     exact          equal to what computing the whole prompt gives
     sink blocks    a sliding group's first blocks, which hold attention sinks; they must be cached
 
@@ -44,13 +44,10 @@ def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
 
 def _lowest_read(spec: GroupSpec, query: int) -> int:
     """Return the lowest position, except sink tokens, that queries from position `query` on read in a group."""
-    match spec.kind:
-        case GroupKind.WINDOW | GroupKind.SINKS_WINDOW:
-            return max(0, query - (spec.window - 1))
-        case GroupKind.CHUNK:
-            return query - query % spec.chunk
-        case _:  # everything else is read from the cache
-            return query
+    if spec.is_window:
+        return max(0, query - (spec.window - 1))
+    # everything but chunks is read from the cache
+    return query - query % spec.chunk if spec.kind is GroupKind.CHUNK else query
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""`LayerAttention`: which tokens one layer's attention reads, and what its KV cache keeps. This module imports no torch.
+"""`LayerAttention`: which tokens a layer's attention or convolution reads, and what its KV cache keeps. Imports no torch.
 
 KV cache groups, the planner's bytes and attention masks are all derived from this dataclass.
 """
@@ -29,9 +29,12 @@ class LayerAttention:
     full attention     all tokens up to the query         (window and chunk are None)
     sliding window     the last `window` tokens, the query included, and the first `sinks` tokens
     chunked attention  the tokens from the last multiple of `chunk` up to the query
+    convolution        no attention: the gated inputs of the last `convolution` tokens, this one included (LFM2)
 
     A `latent` layer has one row per token that is key and value of all heads, so all ranks hold that row; `rope_size` of its
-    elements are rotary. A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last.
+    elements are rotary. A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last. The
+    "heads" of a convolution are `head_size` neighbouring channels each, so that channels are divided among ranks as heads are; each
+    is a key head without a value.
     """
 
     num_heads: int
@@ -43,5 +46,6 @@ class LayerAttention:
     latent: bool = False
     rope_size: int = 0
     compression: Compression | None = None
+    convolution: int | None = None  # tokens that a short convolution reads: its kernel's length
     reads_cache_of: int | None = None
     value_size: int | None = None  # None: as wide as a key

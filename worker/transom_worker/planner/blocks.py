@@ -4,6 +4,7 @@
     latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
     compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
     compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
+    convolution row    a token's gated input of a short convolution; each rank has the channels that it computes
     scale              the float32 number by which a quantised key or value of one token and KV head is multiplied
 
 Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tokens: K takes 16 * 8 * 64 * 2 = 16,384 bytes of a
@@ -108,6 +109,8 @@ def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayo
 def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor, ...]:
     """Return the tensors of a layer that has `heads` KV heads on this rank, in the number format with this name."""
     size, compression = layer.head_size, layer.compression
+    if layer.convolution is not None:
+        return (Tensor(Role.KV, heads, size, 0, name),)
     if not layer.latent:
         per_element = 2 if name == "int4" else 1
         widths = size // per_element, (layer.value_size or size) // per_element

@@ -8,7 +8,7 @@ with latent attention keep other tensors than keys and values (`planner.blocks` 
 
 - Latent rows, compressed entries and indexer keys can be planned in 16 or 32 bits, or in fp8, as such models are published. The
   engine runs them in the model's own format only.
-- Compressor states are always float32.
+- Compressor states are always float32, and rows of convolutions have the model's format.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Rule(NamedTuple):
     @property
     def name(self) -> str:
         """Return the group's name in reports and metrics, such as window_128."""
-        sizes = {"sinks": self.sinks, "window": self.window, "chunk": self.chunk}
+        window = "convolution" if self.kind is GroupKind.CONVOLUTION else "window"
+        sizes = {"sinks": self.sinks, window: self.window, "chunk": self.chunk}
         words = [f"{word}_{size}" for word, size in sizes.items() if size]
         return "_".join(words) or (f"{self.kind}_{self.ratio}" if self.ratio else str(self.kind))
 
@@ -48,10 +49,13 @@ class Rule(NamedTuple):
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
     """Return role -> rule for the parts of a layer's cache; empty if the layer reads another layer's cache.
 
-    `hybrid=False` keeps every token, even if the window, chunk or compressor state no longer needs it.
+    `hybrid=False` keeps every token, even if the window, chunk or compressor state no longer needs it. Rows of a convolution always
+    slide, since they are no keys and values that could share a full group's format.
     """
     if layer.reads_cache_of is not None:
         return {}
+    if layer.convolution is not None:
+        return {Role.KV: Rule(GroupKind.CONVOLUTION, window=layer.convolution)}
     everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
     rules = {Role.KV: _kv_rule(layer, everything) if hybrid else everything}
     compression = layer.compression
@@ -102,6 +106,7 @@ def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSp
 
 
 STATE_FORMAT = "float32"
+_FIXED_FORMATS = (GroupKind.COMPRESSOR_STATE, GroupKind.CONVOLUTION)  # `--kv-cache-dtype` does not change them
 
 
 def group_formats(
@@ -120,7 +125,7 @@ def group_formats(
 
 def cache_format(groups: Sequence[GroupLayout]) -> str:
     """Return the one number format of all groups, or each group's in the setting's syntax: full=int8,window_128=bfloat16."""
-    formats = {group.spec.name: group.format for group in groups if group.spec.kind is not GroupKind.COMPRESSOR_STATE}
+    formats = {group.spec.name: group.format for group in groups if group.spec.kind not in _FIXED_FORMATS}
     found = set(formats.values())
     return found.pop() if len(found) == 1 else ",".join(f"{name}={value}" for name, value in formats.items())
 
@@ -128,12 +133,13 @@ def cache_format(groups: Sequence[GroupLayout]) -> str:
 def _group_format(architecture: Architecture, spec: GroupSpec, asked: KvDtypes, dtype: str) -> str:
     name, kind = spec.name, str(spec.kind)
     found = asked.of(name, kind)
-    if spec.kind is GroupKind.COMPRESSOR_STATE:
-        if asked.names(name, kind) and found not in (AUTO, STATE_FORMAT):
+    if spec.kind in _FIXED_FORMATS:
+        fixed = STATE_FORMAT if spec.kind is GroupKind.COMPRESSOR_STATE else dtype
+        if asked.names(name, kind) and found not in (AUTO, fixed):
             raise ConfigError(
-                f"--kv-cache-dtype asks for {found} in KV group {name}, which sums up in float32; leave it out."
+                f"--kv-cache-dtype asks for {found} in KV group {name}, which sums up in {fixed}; leave it out."
             )
-        return STATE_FORMAT
+        return fixed
     layers = [architecture.layers[index] for index in spec.layers]
     if found in ("int8", "int4") and any(layer.latent for layer in layers):
         raise ConfigError(

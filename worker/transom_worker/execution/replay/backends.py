@@ -37,7 +37,13 @@ GRAPH_BYTES = 8 * 2**20
 WORKSPACE_BYTES = 32 * 2**20
 FLOAT_BYTES = 4
 
-_RECORDED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.SINKS_WINDOW)
+_RECORDED_KINDS = (
+    GroupKind.FULL,
+    GroupKind.WINDOW,
+    GroupKind.CHUNK,
+    GroupKind.SINKS_WINDOW,
+    GroupKind.CONVOLUTION,
+)
 
 
 def decode_sizes(
