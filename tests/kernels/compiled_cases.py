@@ -20,6 +20,7 @@ from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_expert
 from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
 from tests.kernels.test_sample_cpu import params_of
+from tests.kernels.test_short_convolution import convolution_case
 from transom_kernels import launch
 from transom_kernels.all_reduce.gpu import PeerMemory, one_shot_all_reduce_
 from transom_kernels.block_copy.gpu import copy_blocks_triton
@@ -40,6 +41,7 @@ from transom_kernels.rotary.gpu import rotary_triton_
 from transom_kernels.route import Routing
 from transom_kernels.route.gpu import FEW_TOKENS, route_triton
 from transom_kernels.sample.gpu import best_of_slice_triton, sample_triton
+from transom_kernels.short_convolution.gpu import short_convolution_triton
 
 BF16, F16, F32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 FP8 = "fp8e4nv"  # from sm_89 on
@@ -119,6 +121,8 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield from expert_calls()
     yield from latent_calls()
     yield from route_calls()
+    for units, dtype, bias in product((64, 128), (BF16, F32), (False, True)):  # LFM2 350M's channels and 1.2B's
+        yield partial(short_convolution_triton, convolution_case(3, 16, units=units, bias=bias, dtype=dtype)[1])
     yield partial(sample_triton, torch.empty(4, 128_256), params_of(4, **changes()))
     yield partial(best_of_slice_triton, torch.empty(4, 16_032), torch.ones(4), torch.arange(4), 16_032)
     for dtype, size, width in ((BF16, 4, 4096), (BF16, 4, 7168), (F32, 4, 7168), (BF16, 3, 2880)):

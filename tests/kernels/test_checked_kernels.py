@@ -32,7 +32,7 @@ MODULES = (
         "moe_cpu",
         "paged_attention_cpu",
     ),
-    *("policy_attention", "quantised_linear_cpu", "route", "sample_cpu", "small_operators_cpu"),
+    *("policy_attention", "quantised_linear_cpu", "route", "sample_cpu", "short_convolution", "small_operators_cpu"),
 )
 
 # processor -> how it multiplies bfloat16 in linear layers
