@@ -7,6 +7,7 @@ representable in bf16.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+# Families that transformers has under another name -> that name.
+ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
+
 # Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
 _GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 3.0, "down_proj": 3.0}
 # Norm weights of queries and keys set how sharply heads look.
@@ -47,10 +51,13 @@ _LOOKING_NORMS = ("q_norm", "k_norm")
 def make_checkpoint(folder: Path, family: str, *, seed: int = 0, looking: float = 1.5, **config: Any) -> Path:
     """Write a checkpoint of `family` (config.json's model_type) in the sizes above, overridden by `config`; return the folder."""
     torch.manual_seed(seed)
-    settings = AutoConfig.for_model(family, **(SIZES | config))
+    settings = AutoConfig.for_model(ANOTHER_NAME.get(family, family), **(SIZES | config))
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
     scale_weights(model, looking=looking)
     model.save_pretrained(folder)
+    if family in ANOTHER_NAME:
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"model_type": family}))
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -94,7 +101,12 @@ def _spread_logits(model: PreTrainedModel, less: float) -> None:
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """transformers' own model of a checkpoint, with `changes` to its config."""
-    config = AutoConfig.from_pretrained(folder, **changes)
+    written = json.loads((folder / "config.json").read_text())
+    if known := ANOTHER_NAME.get(written.pop("model_type")):
+        # With the family's own name in the config, transformers' class loads but leaves its experts random and only warns.
+        config = AutoConfig.for_model(known, **(written | changes))
+    else:
+        config = AutoConfig.from_pretrained(folder, **changes)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")

@@ -6,7 +6,7 @@ Sizes are those of real models; contents are of no account. `ahead_of_time.py` c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -142,6 +142,8 @@ def attention_calls() -> Iterator[Callable[[], Any]]:
             yield partial(attention, size, v_size, dtype, group, sink_logits=sinks)
         for kv_format in FORMATS_BY_NAME if size < 512 else ():
             yield partial(attention, size, v_size, BF16, 8, kv_format)
+    for group, dtype in ((16, BF16), (10, BF16), (16, F32)):  # MLA: 512 numbers and 64 rotated ones
+        yield partial(attention, 576, 512, dtype, group)
     for options in ({"window": 128, "num_sink_tokens": 4, "chunk": 8192, "soft_cap": 3.0}, {"window": 128}):
         for dtype, width in ((BF16, 128), (F16, 64)):
             yield partial(attention, width, width, dtype, 8, sink_logits=torch.zeros(16), **options)
@@ -284,6 +286,9 @@ def route_calls() -> Iterator[Callable[[], Any]]:
             scaled = Routing(num_chosen=chosen, score="sqrt_softplus")
             fixed = torch.zeros(tokens, chosen, dtype=INT64)
             yield partial(route_triton, x, weight, plain, bias=some, expert_scale=some)
+            if experts == 256:
+                groups = replace(plain, score="sigmoid", num_groups=8, top_groups=4)
+                yield partial(route_triton, x, weight, groups, correction=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, correction=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, chosen=fixed)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ class RouteTests:
         x, weight = logits_of([-40.0, -20.0, -17.0, -9.0], [19.99, 20.01, 45.0, 88.0], [-1e-4, 0.0, 1e-4, 1.0])
         check_route(kernel, x, weight, Routing(num_chosen=4, score=score))
         check_route(kernel, x, weight, Routing(num_chosen=2, score=score, normalise=False))
+
+    def test_experts_are_chosen_from_the_best_groups(self, kernel: Kernel) -> None:
+        """Four groups of three. Without a correction a group counts as its best expert, with one as its two best ones."""
+        row, other = [0.0, 1, 5, 3, 4, 3, 2, 2, 2, 4.5, -9, -9], [7.0, 7, 7, 0, 0, 0, 7, 7, 7, 8, 0, 0]
+        x, weight = logits_of(row, other)
+        best, pairs = Routing(num_chosen=4, num_groups=4, top_groups=2), torch.zeros(12)
+        assert check_route(kernel, x, weight, best)[0].tolist() == [[2, 9, 1, 0], [9, 0, 1, 2]]
+        pairs[3:6] = 0.25
+        found, _ = check_route(kernel, x, weight, replace(best, score="sigmoid"), correction=pairs)
+        assert [sorted({expert // 3 for expert in ids}) for ids in found.tolist()] == [[1, 2], [0, 2]]
+        random = torch.randint(-40, 40, (6, 160)).float()
+        many = replace(best, num_chosen=6, num_groups=20, top_groups=3)
+        check_route(kernel, torch.eye(6), random.T.contiguous(), many)
+        check_route(kernel, torch.eye(6), random.T.contiguous(), many, correction=torch.randperm(160) / 4.0)
 
     def test_a_fixed_choice(self, kernel: Kernel) -> None:
         x, weight, scale = torch.randn(5, 30), torch.randn(7, 30), torch.rand(7)

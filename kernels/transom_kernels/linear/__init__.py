@@ -7,7 +7,7 @@ vector_product              multiplies rows by two panels in vector registers (`
 table_kernel                the kernels that pack a weight, and that read the rows of a table
 """
 
-from transom_kernels.linear.op import embedding_rows, gated_linear, linear
+from transom_kernels.linear.op import embedding_rows, gated_linear, heads_linear, linear
 from transom_kernels.linear.weights import PackedWeight, can_pack, pack_weight
 
-__all__ = ["PackedWeight", "can_pack", "embedding_rows", "gated_linear", "linear", "pack_weight"]
+__all__ = ["PackedWeight", "can_pack", "embedding_rows", "gated_linear", "heads_linear", "linear", "pack_weight"]

@@ -9,6 +9,7 @@ Legend: M rows, K input width, N output width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -75,6 +76,15 @@ def linear_cpu(
         soft_cap=soft_cap or 0.0,
     )
     _launch(x, weight, output, out_dtype, None)
+    return out
+
+
+def heads_linear_cpu(x: torch.Tensor, weights: Sequence[PackedWeight]) -> torch.Tensor:
+    """Return `x[:, h] @ weights[h].T` [T, H, N] of `x` [T, H, K], by a launch for each head."""
+    out = empty((x.shape[0], len(weights), weights[0].num_outputs), x.dtype)
+    for head, weight in enumerate(weights):
+        output = OutputArguments(RowArguments.of(out[:, head]), weight.num_outputs, weight.bias)
+        _launch(x[:, head], weight, output, x.dtype, None)
     return out
 
 

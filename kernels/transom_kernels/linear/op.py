@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.linear.cpu import embedding_rows_cpu, gated_linear_cpu, linear_cpu, table_fits
+from transom_kernels.linear.cpu import embedding_rows_cpu, gated_linear_cpu, heads_linear_cpu, linear_cpu, table_fits
 from transom_kernels.linear.weights import PackedWeight
 from transom_kernels.quantised_linear import PackedPanels
 from transom_kernels.quantised_linear.reference import products
@@ -55,6 +55,19 @@ def linear(
         return _finished(product, residual, scale, soft_cap, dtype)
     (plain,), (bias, _) = weight.unpack(), weight.biases()
     return linear_reference(x, plain, bias, residual, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype)
+
+
+def heads_linear(x: torch.Tensor, weights: Sequence[PackedWeight]) -> torch.Tensor:
+    """Return `x[:, h] @ weights[h].T` for each head h: [T, H, N] of `x` [T, H, K], contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    for head, weight in enumerate(weights):
+        _check(x[:, head], weight, is_gated=False)
+    if uses_cpu_kernels(x):
+        return heads_linear_cpu(x, weights)
+    return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights)], dim=1)
 
 
 def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedPanels, activation: Activation) -> torch.Tensor:

@@ -29,6 +29,7 @@ from transom_kernels.cpu.simd import (
     lane_max,
     lane_sum,
     load_f32,
+    load_i32,
     load_i64,
     load_part_f32,
     load_scalar_f32,
@@ -94,6 +95,8 @@ class ChooseArguments(NamedTuple):
     weights: torch.Tensor  # [T, K] float32
     num_experts: int
     num_chosen: int
+    num_groups: int
+    top_groups: int
     normalise: bool
     scale: float
     tiny: float  # `reference.TINY`: added to a sum of scores before it divides
@@ -144,11 +147,13 @@ def route_cpu(
             weights=weights,
             num_experts=num_experts,
             num_chosen=num_chosen,
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
             normalise=routing.normalise,
             scale=float(routing.scale),
             tiny=TINY,
         ),
-        scratch_bytes=8 * (num_experts + LANES),
+        scratch_bytes=16 * (num_experts + LANES),
     )
     return experts, weights
 
@@ -177,15 +182,17 @@ def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any
 def make_choose_experts(score: str) -> Any:
     """Build the kernel that chooses experts. A work item is a token.
 
-    Scratch: two arrays of E words of 32 bits, E rounded up to 16: the token's scores, and the keys that order its experts.
+    Scratch: arrays of E words of 32 bits, E rounded up to 16: the token's scores, and the keys that order its experts; with groups
+    also its preferences, and the keys of groups.
     """
-    write_scores = _make_scores(score)
+    write_scores, keep_best_groups = _make_scores(score), _make_groups()
 
     @each_item
     def choose_experts(arguments, thread, token):
         num_experts, num_chosen = argument(arguments, CHOOSE.num_experts), argument(arguments, CHOOSE.num_chosen)
         padded = (num_experts + LANES - 1) // LANES * LANES
         scores, keys = scratch(thread), scratch(thread) + 4 * padded
+        preferences = keys + 4 * padded
         logits = argument(arguments, CHOOSE.logits) + token * num_experts * 4
         bias, correction = argument(arguments, CHOOSE.bias), argument(arguments, CHOOSE.correction)
         # logits, and the largest one
@@ -200,12 +207,18 @@ def make_choose_experts(score: str) -> Any:
             store_f32(scores + 4 * e, values)
             if correction == 0:
                 store_words(keys + 4 * e, _keys(values, count))
+                store_f32(preferences + 4 * e, values)
         write_scores(scores, num_experts, splat(lane_max(peaks)))
         if correction != 0:
             for e in range(0, num_experts, LANES):
                 count = min(LANES, num_experts - e)
                 values = load_f32(scores + 4 * e) + load_part_f32(correction + 4 * e, count)
                 store_words(keys + 4 * e, _keys(values, count))
+                store_f32(preferences + 4 * e, values)
+        groups = argument(arguments, CHOOSE.num_groups)
+        if groups > 1:
+            of_group, top = num_experts // groups, argument(arguments, CHOOSE.top_groups)
+            keep_best_groups(keys, preferences, preferences + 4 * padded, groups, of_group, top, correction != 0)
         # the choice
         chosen, experts = (
             argument(arguments, CHOOSE.chosen),
@@ -235,6 +248,39 @@ def make_choose_experts(score: str) -> Any:
             store_scalar_f32(weights + 4 * rank, weight)
 
     return choose_experts
+
+
+def _make_groups() -> Any:
+    """Build the helper that sets the keys of experts outside the best groups to `_NEVER`.
+
+    A group is as good as its best expert's preference; with `pairs`, as the sum of its two best ones'.
+    """
+
+    @helper
+    def keep_best_groups(keys, preferences, merits, groups, of_group, top, pairs):
+        for group in range(groups):
+            best, second = group * of_group, -1
+            for e in range(best + 1, best + of_group):
+                if load_i32(keys + 4 * e) > load_i32(keys + 4 * best):
+                    best, second = e, best
+                elif second < 0 or load_i32(keys + 4 * e) > load_i32(keys + 4 * second):
+                    second = e
+            merit = 1.0 * load_scalar_f32(preferences + 4 * best)
+            if pairs and second >= 0:
+                merit += load_scalar_f32(preferences + 4 * second)
+            store_scalar_f32(merits + 4 * group, merit)
+        for group in range(0, groups, LANES):
+            count = min(LANES, groups - group)
+            store_words(merits + 4 * group, _keys(load_part_f32(merits + 4 * group, count), count))
+        for _ in range(top):
+            best = _first_largest(merits, (groups + LANES - 1) // LANES * LANES)
+            store_i32(merits + 4 * best, _NEVER)  # it is taken
+        for group in range(groups):
+            if load_i32(merits + 4 * group) != _NEVER:
+                for e in range(group * of_group, (group + 1) * of_group):
+                    store_i32(keys + 4 * e, _NEVER)
+
+    return keep_best_groups
 
 
 def _make_scores(score: str) -> Any:

@@ -106,6 +106,8 @@ def _choice(
         "tiny": TINY,
         "E": num_experts,
         "K": routing.num_chosen,
+        "GROUPS": routing.num_groups,
+        "TOP_GROUPS": routing.top_groups,
         "SPLITS": num_splits,
         "SCORE": SCORES[routing.score],
         "NORMALISE": routing.normalise,
@@ -114,6 +116,7 @@ def _choice(
         "HAS_SCALE": has_scale,
         "IS_FIXED": is_fixed,
         "BLOCK_E": block_e,
+        "BLOCK_G": next_power_of_two(routing.num_groups),
         "BLOCK_K": next_power_of_two(routing.num_chosen),
         "BLOCK_S": block_s,
     }
@@ -229,6 +232,37 @@ def _keys(preference, e):
 
 
 @triton.jit
+def _of_best_groups(
+    keys,
+    preference,
+    e,
+    SIZE: tl.constexpr,  # experts of a group
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST: tl.constexpr,  # a group is as good as the sum of this many of its largest preferences
+    BLOCK_G: tl.constexpr,
+):
+    """Return the keys with those of experts outside the best groups set to `_NEVER`."""
+    g = tl.arange(0, BLOCK_G)
+    merits = tl.zeros([BLOCK_G], tl.float32)
+    for group in range(GROUPS):
+        rest = tl.where(e // SIZE == group, keys, _NEVER)
+        merit = 0.0
+        for _ in tl.static_range(BEST):
+            expert = 65535 - (tl.max(rest, 0) & 65535)
+            merit += tl.sum(tl.where(e == expert, preference, 0.0), 0)
+            rest = tl.where(e == expert, _NEVER, rest)
+        merits = tl.where(g == group, merit, merits)
+    order = tl.where(g < GROUPS, _keys(merits, g), _NEVER)
+    is_best = e < 0
+    for _ in range(TOP_GROUPS):
+        group = 65535 - (tl.max(order, 0) & 65535)
+        is_best |= e // SIZE == group
+        order = tl.where(g == group, _NEVER, order)
+    return tl.where(is_best, keys, _NEVER)
+
+
+@triton.jit
 def choose_experts(
     partials,  # [T, S, E] float32
     bias,  # [E] float32, or unused
@@ -241,6 +275,8 @@ def choose_experts(
     tiny,  # `reference.TINY`
     E: tl.constexpr,
     K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     SPLITS: tl.constexpr,
     SCORE: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -249,6 +285,7 @@ def choose_experts(
     HAS_SCALE: tl.constexpr,
     IS_FIXED: tl.constexpr,  # `chosen` gives the experts
     BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -278,6 +315,8 @@ def choose_experts(
         if HAS_CORRECTION:
             preference = scores + tl.load(correction + e, mask=is_expert, other=0.0)
         keys = tl.where(is_expert, _keys(preference, e), _NEVER)
+        if GROUPS > 1:
+            keys = _of_best_groups(keys, preference, e, E // GROUPS, GROUPS, TOP_GROUPS, 1 + HAS_CORRECTION, BLOCK_G)
         for rank in range(K):
             expert = 65535 - (tl.max(keys, 0) & 65535)
             found = tl.where(k == rank, tl.sum(tl.where(e == expert, scores, 0.0), 0), found)

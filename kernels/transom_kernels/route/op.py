@@ -69,6 +69,9 @@ def _check(
         raise ValueError(
             f"{num_chosen} experts per token are to be chosen from {num_experts}; choose 1 to {num_experts}."
         )
+    groups, top = routing.num_groups, routing.top_groups
+    if groups > 1 and (num_experts % groups or not 1 <= top <= groups or num_chosen > top * (num_experts // groups)):
+        raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen from {top} of {groups} equal groups.")
     given = [vector for vector in vectors if vector is not None]
     if any(vector.shape != (num_experts,) or vector.dtype != torch.float32 for vector in given):
         shapes = [(tuple(vector.shape), vector.dtype) for vector in given]

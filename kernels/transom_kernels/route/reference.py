@@ -18,13 +18,17 @@ class Routing:
     """How many experts a token chooses, and their weights.
 
     A token chooses the experts with the largest logits or, if the layer has a learned correction, the largest score + correction;
-    of equal ones the first. An expert's weight is its score times `scale`; with `normalise` a token's weights add up to `scale`.
+    of equal ones the first. With several groups of experts, a token chooses from its `top_groups` best groups only. A group is as
+    good as its best expert or, if the layer has a correction, as the sum of its two best ones. An expert's weight is its score
+    times `scale`; with `normalise` a token's weights add up to `scale`.
     """
 
     num_chosen: int  # experts per token (top-k)
     score: Score = "softmax"
     normalise: bool = True
     scale: float = 1.0  # multiplies all weights
+    num_groups: int = 1  # groups of equally many experts
+    top_groups: int = 1
 
 
 def route_reference(
@@ -58,12 +62,24 @@ def routes_of(
     scores = _scores(logits, routing.score)
     if chosen is None:
         preference = logits if correction is None else scores + correction
-        chosen = _largest(preference, routing.num_chosen)
+        chosen = _choice(preference, routing, best_of_group=1 if correction is None else 2)
     weights = scores.gather(1, chosen)
     if routing.normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     weights = weights * routing.scale
     return chosen, weights if expert_scale is None else weights * expert_scale[chosen]
+
+
+def _choice(preference: torch.Tensor, routing: Routing, *, best_of_group: int) -> torch.Tensor:
+    """Return each token's experts [T, K]; a group is as good as the sum of its `best_of_group` largest preferences."""
+    if routing.num_groups == 1:
+        return _largest(preference, routing.num_chosen)
+    of_group = preference.view(len(preference), routing.num_groups, -1)
+    merits = of_group.topk(best_of_group, dim=-1).values.sum(dim=-1)
+    groups = _largest(merits, routing.top_groups).sort(dim=-1).values
+    members = torch.arange(of_group.shape[2], device=preference.device)
+    candidates = (groups[..., None] * len(members) + members).flatten(1)
+    return candidates.gather(1, _largest(preference.gather(1, candidates), routing.num_chosen))
 
 
 def _largest(preference: torch.Tensor, count: int) -> torch.Tensor:

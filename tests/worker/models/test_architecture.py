@@ -4,6 +4,7 @@ errors for configs that are not supported.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import RUNNABLE_FAMILIES, choose_max_model_len, read_architecture, runnable
 from transom_core.model_config.mixture import Mixture
+from transom_core.model_config.mla import MLA_FAMILIES
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
@@ -154,6 +156,36 @@ def test_families_that_run_have_a_class() -> None:
     assert runnable(read_architecture(SMALL)).num_layers == 6
 
 
+def test_deepseek_v3_as_published() -> None:
+    """Scores have the factor 192 ** -0.5, and YaRN's magnitude twice: once for queries, once for keys."""
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
+    mla = read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla
+    assert mla is not None
+    assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)
+    assert mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+@pytest.mark.parametrize("family", MLA_FAMILIES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 0}, "'kv_lora_rank': 0"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim even"),
+        ({"v_head_dim": None}, "no size or number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+    ],
+)
+def test_sizes_of_latent_rows_that_cannot_be_are_named(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_architecture(SMALL | {"model_type": family, "num_experts_per_tok": 2} | changes)
+
+
 def test_lengths_up_to_the_models() -> None:
     architecture = read_architecture(SMALL)
     assert choose_max_model_len(None, architecture) == 4096
@@ -180,6 +212,8 @@ def mixture(family: str, **changes: Any) -> Mixture:
         ("llama4_text", {"moe_layers": [4]}, {4}),
         ("mimo_v2_flash", {}, {1, 2, 3, 4, 5, 6}),
         ("mimo_v2_flash", {"mlp_layer_types": ["sparse"] + ["dense"] * 6}, {0}),
+        ("deepseek_v3", {"moe_layer_freq": 2}, {4, 6}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] + ["dense"] * 6}, {0}),
     ],
 )
 def test_which_layers_have_experts(family: str, changes: dict[str, Any], layers: set[int]) -> None:
@@ -203,6 +237,11 @@ def test_what_configs_of_experts_leave_out_is_transformers_default(family: str) 
         ("mixtral", {"num_experts_per_tok": 0}, "0 experts per token"),
         ("mixtral", {"num_local_experts": "many"}, "no size or number"),
         ("mimo_v2_flash", {"n_group": 4}, "n_group above 1"),
+        ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4 do not fit 256 experts, 8 per token"),
+        ("deepseek_v3", {"topk_group": 9}, "n_group 8 and topk_group 9 do not fit"),
+        ("kimi_k2", {"scoring_func": "softmax"}, "scoring_func 'softmax'.*supported are noaux_tc, sigmoid"),
+        ("deepseek_v2", {"topk_method": "noaux_tc", "num_experts_per_tok": 6}, "supported are greedy or group_limited"),
+        ("deepseek_v2", {"norm_topk_prob": True, "num_experts_per_tok": 6}, "norm_topk_prob True"),
     ],
 )
 def test_experts_that_cannot_be_are_named(family: str, changes: dict[str, Any], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
@@ -59,6 +61,15 @@ CASES = {
         family="qwen2",
         config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
         mistakes=({"sliding_window": 17},),
+    ),
+    "youtu": FamilyCase(
+        family="youtu",
+        config={
+            **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+            **{"head_dim": 8, "num_key_value_heads": 4, "rope_interleave": False, "seed": 1},
+            "tie_word_embeddings": False,
+        },
+        mistakes=({"rope_interleave": True},),
     ),
     "qwen3": FamilyCase(
         family="qwen3",
@@ -189,3 +200,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 class TestDenseFamilies(FamilyTests):
     """All of `FamilyTests`, by family."""
+
+
+def test_biases_of_latent_rows_and_low_rank_queries(tmp_path: Path) -> None:
+    config = CASES["youtu"].config | {"attention_bias": True}
+    family = Family.make(tmp_path, FamilyCase(family="youtu", config=config))
+    family.ask(family.engine(), "biased", [1, 2])

@@ -147,7 +147,16 @@ def run_plan(folder: Path, size: int, settings: dict[str, Any]) -> CachePlan:
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 WINDOW = 6  # so small that lost windows of short prompts are cheaper to repair than to compute anew
-SEVERAL_RANKS = ("gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts", "llama4", "olmo3", "deepseek_v4")
+SEVERAL_RANKS = (
+    "gpt_oss",
+    "gpt_oss in MXFP4",
+    "gemma4",
+    "gemma4 with experts",
+    "llama4",
+    "olmo3",
+    "deepseek_v3",
+    "deepseek_v4",
+)
 # Engines that replay their decode steps as CUDA graphs.
 SHORT_TOKENS = 16  # so that levels differ
 GRAPH_LENGTHS = (9, 5, 26)  # three sequences in a graph for four

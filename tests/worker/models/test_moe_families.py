@@ -33,7 +33,43 @@ YARN = {
     "original_max_position_embeddings": 256,
 }
 MIMO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334}
+MLA = {
+    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"head_dim": 8, "num_key_value_heads": 4},
+}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
+GROUPS = {"n_group": 4, "topk_group": 2}
+STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 CASES = {
+    "deepseek_v2": FamilyCase(
+        family="deepseek_v2",
+        config=MLA
+        | EXPERTS
+        | GROUPS
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}
+        | {"first_k_dense_replace": 1, "rope_parameters": STRETCHED},
+        mistakes=({"topk_method": "greedy"}, {"rope_parameters": STRETCHED | {"mscale_all_dim": 0.7}}),
+    ),
+    "deepseek_v3": FamilyCase(
+        family="deepseek_v3",
+        config=MLA
+        | EXPERTS
+        | GROUPS
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": STRETCHED},
+        mistakes=({"topk_group": 1}, {"rope_interleave": False}, {"routed_scaling_factor": 1.0}),
+    ),
+    "kimi_k2": FamilyCase(
+        family="kimi_k2",
+        config=MLA
+        | EXPERTS
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8},
+        mistakes=({"norm_topk_prob": False},),
+    ),
+    "glm4_moe_lite": FamilyCase(
+        family="glm4_moe_lite",
+        config=MLA | EXPERTS | {"rms_norm_eps": 1e-3, "seed": 1},
+        mistakes=({"rms_norm_eps": 1e-1}, {"norm_topk_prob": False}),
+    ),
     "mixtral": FamilyCase(
         family="mixtral",
         config={"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3},

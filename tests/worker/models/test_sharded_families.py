@@ -50,10 +50,17 @@ EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
 # Every day one family of each way to divide heads, norms, residuals and experts, with one size.
 DIVIDED = (
     "llama with nine heads", "olmo3", "cohere2", "gemma3", "gemma4", "gemma4 with experts", "mixtral", "gpt_oss", "llama4",
-    "mimo_v2_flash", *QUANTISED, "deepseek_v4",
+    "mimo_v2_flash", *QUANTISED, "deepseek_v4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 DAILY = {name: SIZES[at % 3] for at, name in enumerate(DIVIDED)}
-DAILY_PREEMPTED = {"gemma3": 3, "llama with nine heads": 4, "gpt_oss": 2, "llama4": 3, "deepseek_v4": 2}
+DAILY_PREEMPTED = {
+    "gemma3": 3,
+    "llama with nine heads": 4,
+    "gpt_oss": 2,
+    "llama4": 3,
+    "deepseek_v4": 2,
+    "deepseek_v2": 3,
+}
 DAILY_DENSE = ("gpt_oss", "deepseek_v4")
 CHUNKS = {"block_size": 8, "max_model_len": 768, "max_num_batched_tokens": 45, "dtype": "float32"}
 

@@ -36,6 +36,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 16},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "deepseek_v3": {
+        **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    },
     "llama4_text": {
         "num_local_experts": 4,
         "intermediate_size_mlp": 80,
@@ -46,7 +51,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 NAMES = [*FAMILIES, "llama in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
-DAILY = ["llama", "llama in gptq order", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
+DAILY = [
+    "deepseek_v3",
+    "llama",
+    "llama in gptq order",
+    "qwen3_moe",
+    "llama4_text",
+    "gpt_oss in MXFP4",
+    "deepseek_v4 as published",
+]
 
 
 @pytest.fixture(scope="module", params=some_daily(NAMES, daily=DAILY))

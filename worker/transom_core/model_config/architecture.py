@@ -17,6 +17,7 @@ from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.mixture import Mixture, read_mixture
+from transom_core.model_config.mla import Mla, read_mla
 from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
 from transom_core.model_config.scales import NO_SCALES, Scales, read_scales, residual_factor
 
@@ -48,6 +49,7 @@ RUNNABLE_FAMILIES = (
     ),
     *("cohere2", "exaone4", "granite", "phi3", "seed_oss", "gemma4_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -85,6 +87,7 @@ class Architecture:
     layer_embedding_size: int = 0  # width of Gemma 4's per-layer embeddings; 0: none
     layer_vocab_size: int = 0  # vocabulary size of the per-layer embeddings
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
+    mla: Mla | None = None  # sizes of multi-head latent attention, which all layers or none have
 
     @property
     def num_layers(self) -> int:
@@ -116,6 +119,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     try:
         layers = attention_layers(config)
+        ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
         architecture = Architecture(
             family=family,
@@ -125,7 +129,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             vocab_size=int(config["vocab_size"]),
             max_position=int(config["max_position_embeddings"]),
             rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]) / residual_factor(config) ** 2,
-            ropes=read_ropes(config, layers),
+            ropes=ropes,
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
             sink_layers=_sink_layers(family, layers),
@@ -136,6 +140,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
             layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
+            mla=read_mla(config, ropes[0]) if ropes[0] is not None else None,
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,

@@ -13,6 +13,7 @@ from typing import Any
 
 from transom_core.errors import ModelError
 from transom_core.model_config.layer_attention import Compression, LayerAttention
+from transom_core.model_config.mla import MLA_FAMILIES
 
 Config = Mapping[str, Any]
 
@@ -222,7 +223,7 @@ def _by_ratio(config: Config, index: int) -> str:
     return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
 
 
-_LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v4")
+_LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "llama": _always_full,
     "smollm3": _sliding_where_not_rotary,
@@ -250,7 +251,6 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "gpt_oss": _every_other,
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": _full_first_and_every_sixth,
-    "deepseek_v2": _always_full,
-    "deepseek_v3": _always_full,
+    **dict.fromkeys(MLA_FAMILIES, _always_full),
     "deepseek_v4": _by_ratio,
 }

@@ -21,6 +21,14 @@ _GEMMA = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_MLA = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
@@ -53,6 +61,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "minimax_m2": {"head_dim": 128},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "kimi_k2": _MLA,
+    "glm4_moe_lite": _MLA | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
+    "youtu": _MLA | {"tie_word_embeddings": True},
 }
 
 

@@ -24,12 +24,32 @@ class Mixture:
     shared_size: int = 0  # inner width of the expert that every token uses besides its own; 0: there is none
     normalise: bool = True  # routing weights of a token are normalised to a sum of 1, before `scale`
     scale: float = 1.0  # factor of routing weights
+    num_groups: int = (
+        1  # experts form groups of equal size, and a token chooses its experts from its best `top_groups` groups
+    )
+    top_groups: int = 1
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
     clamp: float | None = None  # c: the gate projection is clamped to at most c, the up projection to [-c, c]
 
 
 # Defaults of transformers' configuration classes, which configs may leave out.
+_DEEPSEEK_V3: Config = {
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
 _DEFAULTS: dict[str, Config] = {
+    "deepseek_v2": {
+        **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        **{"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
+    },
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": {
+        **_DEEPSEEK_V3,
+        **{"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+        **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1},
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "qwen2_moe": {
@@ -93,6 +113,8 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
+        case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
+            return _deepseek(plain, config, num_layers)
         case "glm4_moe" | "mimo_v2_flash":
             if int(config.get("n_group", 1)) > 1:
                 raise ValueError("n_group above 1, experts chosen by group, is not supported")
@@ -105,6 +127,37 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 shared_size=int(config["n_shared_experts"]) * plain.inner_size if is_glm else 0,
             )
     return plain
+
+
+def _deepseek(plain: Mixture, config: Config, num_layers: int) -> Mixture:
+    """Return the experts of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash. V2 has softmax scores, the others sigmoid ones."""
+    is_v2 = config["model_type"] == "deepseek_v2"
+    method, by_group = str(config["topk_method"]), not is_v2 or config["topk_method"] == "group_limited_greedy"
+    methods = ("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",)
+    score, normalises = "softmax" if is_v2 else "sigmoid", bool(config["norm_topk_prob"])
+    if method not in methods or config["scoring_func"] != score or (is_v2 and normalises):
+        raise ValueError(
+            f"topk_method {method!r}, scoring_func {config['scoring_func']!r} and norm_topk_prob {normalises}; supported are "
+            f"{' or '.join(methods)}, {score}{' and false' if is_v2 else ''}"
+        )
+    groups, top = (int(config.get(name) or 1) if by_group else 1 for name in ("n_group", "topk_group"))
+    each, rest = divmod(plain.num_experts, max(1, groups))
+    if rest or not 1 <= top <= groups or plain.num_chosen > top * each or (groups > 1 and each < (1 if is_v2 else 2)):
+        raise ValueError(
+            f"n_group {groups} and topk_group {top} do not fit {plain.num_experts} experts, {plain.num_chosen} per token"
+        )
+    step, first = int(config.get("moe_layer_freq", 1)), int(config["first_k_dense_replace"])
+    kinds = config.get("mlp_layer_types")
+    layers = frozenset(range(num_layers)) if kinds is None else _mimo_layers(config, num_layers)
+    return replace(
+        plain,
+        layers=layers if kinds is not None else frozenset(i for i in layers if i >= first and i % step == 0),
+        normalise=normalises,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        shared_size=int(config["n_shared_experts"]) * plain.inner_size,
+        num_groups=groups,
+        top_groups=top,
+    )
 
 
 def _qwen_layers(config: Config, num_layers: int) -> frozenset[int]:

@@ -17,7 +17,11 @@ from transom_core.model_config.layer_attention import LayerAttention
 Config = Mapping[str, Any]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-INTERLEAVED_FAMILIES = ("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4")
+# pairs are neighbours; MLA configs may say otherwise (`rope_interleave`)
+INTERLEAVED_FAMILIES = (
+    *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
+    *("kimi_k2", "glm4_moe_lite", "youtu"),
+)
 _DEFAULT_THETA = {
     "smollm3": 2_000_000.0,
     "olmo3": 500_000.0,
@@ -98,7 +102,7 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
         theta=float(parameters["rope_theta"]),
         head_size=layer.head_size,
         size=layer.rope_size or 2 * int(share * layer.head_size // 2),
-        interleaved=config.get("model_type") in INTERLEAVED_FAMILIES,
+        interleaved=config.get("model_type") in INTERLEAVED_FAMILIES and config.get("rope_interleave") is not False,
         factor=factor,
         low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
         high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
@@ -149,10 +153,10 @@ def _attention_factor(parameters: Config, factor: float) -> float:
     if given is not None:
         return float(given)
     if scale and all_dim:
-        return _mscale(factor, float(scale)) / _mscale(factor, float(all_dim))
-    return _mscale(factor, 1.0)
+        return yarn_magnitude(factor, float(scale)) / yarn_magnitude(factor, float(all_dim))
+    return yarn_magnitude(factor, 1.0)
 
 
-def _mscale(factor: float, scale: float) -> float:
+def yarn_magnitude(factor: float, scale: float) -> float:
     """Return 0.1 * scale * ln(factor) + 1, YaRN's correction of attention for stretched positions; 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -54,7 +54,9 @@ class Decoder(Model):
         self._head = load.head(
             "model.embed_tokens" if tied else "lm_head", table, tied_to=self._embedding if tied else None, scales=scales
         )
-        self._rotary = {rope: make_rotary(rope, load) for rope in set(architecture.ropes) if rope is not None}
+        is_mla = architecture.mla is not None
+        ropes = [rope for rope in set(architecture.ropes) if rope is not None]
+        self._rotary = {rope: make_rotary(rope, load, interleaved=is_mla and rope.interleaved) for rope in ropes}
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
         self.weight_bytes = ends + sum(layer.weight_bytes for layer in self._layers)
 

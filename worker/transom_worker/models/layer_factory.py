@@ -13,16 +13,19 @@ from transom_core.model_config.architecture import Architecture, LayerAttention
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
-from transom_worker.models.layers.attention import Attention
+from transom_worker.models.layers.attention import Attention, TokenMixer
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
 from transom_worker.models.loading import Loader
+from transom_worker.models.mla import MlaAttention
 from transom_worker.models.style import Style
 
 
-def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
+def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
     """Make the attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
+    if architecture.mla is not None:
+        return MlaAttention(architecture, architecture.mla, index, load)
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
     qkv = _projections(architecture, index, heads, load)
@@ -128,6 +131,8 @@ def _norm_over_all_heads(
     return ShardedAllHeadsQkNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
 
 
-def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
-    """Make the rotary embedding of a RoPE. Loading the weights has moved interleaved pairs half a head apart."""
-    return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=rope.attention_factor)
+def make_rotary(rope: Rope, load: Loader, *, interleaved: bool) -> RotaryEmbedding:
+    """Make the rotary embedding of a RoPE. Loading the weights has moved interleaved pairs half a head apart, unless MLA reads them
+    as they are stored (`interleaved`)."""
+    factor = rope.attention_factor
+    return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=factor, interleaved=interleaved)

@@ -5,6 +5,9 @@
     qwen3_moe       QK norm of each head; some layers may be dense
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
+    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite
+                    MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
+                    routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
     gpt_oss         a sink logit for each head; biases in router and experts; the experts' gate is
@@ -31,7 +34,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
-from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
+from transom_worker.models.expert_loading import experts_by_name, experts_by_rows, experts_by_stack
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
 from transom_worker.models.layers.linear import GatedMlp
 from transom_worker.models.loading import Loader
@@ -71,16 +74,22 @@ def _routed(
     `correction` names a learned correction: then the scores are sigmoids, and the router chooses the experts by the sum of both.
     """
     mixture = _mixture(architecture)
-    correction_E = load.tensor(correction, torch.float32) if correction else None
+    per_expert = (mixture.num_experts,)
+    correction_E = load.tensor(correction, torch.float32, shape=per_expert) if correction else None
     routing = Routing(
         num_chosen=mixture.num_chosen,
         score="sigmoid" if correction else "softmax",
         normalise=mixture.normalise,
         scale=mixture.scale,
+        num_groups=mixture.num_groups,
+        top_groups=mixture.top_groups,
     )
     router = ExpertRouter(_gate(architecture, load, "gate"), routing, correction_E=correction_E)
-    weights = experts_by_name(
-        load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
+    is_stacked = any(name.endswith(f"{load.prefix}experts.gate_up_proj") for name in load.weights.names)
+    weights = (
+        experts_by_rows(load.under("experts."), mixture, architecture.hidden_size)
+        if is_stacked
+        else experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size)
     )
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
     return Moe(router, experts, _shared(architecture, load), comm=load.comm)
@@ -154,6 +163,10 @@ MIXTURE_STYLES = {
     "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen),
     "glm4_moe": Style(qk_norm="each", feed_forward=_mimo),
     "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
+    "deepseek_v2": Style(feed_forward=_qwen),
+    "deepseek_v3": Style(feed_forward=_mimo),
+    "kimi_k2": Style(feed_forward=_mimo),
+    "glm4_moe_lite": Style(feed_forward=_mimo),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
     "llama4_text": Style(feed_forward=_llama4),

@@ -6,6 +6,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
     llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3
                    none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
                    separate ones (`weights.fused_projections`)
+    youtu          MLA (`mla.py`)
     qwen3          QK norm of each head
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
@@ -95,6 +96,7 @@ DENSE_STYLES = {
     "phi3": Style(),
     "seed_oss": Style(),
     "qwen2": Style(),
+    "youtu": Style(),
     "qwen3": Style(qk_norm="each"),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),

@@ -5,7 +5,7 @@
 Steps always run eagerly where a recording would be wrong or would gain nothing:
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
-- Latent and compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
+- Compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
 - On GPUs with several ranks whose collectives go through the host (gloo), which a graph cannot record. nccl's can be captured.
 """
 
@@ -39,6 +39,7 @@ FLOAT_BYTES = 4
 
 _RECORDED_KINDS = (
     GroupKind.FULL,
+    GroupKind.LATENT,
     GroupKind.WINDOW,
     GroupKind.CHUNK,
     GroupKind.SINKS_WINDOW,

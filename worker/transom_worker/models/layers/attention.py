@@ -8,6 +8,7 @@ Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,58 @@ from transom_worker.models.layers.policy_rows import MixedBatch, attend_mixed
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
-class Attention:
+class TokenMixer(ABC):
+    """A layer in which tokens read other tokens, and its output projection."""
+
+    weight_bytes: int
+
+    def __init__(self, output: Linear) -> None:
+        self._output = output
+
+    @property
+    def adds_in_product(self) -> bool:
+        """Return whether `add_to` adds the residual within the layer's last matrix product."""
+        return self._output.adds_in_product
+
+    def add_to(
+        self,
+        residual_TN: torch.Tensor,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return `residual + self(x)`, [T, N], and write this step's keys and values to the cache.
+
+        Without `tables` nothing is rotated. `query_scale` multiplies each token's queries.
+        """
+        return self._output.add_to(residual_TN, self._mix(x_TN, tables, cache, batch, query_scale_T11))
+
+    def __call__(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output, [T, N]; the arguments are those of `add_to`."""
+        return self._output(self._mix(x_TN, tables, cache, batch, query_scale_T11))
+
+    @abstractmethod
+    def _mix(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what the output projection reads: the outputs of all heads, concatenated, [T, H * Dv]."""
+
+
+class Attention(TokenMixer):
     """An attention layer: fused q, k, v projection, rotary embedding, cache write, attention, output projection."""
 
     def __init__(
@@ -42,7 +94,8 @@ class Attention:
         """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
         `preparation`, which has the norms of single heads. `sink_logits` [H] are float32.
         """
-        self._qkv, self._output, self._layer = qkv, output, layer
+        super().__init__(output)
+        self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm
         self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
         self._most_kv_heads = most_kv_heads
@@ -51,38 +104,7 @@ class Attention:
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
         self.weight_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    @property
-    def adds_in_product(self) -> bool:
-        """Return whether `add_to` adds the residual within the layer's last matrix product."""
-        return self._output.adds_in_product
-
-    def add_to(
-        self,
-        residual_TN: torch.Tensor,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return `residual + attention(x)`, [T, N], and write this step's keys and values to the cache.
-
-        Without `tables` nothing is rotated. `query_scale` multiplies each token's queries.
-        """
-        return self._output.add_to(residual_TN, self._attend(x_TN, tables, cache, batch, query_scale_T11))
-
-    def __call__(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return `attention(x)`, [T, N]; the arguments are those of `add_to`."""
-        return self._output(self._attend(x_TN, tables, cache, batch, query_scale_T11))
-
-    def _attend(
+    def _mix(
         self,
         x_TN: torch.Tensor,
         tables: RotaryTables | None,

@@ -1,0 +1,134 @@
+"""Multi-head latent attention (MLA) of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu, *absorbed* into latent rows.
+
+A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
+up_v latent. Neither is ever computed, since both matrices can be multiplied elsewhere:
+
+    q . key = plain_q . (up_k latent) + rotated_q . rotated_key = (up_k^T plain_q) . latent + rotated_q . rotated_key
+    sum of weight * value = up_v (sum of weight * latent)
+
+So attention runs as with one KV head whose keys are rows and whose values are the rows' latent parts. Kernels hold the sums of all
+query heads of a KV head at once, so at most MOST_HEADS of them share a KV head; several KV heads are then views of the same rows.
+Every rank has all rows, and its own heads.
+
+Source: the papers of DeepSeek V2 and V3, and `models/deepseek_v3/modeling_deepseek_v3.py` of transformers.
+
+Legend: T tokens, H heads of this rank, Q rank of queries, L latent width, P plain and R rotated width of a head, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.mla import LATENT_NORM_EPS, Mla
+from transom_core.model_config.sharding import head_share
+from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
+from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
+from transom_kernels.paged_attention.inputs import PagedBatch
+from transom_worker.models.layers.attention import TokenMixer
+from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.heads_linear import HeadsLinear
+from transom_worker.models.layers.norm import RmsNorm
+from transom_worker.models.layers.rotary_embedding import RotaryTables
+from transom_worker.models.loading import Loader
+
+MOST_HEADS = (
+    16  # 16 sums of 512 numbers, with as many queries, fill the registers and shared memory of a multiprocessor
+)
+
+
+class MlaAttention(TokenMixer):
+    """Low-rank queries, latent rows in the cache, and a matrix for each head before and after attention."""
+
+    def __init__(self, architecture: Architecture, mla: Mla, index: int, load: Loader) -> None:
+        """Load layer `index`; `load` reads names within `self_attn`. Heads are divided among the ranks, all else is whole."""
+        layer, hidden, bias = architecture.layers[index], architecture.hidden_size, architecture.attention_bias
+        heads = head_share(architecture, index, load.parallel.rank, load.parallel.size).queries
+        columns = slice(heads.start * mla.value_size, heads.stop * mla.value_size)
+        shape = (hidden, layer.num_heads * mla.value_size)
+        super().__init__(load.row_parallel("o_proj", shape=shape, columns=columns, bias=architecture.output_bias))
+        size = mla.plain_size + mla.rope_size
+        rows = [slice(heads.start * size, heads.stop * size)]
+        row = (layer.head_size, hidden)
+        self._query_norm: RmsNorm | None = None
+        if mla.query_rank:
+            names, shapes = ("q_a_proj", "kv_a_proj_with_mqa"), [(mla.query_rank, hidden), row]
+            self._down = load.linear(*names, shapes=shapes, bias=bias)
+            self._query_norm = load.norm("q_a_layernorm", LATENT_NORM_EPS, size=mla.query_rank)
+            self._queries = load.linear("q_b_proj", shapes=[(layer.num_heads * size, mla.query_rank)], rows=rows)
+        else:
+            self._down = load.linear("kv_a_proj_with_mqa", shapes=[row], bias=bias)
+            self._queries = load.linear("q_proj", shapes=[(layer.num_heads * size, hidden)], rows=rows)
+        self._latent_norm = load.norm("kv_a_layernorm", LATENT_NORM_EPS, size=mla.latent_rank)
+        self._absorb, self._expand = _matrices(mla, layer.num_heads, heads, load)
+        self._mla, self._num_heads = mla, heads.stop - heads.start
+        most = head_share(architecture, index, 0, load.parallel.size).num_queries  # the first ranks have most
+        self._kv_heads, self._most_kv_heads = _kv_heads(self._num_heads), _kv_heads(most)
+        self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
+        parts = (self._down, self._query_norm, self._queries, self._latent_norm, self._absorb, self._expand)
+        self.weight_bytes = self._output.weight_bytes + sum(part.weight_bytes for part in parts if part is not None)
+
+    def _mix(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
+        assert tables is not None
+        mla, down_T = self._mla, self._down(x_TN)
+        query_TQ = x_TN if self._query_norm is None else self._query_norm(down_T[:, : mla.query_rank])
+        latent_TL = self._latent_norm(down_T[:, mla.query_rank : mla.query_rank + mla.latent_rank])
+        rotated_T1R = down_T[:, None, mla.query_rank + mla.latent_rank :]
+        cos_sin, pairs = (tables.cos, tables.signed_sin), tables.interleaved
+        latents = cache.k[..., : mla.latent_rank]
+        # The operator rotates what it writes as keys and not what it writes as values: here the row's two parts.
+        row = QkvInputs(
+            q=rotated_T1R[:, :0],
+            k=rotated_T1R,
+            v=latent_TL[:, None],
+            slots=batch.slots,
+            tables=cos_sin,
+            preparation=Preparation(interleaved=pairs),
+            k_cache=cache.k[..., mla.latent_rank :],
+            v_cache=latents,
+        )
+        prepare_qkv(row)
+        queries = QkvInputs(
+            q=self._absorb(self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)),
+            slots=batch.slots,
+            tables=cos_sin,
+            preparation=Preparation(interleaved=pairs, rotates_last=True),
+            query_scale=None if query_scale_T11 is None else query_scale_T11.flatten(),
+        )
+        inputs = PagedInputs(
+            q=prepare_qkv(queries),
+            k_cache=cache.k.expand(-1, -1, self._kv_heads, -1),
+            v_cache=latents.expand(-1, -1, self._kv_heads, -1),
+            batch=batch,
+            scale=mla.scale,
+            rule=self._rule,
+            most_kv_heads=self._most_kv_heads,
+        )
+        return self._expand(paged_attention(inputs)).flatten(1)
+
+
+def _kv_heads(num_heads: int) -> int:
+    """Return the least number of KV heads that divides `num_heads` query heads and gives none of them more than MOST_HEADS."""
+    return next(count for count in range(-(-num_heads // MOST_HEADS), num_heads + 1) if num_heads % count == 0)
+
+
+def _matrices(mla: Mla, num_heads: int, heads: slice, load: Loader) -> tuple[HeadsLinear, HeadsLinear]:
+    """Load the matrices of this rank's heads: of a query [plain, rotated] to [L + R], and of attention's output [L] to a value [V].
+
+    The first holds up_k^T and, for the rotated part, which stays as it is, a unit matrix.
+    """
+    size, rank = mla.plain_size + mla.value_size, mla.latent_rank
+    rows, shape = slice(heads.start * size, heads.stop * size), (num_heads * size, rank)
+    up_HSL = load.tensor("kv_b_proj.weight", shape=shape, part=(rows,)).view(-1, size, rank)
+    absorb = up_HSL.new_zeros(len(up_HSL), rank + mla.rope_size, mla.plain_size + mla.rope_size)
+    absorb[:, :rank, : mla.plain_size] = up_HSL[:, : mla.plain_size].transpose(1, 2)
+    absorb[:, rank:, mla.plain_size :] = torch.eye(mla.rope_size, dtype=absorb.dtype, device=absorb.device)
+    return HeadsLinear(absorb), HeadsLinear(up_HSL[:, mla.plain_size :].contiguous())
