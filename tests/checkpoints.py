@@ -44,8 +44,9 @@ ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 # Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
 _GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 3.0, "down_proj": 3.0}
+_GAINS |= {"out_proj": 3.0, "w2": 3.0}  # LFM2's
 # Norm weights of queries and keys set how sharply heads look.
-_LOOKING_NORMS = ("q_norm", "k_norm")
+_LOOKING_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 
 def make_checkpoint(folder: Path, family: str, *, seed: int = 0, looking: float = 1.5, **config: Any) -> Path:
@@ -94,7 +95,8 @@ def _holds_norms_less_one(model: PreTrainedModel) -> bool:
 def _spread_logits(model: PreTrainedModel, less: float) -> None:
     """Scale the last norm until logits have LOGIT_STD; soft caps bend, so more than once."""
     ids = torch.randint(3, VOCAB_SIZE, (1, 64))
-    weight = model.model.norm.weight
+    norm = model.model.embedding_norm if hasattr(model.model, "embedding_norm") else model.model.norm  # LFM2's
+    weight = norm.weight
     for _ in range(4):
         weight.copy_((weight + less) * (LOGIT_STD / model(ids).logits.std()) - less)
 

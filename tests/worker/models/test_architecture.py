@@ -151,6 +151,34 @@ def test_what_can_be_planned_but_not_run_is_refused_to_run(changes: dict[str, An
         runnable(read_architecture(SMALL | changes))
 
 
+LFM2 = {
+    **{"model_type": "lfm2", "hidden_size": 40, "num_attention_heads": 5, "num_hidden_layers": 3, "vocab_size": 9},
+    **{"max_position_embeddings": 99, "block_ff_dim": 100, "full_attn_idxs": [1]},
+}
+
+
+def test_lfm2_configs_in_their_own_words() -> None:
+    """Feed-forward layers have two thirds of the config's width, times a factor and rounded up; units have up to 16 channels."""
+    architecture = runnable(read_architecture(LFM2 | {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.5}))
+    assert [layer.convolution for layer in architecture.layers] == [3, None, 3]
+    assert [rope is None for rope in architecture.ropes] == [True, False, True]
+    assert (architecture.layers[0].num_heads, architecture.layers[0].head_size) == (5, 8)
+    assert (architecture.intermediate_size, architecture.tie_embeddings) == (128, True)
+    assert read_architecture(LFM2 | {"block_auto_adjust_ff_dim": False}).intermediate_size == 100
+    assert read_architecture(LFM2 | {"tie_embedding": False, "block_norm_eps": 0.5}).rms_norm_eps == 0.5
+    for wrong, message in (
+        ({"conv_dilation": 2}, "the field 'conv_dilation', which is not known"),
+        ({"conv_dim": 80}, "conv_dim 80; only the hidden_size"),
+        ({"block_use_swiglu": False}, "block_use_swiglu false"),
+        ({"layer_types": ["conv", "mamba", "conv"]}, "layer type 'mamba'"),
+        ({"conv_L_cache": 0}, "which see 0 tokens"),
+        ({"model_type": "lfm2_moe", "use_expert_bias": False}, "use_expert_bias false"),
+        ({"model_type": "llama", "intermediate_size": 9, "rms_norm_eps": 1, "layer_types": ["conv"] * 3}, "'conv'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(LFM2 | wrong)
+
+
 def test_families_that_run_have_a_class() -> None:
     assert set(RUNNABLE_FAMILIES) == set(FAMILIES)
     assert runnable(read_architecture(SMALL)).num_layers == 6

@@ -10,7 +10,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.matrices import some_daily
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 YARN = {
     "rope_type": "yarn",
@@ -160,6 +160,17 @@ CASES = {
         family="exaone4",
         config={"sliding_window": None, "layer_types": [FULL] * 4},
         mistakes=({"sliding_window": 190},),
+    ),
+    "lfm2": FamilyCase(
+        family="lfm2",
+        config={
+            "layer_types": [CONV, CONV, FULL, CONV],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+        mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
     ),
     "granite": FamilyCase(
         family="granite",

@@ -104,6 +104,19 @@ CASES = {
         },
         mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
     ),
+    "lfm2_moe": FamilyCase(
+        family="lfm2_moe",
+        config={
+            "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 5,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+        mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
+    ),
     "minimax_m2": FamilyCase(
         family="minimax_m2",
         config={"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1},
@@ -229,7 +242,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def draw_corrections(folder: Path) -> None:
     """Routers' corrections are no parameters, and so zero in a new model; here they change some choices."""
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+    for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "expert_bias"))]:
         tensors[name] = torch.linspace(-0.3, 0.3, len(tensors[name])).roll(sum(map(ord, name)))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -53,6 +53,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-4-scout": _config(
         "llama4_text", [CHUNKED, CHUNKED, CHUNKED, FULL] * 12, 40, 8, 128, 1_048_576, attention_chunk_size=8192
     ),
+    "lfm2-1.2b": _config(
+        "lfm2", 16, 32, 8, 64, 128_000, full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12_288, conv_L_cache=3
+    ),
+    "lfm2-8b-a1b": _config(
+        "lfm2_moe",
+        [FULL if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+        *(32, 8, 64, 128_000),
+        conv_L_cache=3,
+    ),
     "deepseek-v4-flash": _v4([SLIDING] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 21)[:-1], 64),
     "deepseek-v4-pro-like": _v4([COMPRESSED_HEAVILY] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 30)[:-1], 128),
 }

@@ -33,6 +33,17 @@ def test_well_known_sizes_of_whole_sequences(name: str, tokens: int, gib: float)
     assert groups_of(name)["full"].block_bytes * tokens // 16 == int(gib * 2**30)
 
 
+@pytest.mark.parametrize(("name", "convolutions"), [("lfm2-1.2b", 10), ("lfm2-8b-a1b", 18)])
+def test_lfm2_keeps_two_rows_of_4096_bytes_in_a_convolution(name: str, convolutions: int) -> None:
+    """The published sizes: 8,192 bytes of state in each convolution, and 12,288 of keys and values for each token."""
+    groups = groups_of(name)
+    assert list(groups) == ["full", "convolution_3"]
+    assert groups["full"].bytes_per_token == 12_288
+    rows = groups["convolution_3"]
+    assert [end - begin for begin, end in rows.spec.live(1000)] == [2]
+    assert 2 * rows.bytes_per_token == convolutions * 8192
+
+
 def test_head_sizes_may_differ_by_group() -> None:
     groups = groups_of("gemma-4-31b-like")
     assert groups["window_1024"].block_bytes == 5 * 2_621_440  # 50 layers; of ten layers that many

@@ -16,6 +16,7 @@ from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
 from transom_core.model_config.layer_attention import LayerAttention
+from transom_core.model_config.lfm2 import with_common_names
 from transom_core.model_config.mixture import Mixture, read_mixture
 from transom_core.model_config.mla import Mla, read_mla
 from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
@@ -50,6 +51,7 @@ RUNNABLE_FAMILIES = (
     *("cohere2", "exaone4", "granite", "phi3", "seed_oss", "gemma4_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
+    *("lfm2", "lfm2_moe"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -75,6 +77,7 @@ class Architecture:
     checkpoint_dtype: str  # torch's name of the number format
     layers: tuple[LayerAttention, ...]
     output_bias: bool = False  # bias of attention's output projection
+    convolution_bias: bool = False  # biases of short convolutions and of their projections
     activation: str = "silu"  # config.json's name of the activation
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: a NoPE layer
     scales: Scales = NO_SCALES
@@ -118,6 +121,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
         )
     try:
+        config = with_common_names(config)
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
@@ -146,6 +150,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             attention_bias=attention_bias or family in _BIASED_INPUTS,
             output_bias=bool(config.get("attention_out_bias", attention_bias and family not in _UNBIASED_OUTPUTS)),
             mlp_bias=bool(config.get("mlp_bias", False)),
+            convolution_bias=bool(config.get("conv_bias", False)),
             checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
     except KeyError as error:
@@ -224,6 +229,7 @@ def kv_policy_obstacle(architecture: Architecture) -> str:
         "a latent cache": sum(layer.latent or layer.compression is not None for layer in layers),
         "sliding windows": sum(layer.window is not None for layer in layers),
         "chunked attention": sum(layer.chunk is not None for layer in layers),
+        "short convolutions": sum(layer.convolution is not None for layer in layers),
     }
     found = [f"{count} of its {len(layers)} layers have {what}" for what, count in counts.items() if count]
     return f"in this one {' and '.join(found)}" if found else ""
@@ -247,7 +253,7 @@ def with_windows(
     """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks.
 
     S marks layers that get a sliding window with sinks, C layers that get chunked attention, and F layers that stay. Example: "SSF"
-    changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged.
+    changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged. Convolutions never change.
 
     Raises:
         ConfigError: the model has layers that share a cache, whose windows would have to be equal.
@@ -258,7 +264,7 @@ def with_windows(
         raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
 
     def marked(layer: LayerAttention, letter: str) -> LayerAttention:
-        match letter:
+        match letter if layer.convolution is None else "F":
             case "S":
                 return replace(layer, window=window, sinks=sinks)
             case "C":

@@ -66,6 +66,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "kimi_k2": _MLA,
     "glm4_moe_lite": _MLA | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
     "youtu": _MLA | {"tie_word_embeddings": True},
+    "lfm2": {
+        **{"conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        "block_auto_adjust_ff_dim": True,
+    },
+    "lfm2_moe": {"conv_L_cache": 3},
 }
 
 

@@ -62,6 +62,7 @@ _DEFAULTS: dict[str, Config] = {
     },
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "lfm2_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
     "deepseek_v4": {
         **{"n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "intermediate_size": 0},
@@ -115,6 +116,13 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
         case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
             return _deepseek(plain, config, num_layers)
+        case "lfm2_moe":
+            return replace(
+                plain,
+                layers=_lfm2_layers(config, num_layers),
+                normalise=bool(config.get("norm_topk_prob", True)),
+                scale=float(config.get("routed_scaling_factor", 1.0)),
+            )
         case "glm4_moe" | "mimo_v2_flash":
             if int(config.get("n_group", 1)) > 1:
                 raise ValueError("n_group above 1, experts chosen by group, is not supported")
@@ -158,6 +166,12 @@ def _deepseek(plain: Mixture, config: Config, num_layers: int) -> Mixture:
         num_groups=groups,
         top_groups=top,
     )
+
+
+def _lfm2_layers(config: Config, num_layers: int) -> frozenset[int]:
+    if not config.get("use_expert_bias", True):
+        raise ValueError("use_expert_bias false, experts chosen by their scores alone, is not supported")
+    return frozenset(range(int(config["num_dense_layers"]), num_layers))
 
 
 def _qwen_layers(config: Config, num_layers: int) -> frozenset[int]:

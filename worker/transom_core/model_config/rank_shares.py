@@ -18,13 +18,17 @@ Span = tuple[int, int]  # [start, end)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHeads:
-    """One rank's heads in a kind of layer: the layers whose heads are divided in the same way. `kv_heads` is None for latent KV."""
+    """One rank's heads in a kind of layer: the layers whose heads are divided in the same way. `kv_heads` is None for latent KV.
+
+    In layers with a short convolution `channels` are the rank's channels; its heads are units of neighbouring channels.
+    """
 
     num_layers: int
     query_heads: Span
     of_query_heads: int
     kv_heads: Span | None
     of_kv_heads: int
+    channels: Span | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ def rank_lines(shares: Sequence[RankShare]) -> list[str]:
 def _line(share: RankShare, last: RankShare) -> str:
     several = len(share.heads) > 1
     heads = [
-        f"query heads {_range(part.query_heads)} of {part.of_query_heads}{_kv(part)}"
+        (f"channels {_range(part.channels)}" if part.channels else f"query heads {_heads_text(part)}")
         + (f" in {part.num_layers} layers" if several else "")
         for part in share.heads
     ]
@@ -98,8 +102,9 @@ def _line(share: RankShare, last: RankShare) -> str:
     return f"rank {share.rank} of {last.rank + 1}: {'; '.join((*heads, *columns, vocabulary))}"
 
 
-def _kv(part: LayerHeads) -> str:
-    return ", latent KV" if part.kv_heads is None else f", KV heads {_range(part.kv_heads)} of {part.of_kv_heads}"
+def _heads_text(part: LayerHeads) -> str:
+    kv = "latent KV" if part.kv_heads is None else f"KV heads {_range(part.kv_heads)} of {part.of_kv_heads}"
+    return f"{_range(part.query_heads)} of {part.of_query_heads}, {kv}"
 
 
 def _range(span: Span) -> str:
@@ -109,11 +114,13 @@ def _range(span: Span) -> str:
 
 def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads, ...]:
     """Return a rank's heads by kind of layer, in the order in which the kinds first occur."""
-    count: dict[tuple[int, int, bool, Span, Span], int] = {}
+    count: dict[tuple[int, int, bool, Span, Span, Span | None], int] = {}
     for index, layer in enumerate(architecture.layers):
         share = head_share(architecture, index, rank, size)
         source = layer if layer.reads_cache_of is None else architecture.layers[layer.reads_cache_of]
-        kind = (layer.num_heads, source.num_kv_heads, layer.latent, _span(share.queries), _span(share.kv))
+        queries, width = _span(share.queries), layer.head_size
+        channels = None if layer.convolution is None else (queries[0] * width, queries[1] * width)
+        kind = (layer.num_heads, source.num_kv_heads, layer.latent, queries, _span(share.kv), channels)
         count[kind] = count.get(kind, 0) + 1
     return tuple(
         LayerHeads(
@@ -122,8 +129,9 @@ def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads
             of_query_heads=num_queries,
             kv_heads=None if latent else kv,
             of_kv_heads=num_kv,
+            channels=channels,
         )
-        for (num_queries, num_kv, latent, queries, kv), num_layers in count.items()
+        for (num_queries, num_kv, latent, queries, kv, channels), num_layers in count.items()
     )
 
 

@@ -28,6 +28,8 @@ _DEFAULT_THETA = {
     "gpt_oss": 150_000.0,
     "gemma3_text": 1_000_000.0,
     "minimax_m2": 5_000_000.0,
+    "lfm2": 1_000_000.0,
+    "lfm2_moe": 1_000_000.0,
 }
 _DEFAULT_PARAMETERS: dict[str, Config] = {
     "mimo_v2_flash": {
@@ -86,7 +88,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
         case "cohere2":
             return [layer.window is not None for layer in layers]
-    return [True] * len(layers)
+    return [layer.convolution is None for layer in layers]
 
 
 def _rope(config: Config, layer: LayerAttention) -> Rope:

@@ -16,7 +16,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.rope import Rope
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.position_scale import position_scale
-from transom_worker.models.layer_factory import make_attention, make_norm, make_rms_norm, make_rotary
+from transom_worker.models.layer_factory import make_norm, make_rms_norm, make_rotary, make_token_mixer
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.layers.norm import Norm, RmsNorm
 from transom_worker.models.layers.residual import Residual, select_rows
@@ -119,7 +119,7 @@ class DecoderLayer:
         norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         self._parallel_residual, self._parallel = style.parallel_residual, load.parallel
         load = load.partial() if style.parallel_residual else load
-        self._attention = make_attention(architecture, index, style, load.under("self_attn."))
+        self._attention = make_token_mixer(architecture, index, style, load)
         self._feed_forward = style.feed_forward(architecture, index, load)
         parts = (self._attention, self._feed_forward, *norms)
         self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)

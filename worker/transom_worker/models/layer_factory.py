@@ -1,4 +1,4 @@
-"""Makes the attention and the norms of one layer from a checkpoint, as the family's `Style` says.
+"""Makes the attention or short convolution and the norms of one layer from a checkpoint, as the family's `Style` says.
 
 Legend: H query heads and KV heads, D head width.
 """
@@ -17,15 +17,41 @@ from transom_worker.models.layers.attention import Attention, TokenMixer
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
+from transom_worker.models.layers.short_convolution import ShortConvolution
 from transom_worker.models.loading import Loader
 from transom_worker.models.mla import MlaAttention
 from transom_worker.models.style import Style
 
 
-def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
-    """Make the attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
+def make_token_mixer(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
+    """Make the attention or the short convolution of layer `index`; `load` reads names within the layer."""
+    if architecture.layers[index].convolution is not None:
+        return _short_convolution(architecture, index, load.under("conv."))
+    load = load.under("self_attn.")
     if architecture.mla is not None:
         return MlaAttention(architecture, architecture.mla, index, load)
+    return make_attention(architecture, index, style, load)
+
+
+def _short_convolution(architecture: Architecture, index: int, load: Loader) -> ShortConvolution:
+    """Make the short convolution of layer `index` with this rank's channels."""
+    layer, hidden, bias = architecture.layers[index], architecture.hidden_size, architecture.convolution_bias
+    assert layer.convolution is not None
+    own = _rows(head_share(architecture, index, load.parallel.rank, load.parallel.size).kv, layer.head_size)
+    # One tensor has the three projections, one after the other.
+    thirds = [slice(first + own.start, first + own.stop) for first in (0, hidden, 2 * hidden)]
+    projection = load.linear(*["in_proj"] * 3, shapes=[(3 * hidden, hidden)] * 3, rows=thirds, bias=bias)
+    weight_C1L = load.tensor("conv.weight", shape=(hidden, 1, layer.convolution), part=(own,))
+    return ShortConvolution(
+        projection,
+        load.row_parallel("out_proj", shape=(hidden, hidden), columns=own, bias=bias),
+        weight_C1L[:, 0].T.contiguous(),
+        load.tensor("conv.bias", shape=(hidden,), part=(own,)) if bias else None,
+    )
+
+
+def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
+    """Make the attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
     qkv = _projections(architecture, index, heads, load)

@@ -8,6 +8,7 @@
     deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite
                     MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
                     routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
+    lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
     gpt_oss         a sink logit for each head; biases in router and experts; the experts' gate is
@@ -38,7 +39,7 @@ from transom_worker.models.expert_loading import experts_by_name, experts_by_row
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
 from transom_worker.models.layers.linear import GatedMlp
 from transom_worker.models.loading import Loader
-from transom_worker.models.style import FeedForward, Style, dense_feed_forward
+from transom_worker.models.style import DENSE_STYLES, FeedForward, Style, dense_feed_forward
 
 
 def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForward:
@@ -48,6 +49,12 @@ def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForwar
 def _minimax(architecture: Architecture, index: int, load: Loader) -> FeedForward:
     names, correction = ("w1", "w3", "w2"), "e_score_correction_bias"
     return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
+
+
+def _lfm2(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    if index not in _mixture(architecture).layers:
+        return dense_feed_forward(architecture, index, load)
+    return _routed(architecture, load.under("feed_forward."), names=("w1", "w3", "w2"), correction="expert_bias")
 
 
 def _qwen(architecture: Architecture, index: int, load: Loader) -> FeedForward:
@@ -167,6 +174,7 @@ MIXTURE_STYLES = {
     "deepseek_v3": Style(feed_forward=_mimo),
     "kimi_k2": Style(feed_forward=_mimo),
     "glm4_moe_lite": Style(feed_forward=_mimo),
+    "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
     "llama4_text": Style(feed_forward=_llama4),

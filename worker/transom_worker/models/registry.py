@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
 from transom_worker.models.gemma4 import Gemma4
@@ -21,6 +22,7 @@ from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.fused_projections import FUSED_FAMILIES, FusedProjections
+from transom_worker.models.weights.renamed_weights import RenamedWeights, lfm2_name
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},
@@ -57,4 +59,6 @@ def build_model(
     )
     if architecture.family in FUSED_FAMILIES:
         load = replace(load, weights=FusedProjections(weights, architecture))
+    if architecture.family in LFM2_FAMILIES:
+        load = replace(load, weights=RenamedWeights(weights, lfm2_name))
     return FAMILIES[architecture.family](architecture, load)

@@ -8,6 +8,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
                    separate ones (`weights.fused_projections`)
     youtu          MLA (`mla.py`)
     qwen3          QK norm of each head
+    lfm2           short convolutions instead of attention in some layers, QK norm of each head
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
     olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
@@ -98,6 +99,7 @@ DENSE_STYLES = {
     "qwen2": Style(),
     "youtu": Style(),
     "qwen3": Style(qk_norm="each"),
+    "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),
     "olmo2": _OLMO,

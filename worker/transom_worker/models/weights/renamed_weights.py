@@ -15,6 +15,16 @@ _DECODERS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
+# A part of a name in other families -> LFM2's own.
+_LFM2 = {
+    "model.norm.": "model.embedding_norm.",
+    ".self_attn.o_proj.": ".self_attn.out_proj.",
+    ".self_attn.q_norm.": ".self_attn.q_layernorm.",
+    ".self_attn.k_norm.": ".self_attn.k_layernorm.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+}
 
 
 class RenamedWeights(WeightsView):
@@ -43,6 +53,11 @@ def text_decoder(weights: Weights) -> Weights:
         if any(name.startswith(prefixes["model."]) for name in weights.names):
             return RenamedWeights(weights, partial(_replace_start, prefixes))
     return weights
+
+
+def lfm2_name(name: str) -> str:
+    """Return LFM2's name of a tensor that other families name `name`."""
+    return next((name.replace(part, own) for part, own in _LFM2.items() if part in name), name)
 
 
 def _replace_start(prefixes: dict[str, str], name: str) -> str:
