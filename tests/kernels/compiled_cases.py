@@ -198,6 +198,7 @@ def small_calls() -> Iterator[Callable[[], Any]]:
 
 def prepare_calls() -> Iterator[Callable[[], Any]]:
     normed = Preparation(norm=True)
+    yield from (partial(prepare_latent, heads, dtype) for heads, dtype in product((16, 128), (BF16, F32)))
     for kv_format in ("", *FORMATS_BY_NAME):
         yield partial(prepare, 32, 8, 128, normed, kv_format=kv_format)
     for width in (64, 80, 128, 256):
@@ -213,6 +214,16 @@ def prepare_calls() -> Iterator[Callable[[], Any]]:
         yield partial(prepare, 0, 1, width, latent, dtype=F32, norms=F32, rotated=64, has_values=False)
     for width in (128, 512, 1024):  # a compressor's state
         yield partial(prepare, 0, 1, width, Preparation(), dtype=F32, cache=F32, rotated=0)
+
+
+def prepare_latent(heads: int, dtype: torch.dtype) -> None:
+    """MLA's rows of 512 numbers and 64 rotated ones, and its queries."""
+    row, cache, queries = (torch.empty(*shape, 576, dtype=dtype) for shape in ((2, 1), (2, 16, 1), (2, heads)))
+    shared: Any = {"slots": torch.zeros(2, dtype=INT64), "tables": (torch.empty(2, 64, dtype=dtype),) * 2}
+    how, rotated, latents = Preparation(interleaved=True), row[..., 512:], row[..., :512]
+    caches: Any = {"k_cache": cache[..., 512:], "v_cache": cache[..., :512]}
+    prepare_qkv_triton(QkvInputs(q=rotated[:, :0], k=rotated, v=latents, preparation=how, **caches, **shared))
+    prepare_qkv_triton(QkvInputs(q=queries, preparation=replace(how, rotates_last=True), **shared))
 
 
 def prepare(

@@ -14,7 +14,7 @@ from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.launch import prefer, uses_cpu_kernels
-from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
+from transom_kernels.linear import embedding_rows, gated_linear, heads_linear, linear, pack_weight
 from transom_kernels.linear.op import embedding_rows_reference, gated_linear_reference, linear_reference
 from transom_kernels.quantised_linear import pack, pack_gated, quantise
 
@@ -66,6 +66,16 @@ def test_gated(dtype, activation):
         got = gated_linear(x, biased, activation)
         torch.testing.assert_close(got, wanted, **limit(dtype))
         assert gated_linear(x[-1:], biased, activation).equal(got[-1:])
+
+
+@pytest.mark.parametrize("dtype", some_daily(DTYPES, DTYPES[:2]))
+def test_each_head_has_its_matrix(dtype):
+    weights, x = matrices(37, 40, dtype, count=3), strided(5 * 3, 40, dtype).view(5, 3, 40)
+    packed = [pack_weight(weight) for weight in weights]
+    got = heads_linear(x, packed)
+    wanted = torch.stack([linear_reference(x[:, head], weight) for head, weight in enumerate(weights)], dim=1)
+    torch.testing.assert_close(got, wanted, **limit(dtype))
+    assert heads_linear(x[-1:], packed).equal(got[-1:])
 
 
 def test_logits_in_float32():

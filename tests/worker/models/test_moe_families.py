@@ -67,7 +67,8 @@ CASES = {
     ),
     "glm4_moe_lite": FamilyCase(
         family="glm4_moe_lite",
-        config=MLA | EXPERTS | {"rms_norm_eps": 1e-3, "seed": 1},
+        # 20 heads, as published: more than share a KV head
+        config=MLA | EXPERTS | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 1},
         mistakes=({"rms_norm_eps": 1e-1}, {"norm_topk_prob": False}),
     ),
     "mixtral": FamilyCase(
@@ -220,7 +221,11 @@ DEEPSEEK_V4 = FamilyCase(
     mistakes=({"sliding_window": 15}, {"index_topk": 4}, {"hc_sinkhorn_iters": 1}, {"swiglu_limit": 2.5}),
     records=False,  # what its compressed layers read in a step is chosen with the host's help
 )
-QUANTISED: dict[str, Callable[[Path, Path], None]] = {"gpt_oss in MXFP4": to_mxfp4, "qwen3_moe as it is in fp8": to_fp8}
+QUANTISED: dict[str, Callable[[Path, Path], None]] = {
+    "gpt_oss in MXFP4": to_mxfp4,
+    "qwen3_moe as it is in fp8": to_fp8,
+    "deepseek_v3 in fp8": to_fp8,
+}
 
 
 @pytest.fixture(scope="module", params=[*CASES, *QUANTISED, "deepseek_v4"])

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.engine_driver import make_request, run
 from tests.thread_ranks import make_sharded_engine
 from tests.tiny_checkpoints import tiny_llama
+from tests.worker.models.test_moe_families import CASES as MIXTURES
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
@@ -33,8 +36,11 @@ def computed(model: Path, size: int) -> tuple[KvShares, list[list[bytes]]]:
     return shares, found
 
 
-def test_blocks_of_one_two_and_three_ranks(tmp_path: Path) -> None:
-    model = tiny_llama(tmp_path)  # 2 KV heads: with 3 ranks one is kept twice
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_blocks_of_one_two_and_three_ranks(tmp_path: Path, family: str) -> None:
+    """llama has 2 KV heads: with 3 ranks one is kept twice. All ranks have DeepSeek's latent rows."""
+    is_llama = family == "llama"
+    model = tiny_llama(tmp_path) if is_llama else make_checkpoint(tmp_path, family, **MIXTURES[family].config)
     workers = [computed(model, size) for size in (1, 2, 3)]
     for source, before in workers:
         for target, after in workers:
