@@ -37,6 +37,11 @@ def _v4(layers: list[str], heads: int) -> Any:
     return _config("deepseek_v4", layers, heads, 1, 512, 1_048_576, **sizes)
 
 
+def _mla(model_type: str, layers: int, heads: int, length: int, **sizes: Any) -> Any:
+    experts = dict(n_routed_experts=64, num_experts_per_tok=4, kv_lora_rank=512, qk_rope_head_dim=64)
+    return _config(model_type, layers, heads, heads, 64, length, **experts, **sizes)
+
+
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -62,6 +67,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         *(32, 8, 64, 128_000),
         conv_L_cache=3,
     ),
+    "deepseek-v2-lite": _mla("deepseek_v2", 27, 16, 163_840, q_lora_rank=None),
+    "deepseek-v3": _mla("deepseek_v3", 61, 128, 163_840),
     "deepseek-v4-flash": _v4([SLIDING] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 21)[:-1], 64),
     "deepseek-v4-pro-like": _v4([COMPRESSED_HEAVILY] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 30)[:-1], 128),
 }

@@ -116,16 +116,12 @@ def test_deepseek_v4_rows() -> None:
     assert exact["indexer_4"].block_bytes == 21 * 4 * 128 * 2
 
 
-def test_latent_attention_of_deepseek_v3() -> None:
-    config: dict[str, Any] = {
-        "model_type": "deepseek_v3",
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "num_hidden_layers": 61,
-    }
-    group = groups_of("llama-3-8b", **config)["latent"]
-    assert group.block_bytes == 61 * 16 * 576 * 2
-    assert group.layers[3].v_offset == group.layers[3].k_offset
+@pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 27), ("deepseek-v3", 61)])
+def test_latent_rows_are_whole_on_every_rank(name: str, layers: int) -> None:
+    for ranks in (1, 3, 8):
+        group = groups_of(name, ranks=ranks)["latent"]
+        assert group.block_bytes == layers * 16 * (512 + 64) * 2
+        assert group.layers[3].v_offset == group.layers[3].k_offset
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (3, 3), (5, 2), (8, 1), (16, 1)])

@@ -17,6 +17,8 @@ Legend: T tokens, H heads of this rank, Q rank of queries, L latent width, P pla
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from transom_core.model_config.architecture import Architecture
@@ -78,12 +80,31 @@ class MlaAttention(TokenMixer):
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
         assert tables is not None
+        inputs = PagedInputs(
+            q=self._prepare(x_TN, tables, cache, batch, query_scale_T11),
+            k_cache=cache.k.expand(-1, -1, self._kv_heads, -1),
+            v_cache=cache.k[..., : self._mla.latent_rank].expand(-1, -1, self._kv_heads, -1),
+            batch=batch,
+            scale=self._mla.scale,
+            rule=self._rule,
+            most_kv_heads=self._most_kv_heads,
+        )
+        return self._expand(paged_attention(inputs)).flatten(1)
+
+    def _prepare(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write this step's rows to the cache; return the absorbed and rotated queries, [T, H, L + R]."""
         mla, down_T = self._mla, self._down(x_TN)
         query_TQ = x_TN if self._query_norm is None else self._query_norm(down_T[:, : mla.query_rank])
         latent_TL = self._latent_norm(down_T[:, mla.query_rank : mla.query_rank + mla.latent_rank])
         rotated_T1R = down_T[:, None, mla.query_rank + mla.latent_rank :]
-        cos_sin, pairs = (tables.cos, tables.signed_sin), tables.interleaved
-        latents = cache.k[..., : mla.latent_rank]
+        cos_sin, how = (tables.cos, tables.signed_sin), Preparation(interleaved=tables.interleaved)
         # The operator rotates what it writes as keys and not what it writes as values: here the row's two parts.
         row = QkvInputs(
             q=rotated_T1R[:, :0],
@@ -91,28 +112,19 @@ class MlaAttention(TokenMixer):
             v=latent_TL[:, None],
             slots=batch.slots,
             tables=cos_sin,
-            preparation=Preparation(interleaved=pairs),
+            preparation=how,
             k_cache=cache.k[..., mla.latent_rank :],
-            v_cache=latents,
+            v_cache=cache.k[..., : mla.latent_rank],
         )
         prepare_qkv(row)
         queries = QkvInputs(
             q=self._absorb(self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)),
             slots=batch.slots,
             tables=cos_sin,
-            preparation=Preparation(interleaved=pairs, rotates_last=True),
+            preparation=replace(how, rotates_last=True),
             query_scale=None if query_scale_T11 is None else query_scale_T11.flatten(),
         )
-        inputs = PagedInputs(
-            q=prepare_qkv(queries),
-            k_cache=cache.k.expand(-1, -1, self._kv_heads, -1),
-            v_cache=latents.expand(-1, -1, self._kv_heads, -1),
-            batch=batch,
-            scale=mla.scale,
-            rule=self._rule,
-            most_kv_heads=self._most_kv_heads,
-        )
-        return self._expand(paged_attention(inputs)).flatten(1)
+        return prepare_qkv(queries)
 
 
 def _kv_heads(num_heads: int) -> int:
