@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from transom_core.model_files.gguf_header import read_gguf_header
@@ -146,13 +153,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @lru_cache(maxsize=8)
-def load_reference(folder: Path) -> LlamaForCausalLM:
+def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model of a checkpoint, fp32."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
-def reference_logits(model: LlamaForCausalLM | Path, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel | Path, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
     """Logits `[len(ids), vocabulary]` of transformers' model with `case`'s masks."""
     model = load_reference(model) if isinstance(model, Path) else model
     with _masks(model, case):
@@ -161,7 +168,7 @@ def reference_logits(model: LlamaForCausalLM | Path, ids: Sequence[int], case: H
 
 
 def reference_greedy(
-    model: LlamaForCausalLM | Path,
+    model: PreTrainedModel | Path,
     ids: Sequence[int],
     num_tokens: int,
     case: HybridCase = FULL,
@@ -173,7 +180,7 @@ def reference_greedy(
 
 
 def reference_steps(
-    model: LlamaForCausalLM | Path,
+    model: PreTrainedModel | Path,
     ids: Sequence[int],
     num_tokens: int,
     case: HybridCase = FULL,
@@ -214,8 +221,8 @@ def visible(
 
 
 @contextmanager
-def _masks(model: LlamaForCausalLM, case: HybridCase) -> Iterator[None]:
-    """While this lasts, every layer gets its own mask instead of the model's."""
+def _masks(model: PreTrainedModel, case: HybridCase) -> Iterator[None]:
+    """While this lasts, every layer gets its own mask instead of the model's, if the case has any of its own."""
 
     def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]
@@ -226,7 +233,8 @@ def _masks(model: LlamaForCausalLM, case: HybridCase) -> Iterator[None]:
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return args, kwargs | {"attention_mask": mask[None, None]}
 
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
+    layers = [] if case == FULL else model.model.layers
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """Everything on at once, and exact: every feature in every combination gives the tokens of a plain reference.
 
 One table has the features: prefix cache, window repair, pool size (preemption), steps in flight, chunk size, the hybrid cache on or
-off, one client or several that take turns; over models with full, window, sink + window and chunked layers. Every combination has
+off, one client or several that take turns; over models with full, window, sink + window and chunked layers, and
+with short convolutions. Every combination has
 resumed requests, and answers held to a grammar beside free ones. Every pair of values meets every day, every three values in
 `make test-all`. Tiers, formats of the cache, steps that fail and several ranks have tests of their own, each with all else on.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.core.grammar.vocabularies import json_grammar
 from tests.device_ahead import AheadExecutor
 from tests.engine_driver import Whole, make_engine, make_request, run
@@ -28,7 +30,7 @@ from tests.matrices import covering, some_daily
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.thread_ranks import ThreadRanks
-from tests.tiny_checkpoints import HybridCase, reference_greedy
+from tests.tiny_checkpoints import VOCAB_SIZE, HybridCase, reference_greedy
 from transom_core.contract import Request
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
@@ -49,6 +51,7 @@ MODELS = {
     "windows only": (HybridCase(window=16, pattern="S"), 120),
     "CF": (HybridCase(chunk=32, pattern="CF"), 190),
     "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
+    "convolutions": (HybridCase(), 180),  # LFM2, whose rows slide even without the hybrid cache
 }
 CHUNKS = (16, 64, 1024)
 AHEAD = 3  # two steps in flight, on a device that lags the host
@@ -88,9 +91,17 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: Path) -> dict[str, list[list[int]]]:
+def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoint of each model."""
+    lfm2: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "layer_types": ["conv", "full_attention"] * 2}
+    convolutions = make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2)
+    return dict.fromkeys(MODELS, tiny_model) | {"convolutions": convolutions}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     return {
-        name: oracle_answers(tiny_model, prompts(), NUM_TOKENS, case, GRAMMARS) for name, (case, _) in MODELS.items()
+        name: oracle_answers(folders[name], prompts(), NUM_TOKENS, case, GRAMMARS) for name, (case, _) in MODELS.items()
     }
 
 
@@ -186,11 +197,12 @@ def compare(got: list[list[int]], want: list[list[int]], where: object, margins:
 
 @pytest.mark.parametrize("mix", [pytest.param(Mix(*one.values), id=one.id, marks=one.marks) for one in MIXES])  # type: ignore[arg-type]
 def test_a_combination_is_exact(
-    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
+    folders: dict[str, Path], expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
 ) -> None:
     case, tight_kib = MODELS[mix.model]
+    slides = mix.hybrid or mix.model == "convolutions"
     engine = make_engine(
-        str(tiny_model),
+        str(folders[mix.model]),
         executor=AheadExecutor if mix.in_flight == AHEAD else create_executor,
         **case.settings(),
         **SETTINGS,
@@ -199,14 +211,14 @@ def test_a_combination_is_exact(
         window_repair=mix.caching == "repair",
         max_num_batched_tokens=mix.chunk,
         steps_in_flight=min(mix.in_flight, 2),
-        kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
+        kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if slides else 300) << 10,
     )
     seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair", num_clients=mix.num_clients)
     assert not isinstance(engine.executor, AheadExecutor) or engine.executor.queue.num_ahead > 0
     assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
     if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side
         assert seen["preemptions"] > 0
-    if mix.caching != "repair" or not mix.hybrid or mix.model in ("full", "windows only"):
+    if mix.caching != "repair" or not slides or mix.model in ("full", "windows only"):
         assert seen["repaired"] == 0
     elif mix.pool == "roomy":  # a tight pool seldom leaves a window to repair
         assert seen["repaired"] > 0
@@ -230,13 +242,13 @@ def test_an_answer_goes_on_after_a_repair(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("name", some_daily(MODELS, ["SCF"]))
 def test_steps_that_run_out_of_memory_are_exact(
-    tiny_model: Path, expected: dict[str, list[list[int]]], name: str
+    folders: dict[str, Path], expected: dict[str, list[list[int]]], name: str
 ) -> None:
     """With everything on, every fifth step fails, each time at another depth. A request that ends is sent again with its tokens."""
     case, tight_kib = MODELS[name]
     m = list(MODELS).index(name)
     engine = make_engine(
-        str(tiny_model),
+        str(folders[name]),
         executor=OutOfMemoryExecutor,
         **case.settings(),
         **SETTINGS,
@@ -331,10 +343,10 @@ TIERED = [
 
 @pytest.mark.parametrize(
     ("name", "formats", "mode"),
-    some_daily(TIERED, [TIERED[0], ("SCF", "auto", "auto")]),
+    some_daily(TIERED, [TIERED[0], ("SCF", "auto", "auto"), ("convolutions", "auto", "swap")]),
 )
 def test_tiers_are_exact(
-    tiny_model: Path,
+    folders: dict[str, Path],
     tmp_path: Path,
     fast_reads: None,
     expected: dict[str, list[list[int]]],
@@ -351,7 +363,7 @@ def test_tiers_are_exact(
     _, tight_kib = MODELS[name]
     want, margins = expected[name], None
     if formats != "auto":
-        plain = plain_answers(tiny_model, name, formats)
+        plain = plain_answers(folders[name], name, formats)
         want, margins = plain.want, plain.margins
         # Fewer run at once, while others wait for the disk; a quarter is what pages of a small pool leave unused.
         tight_kib = int(max(0.7 * tight_kib * plain.shrunk, 1.25 * plain.request_kib))
@@ -360,7 +372,7 @@ def test_tiers_are_exact(
         # With the smallest chunks few run side by side, and whether one is preempted depends on grammars' compile time.
         chunk = CHUNKS[turn] if formats != "auto" else CHUNKS[1 + turn]
         engine = engine_with_tiers(
-            tiny_model, tmp_path, name, tight_kib, turn, chunk, kv_cache_dtype=formats, mode=mode
+            folders[name], tmp_path, name, tight_kib, turn, chunk, kv_cache_dtype=formats, mode=mode
         )
         seen += check(engine, want, (name, turn), margins=margins)
     assert min(seen[what] for what in ("swaps", "loaded_blocks", "hits", "read_blocks")) > 0, seen
@@ -407,15 +419,18 @@ def test_a_disk_that_hangs_again_and_again_changes_no_answer(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "pool"),
-    [("SSF with sinks", 2, "tight"), pytest.param("SCF", 3, "roomy", marks=pytest.mark.exhaustive)],
+    [
+        ("SSF with sinks", 2, "tight"),
+        *(pytest.param(name, 3, "roomy", marks=pytest.mark.exhaustive) for name in ("SCF", "convolutions")),
+    ],
 )
 def test_several_ranks_are_exact(
-    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, ranks: int, pool: str
+    folders: dict[str, Path], expected: dict[str, list[list[int]]], waits: list[int], name: str, ranks: int, pool: str
 ) -> None:
     """With everything on; each rank has one of the two KV heads, so half the bytes hold the same number of blocks."""
     case, tight_kib = MODELS[name]
     engine = make_engine(
-        str(tiny_model),
+        str(folders[name]),
         **case.settings(),
         **SETTINGS,
         device="cpu",

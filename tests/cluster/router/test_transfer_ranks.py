@@ -12,20 +12,24 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.cluster.router.engine_workers import HIT, HYBRID, WIRES, LocalPeers, at_worker, fetch_of, request
-from tests.tiny_checkpoints import tiny_llama
+from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama
 from transom_core.contract import WindowPolicy
 
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
+LFM2 = 5
 CASES = list(product([2, 3], [(1, 2), (2, 1), (3, 2), (2, 3)], LAYERS))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By the number of KV heads. With two, three ranks keep one of them twice, uneven for both; of three, two ranks have two and
-    one."""
-    return {heads: tiny_llama(tmp_path_factory.mktemp(f"{heads}_kv_heads"), kv_heads=heads) for heads in (2, 3)}
+    one. LFM2's convolutions have five units of channels, of which two ranks have three and two."""
+    made = {heads: tiny_llama(tmp_path_factory.mktemp(f"{heads}_kv_heads"), kv_heads=heads) for heads in (2, 3)}
+    lfm2: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 80, "layer_types": ["conv", "full_attention"] * 2}
+    return made | {LFM2: make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2)}
 
 
 @pytest.fixture
@@ -40,8 +44,12 @@ def peers() -> Iterator[LocalPeers]:
 @pytest.mark.parametrize(
     ("heads", "sizes", "layers"),
     [  # every day one kind of layers for each pair of sizes, in turn
-        case if number % 3 == number // 3 % 3 else pytest.param(*case, marks=pytest.mark.exhaustive)
-        for number, case in enumerate(CASES)
+        *(
+            case if number % 3 == number // 3 % 3 else pytest.param(*case, marks=pytest.mark.exhaustive)
+            for number, case in enumerate(CASES)
+        ),
+        (LFM2, (2, 3), "full"),
+        pytest.param(LFM2, (3, 2), "full", marks=pytest.mark.exhaustive),
     ],
 )
 async def test_ranks(
