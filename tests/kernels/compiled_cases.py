@@ -297,11 +297,15 @@ def route_calls() -> Iterator[Callable[[], Any]]:
             scaled = Routing(num_chosen=chosen, score="sqrt_softplus")
             fixed = torch.zeros(tokens, chosen, dtype=INT64)
             yield partial(route_triton, x, weight, plain, bias=some, expert_scale=some)
-            if experts == 256:
-                groups = replace(plain, score="sigmoid", num_groups=8, top_groups=4)
-                yield partial(route_triton, x, weight, groups, correction=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, correction=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, chosen=fixed)
+    x, some = (
+        torch.empty(1, 7168, dtype=BF16),
+        torch.empty(256),
+    )  # DeepSeek V2's and V3's groups; last, so compiled every day
+    for score, given in (("softmax", None), ("sigmoid", some)):
+        groups = Routing(num_chosen=8, score=score, num_groups=8, top_groups=4)  # type: ignore[arg-type]
+        yield partial(route_triton, x, torch.empty(7168, 256).T, groups, correction=given)
 
 
 def hyper_connections(x: torch.Tensor) -> None:

@@ -256,9 +256,9 @@ def _of_best_groups(
     order = tl.where(g < GROUPS, _keys(merits, g), _NEVER)
     is_best = e < 0
     for _ in range(TOP_GROUPS):
-        group = 65535 - (tl.max(order, 0) & 65535)
-        is_best |= e // SIZE == group
-        order = tl.where(g == group, _NEVER, order)
+        best = 65535 - (tl.max(order, 0) & 65535)
+        is_best |= e // SIZE == best
+        order = tl.where(g == best, _NEVER, order)
     return tl.where(is_best, keys, _NEVER)
 
 

@@ -70,8 +70,8 @@ def kernel_config(
         num_warps, stages = 8 if is_large else 4, DECODE_STAGES
         if block_n * 2 * widest * cache_bytes > DECODE_ROUND_BYTES:
             stages = LONG_PIPELINE_STAGES
-        if widest > 512 and capability not in ((8, 0), HOPPER):
-            stages = 3  # MLA's rows of 576; devices with 99 KiB of shared memory are among the others
+        if widest > 512:  # MLA's rows of 576; devices with 99 KiB of shared memory are among the others
+            stages = DECODE_STAGES if capability in ((8, 0), HOPPER) else 3
         if has_two_widened:
             block_n, stages = 16, 3
         is_plain = capability == HOPPER and block_m == MIN_DOT_ROWS and not is_widened and widest in (64, 128)
