@@ -17,6 +17,7 @@ HYBRIDS = (
     ("full", "window"),
     ("full", "sinks_window"),
     ("full", "window", "ragged_chunk"),
+    ("full", "convolution"),
     ("latent", "compressed16", "window"),
 )
 NUM_REQUESTS = num_examples(daily=150, exhaustive=460)

@@ -35,6 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 16},
     "olmo3": {"sliding_window": 16},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "lfm2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+        **{"layer_types": ["conv", "full_attention"], "conv_bias": True},
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v3": {
         **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},

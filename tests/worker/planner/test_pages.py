@@ -119,6 +119,10 @@ def test_nine_heads() -> None:
     lines = rank_lines(rank_shares(architecture, 2))
     assert lines[0].startswith("rank 0 of 2: query heads 0-5 of 9, KV heads 0-1 of 3; inner columns 0-511 of 1,024;")
     assert lines[1].startswith("rank 1 of 2: query heads 6-8 of 9, KV heads 2 of 3;")
+    (line, *_) = rank_lines(rank_shares(read_architecture(CONFIGS["lfm2-1.2b"]), 3))
+    assert line.startswith(
+        "rank 0 of 3: channels 0-687 in 10 layers; query heads 0-11 of 32, KV heads 0-2 of 8 in 6 layers;"
+    )
     assert "each of 3 KV heads (on 1 or 2 ranks)" in replicated_parts(architecture, 5)
 
 
@@ -127,6 +131,7 @@ def test_nine_heads() -> None:
     [
         ("gpt-oss-20b", {}, 64, "query heads"),
         ("deepseek-v4-flash", {}, 8, "output groups of heads"),
+        ("lfm2-1.2b", {"hidden_size": 48}, 3, "units of channels"),
         ("llama-3-8b", {"vocab_size": 5}, 5, "tokens in its vocabulary"),
         ("llama-3-8b", {"intermediate_size": 7}, 7, "inner columns"),
         ("gpt-oss-20b", {"intermediate_size": 3}, 3, "inner columns of an expert"),
