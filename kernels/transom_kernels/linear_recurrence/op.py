@@ -1,0 +1,66 @@
+"""The operators of layers with a recurrent state: `linear_recurrence` and `gated_rms_norm`.
+
+`linear_recurrence` is a causal convolution over each channel's last L tokens with silu, then the recurrence of each head. Its state
+S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the convolution's result.
+
+    step = clamp(softplus(step_size + step_bias))        decay = exp(-exp(log_rate) * step)
+
+    gated delta rule (with `strength`)                   Mamba-2
+    q, k = q / |q| / sqrt(D), k / |k|
+    S = decay * S                                        S = decay * S
+    S = S + k (sigmoid(strength) * (v - S^T k))^T        S = S + k (step * v)^T
+    out = S^T q                                          out = S^T q + skip * v
+
+The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens
+as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding: nothing at all on
+CPUs, which go from token to token, nor on GPUs where steps end at multiples of 64 tokens, the chunk of their kernel.
+
+Legend: T tokens, H heads, D key width, Dv value width, L tokens of the convolution's kernel, N row width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.cpu.recording import refuse_recording
+from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
+
+
+def linear_recurrence(inputs: RecurrenceInputs) -> torch.Tensor:
+    """Return the heads' results, [T, H * Dv] in the dtype of `projected`, and write the states after each sequence's last token.
+
+    All is computed in float32; the convolution's result is rounded to the dtype of `projected`. Results of tokens that pad a step
+    are zeros.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    inputs.check()
+    refuse_recording("torch reads blocks in Python")
+    return linear_recurrence_reference(inputs)
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    group: int | None = None,
+    gates_first: bool = False,
+) -> torch.Tensor:
+    """Return rms_norm(x) * weight * silu(gate), [T, N] in the dtype of `x`, each `group` neighbours normed alone (default: N).
+
+    With `gates_first` the norm is of x * silu(gate). A weight of [group] numbers serves all groups; without a weight there is no
+    norm, only x * silu(gate). All is computed in float32 and rounded once. `x` and `gate` are [T, N] with contiguous rows.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    width = x.shape[-1]
+    size = width if group is None else group
+    if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
+        shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
+        raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
+    return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first)
