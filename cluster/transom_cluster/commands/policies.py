@@ -1,4 +1,4 @@
-"""`transom bench policies`: measures what KV policies save and what they cost, as tables and plots."""
+"""`transom bench policies`: measures what KV policies save and what they cost, as tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policies(
     model: Annotated[
         str, typer.Argument(help="As for `transom serve`; all its layers need full attention.")
     ] = "smollm2",
-    output: Annotated[Path, typer.Option(help="Folder for tables, JSON and plots.")] = Path("policies"),
+    output: Annotated[Path, typer.Option(help="Folder for tables and JSON.")] = Path("policies"),
     only: Annotated[str, typer.Option(help=f"Scenarios, separated by commas, of {', '.join(SCENARIOS)}.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 8,
@@ -32,10 +32,9 @@ def policies(
         int, typer.Option(min=64, help="Tokens of the text over which quality is judged; as many are read before.")
     ] = 512,
     stream_times: Annotated[int, typer.Option(min=1, help="Trained lengths that the stream has.")] = 4,
-    plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
 ) -> None:
     """Compare KV policies with full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
-    from transom_worker.bench.policies.results import PolicyFigures, draw, tables
+    from transom_worker.bench.policies.results import PolicyFigures, tables
 
     chosen = only.split(",") if only else list(SCENARIOS)
     unknown = sorted(set(chosen) - set(SCENARIOS))
@@ -58,8 +57,6 @@ def policies(
                 (output / "policies.json").write_text(json.dumps(figures.as_json(), indent=1) + "\n")
                 (output / "policies.md").write_text(tables(figures))
         typer.echo(tables(figures))
-        for path in draw(figures, output) if plots else []:
-            typer.echo(f"wrote {path}")
 
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
