@@ -1,1 +1,1 @@
-"""What the prefix cache finds when memory is short, beside simple rules and bounds."""
+"""What the prefix cache finds when memory is short, beside simple rules."""

@@ -1,4 +1,4 @@
-"""Prefix hits of every case by eviction policy, beside the published figures of vLLM and what foresight could hit.
+"""Prefix hits of every case by eviction policy, beside the published figures of vLLM.
 
     python -m benchmarks.cache.simulation --configs DIR --traces DIR --json results.json
     python -m benchmarks.cache.simulation --configs DIR --traces DIR --only sessions --policy default --policy lru
@@ -35,7 +35,6 @@ def main(
         list[int] | None, typer.Option(help="Of the digests and of the workloads' orders; 0 if unset.")
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a hash block.")] = 16,
-    bounds: Annotated[bool, typer.Option(help="Work out the bounds as well.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Simulations at once, a process each.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every report here as well.")] = None,
 ) -> None:
@@ -47,14 +46,9 @@ def main(
     cases = [case for case in CASES if only in case.name]
     seeds = tuple(dict.fromkeys(seed or [0]))
     results: dict[str, dict[str, list[dict[str, Any]]]] = {case.name: {} for case in cases}
-    runs = [
-        Run(case, name, one, bounds and (name, one) == (policies[0], seeds[0]), configs, traces, block_size)
-        for case in cases
-        for name in policies
-        for one in seeds
-    ]
-    print_row("case", "vLLM", "dense", *policies, "full alone", "clairvoyant", "infinite")
-    print_row("---", *["---:"] * (5 + len(policies)))
+    runs = [Run(case, name, one, configs, traces, block_size) for case in cases for name in policies for one in seeds]
+    print_row("case", "vLLM", "dense", *policies)
+    print_row("---", *["---:"] * (2 + len(policies)))
     with ProcessPoolExecutor(jobs) as pool:
         for run, report in zip(runs, pool.map(simulate_case, runs), strict=True):
             reports = results[run.case.name]
@@ -71,7 +65,6 @@ class Run(NamedTuple):
     case: Case
     policy: str
     seed: int
-    with_bounds: bool
     configs: Path
     traces: Path
     block_size: int
@@ -88,7 +81,6 @@ def simulate_case(run: Run) -> dict[str, Any]:
         arrivals=case.arrivals,
         block_size=run.block_size,
         seed=run.seed,
-        clairvoyant=run.with_bounds,
     )
     return Simulation(config, policy=POLICIES[run.policy]()).run().as_json()
 
@@ -97,10 +89,6 @@ def case_row(case: Case, reports: dict[str, list[dict[str, Any]]], policies: tup
     """The cells of one line; `reports` are those of all seeds by policy."""
     yield from (case.name, percent(case.vllm_default), percent(case.vllm_dense))
     yield from (shares(reports[name]) for name in policies)
-    bounds = reports[policies[0]][0].get("bounds", {})
-    yield from (
-        percent(bounds.get(name, {}).get("hit_share")) for name in ("full_alone_lru", "clairvoyant", "infinite")
-    )
 
 
 def shares(reports: list[dict[str, Any]]) -> str:

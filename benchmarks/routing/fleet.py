@@ -24,8 +24,7 @@ from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.state_report import StepRates, worker_load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.simulate.replay import StubExecutor
-from transom_worker.simulate.virtual_time import Arrivals, StepCost, VirtualClock
+from transom_worker.simulate.replay import Arrivals, StepCost, StubExecutor, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, Workload
 
 BLOCK_SIZE = 16

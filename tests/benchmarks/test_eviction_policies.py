@@ -11,8 +11,7 @@ from transom_core.config import SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.simulate.replay import Replay
-from transom_worker.simulate.virtual_time import StepCost, VirtualClock
+from transom_worker.simulate.replay import Replay, StepCost, VirtualClock
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 UNIT = 16

@@ -45,15 +45,12 @@ def simulate(
     ] = 0,
     step_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each step.")] = 0.008,
     token_seconds: Annotated[float, typer.Option(min=0.0, help="Virtual clock: each token in a step.")] = 0.00002,
-    clairvoyant: Annotated[
-        bool, typer.Option("--clairvoyant", help="Show beside it what caches that know the future could hit.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the prefix hits of a trace in a KV pool of this memory, with the real scheduler and cache and without a model."""
     from transom_cluster.commands.simulation_report import print_report, simulate_with_progress
+    from transom_worker.simulate.replay import StepCost
     from transom_worker.simulate.simulation import SimulationConfig
-    from transom_worker.simulate.virtual_time import StepCost
 
     config = SimulationConfig(
         model=model,
@@ -69,7 +66,6 @@ def simulate(
         max_num_seqs=max_num_seqs,
         window_repair=window_repair,
         seed=seed,
-        clairvoyant=clairvoyant,
         cost=StepCost(step_s=step_seconds, token_s=token_seconds),
     )
     with usage_errors():

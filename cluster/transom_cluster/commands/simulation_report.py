@@ -25,7 +25,7 @@ def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a simulation's prompt tokens by outcome, the hits of ideal caches, and the costs."""
+    """Print a simulation's prompt tokens by outcome, and the costs."""
     console = console or Console(highlight=False)
     setup = report.setup
     console.print(
@@ -34,8 +34,6 @@ def print_report(report: Report, console: Console | None = None) -> None:
         f"arrivals {setup['arrivals']}, blocks of {setup['block_size']}, {setup['max_num_batched_tokens']:,} tokens a step"
     )
     console.print(_outcomes(report))
-    if report.bounds:
-        console.print(_bounds(report))
     console.print(_costs(report))
 
 
@@ -47,13 +45,6 @@ def _outcomes(report: Report) -> Table:
         table.add_row(name, f"{num_tokens:,}", f"{report.share(num_tokens):.1%}")
     table.add_section()
     table.add_row("all", f"{report.prompt_tokens:,}", "")
-    return table
-
-
-def _bounds(report: Report) -> Table:
-    table = _table("what could be hit", "tokens", "share")
-    for name, num_tokens in report.bounds.items():
-        table.add_row(name.replace("_", " "), f"{num_tokens:,}", f"{report.share(num_tokens):.1%}")
     return table
 
 

@@ -11,7 +11,7 @@ import pytest
 from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_worker.engine.router_outbox import HEARTBEAT_S, NEWS_PERIOD_S, SILENT_ROUTER_S, RouterOutbox, is_news
-from transom_worker.simulate.virtual_time import VirtualClock
+from transom_worker.simulate.replay import VirtualClock
 
 IDLE = WorkerLoad(max_num_seqs=16, prefill_tokens_per_s=5000.0, decode_step_s=0.02)
 BUSY = replace(IDLE, num_running=8, num_waiting=2, waiting_tokens=4000, used_share=0.5)

@@ -12,7 +12,7 @@ from tests.engine_driver import WAIT_S, OnThread, make_hooked_engine, make_reque
 from transom_core.config import RanksConfig
 from transom_worker.engine import step_watchdog
 from transom_worker.engine.step_watchdog import COMPILE_LIMIT_S, RANKS_GRACE_S, Turns
-from transom_worker.simulate.virtual_time import VirtualClock
+from transom_worker.simulate.replay import VirtualClock
 
 TIMEOUT_S = 80.0
 PERIOD_S = 10.0

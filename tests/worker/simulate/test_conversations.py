@@ -9,7 +9,7 @@ import pytest
 
 from transom_core.errors import ConfigError
 from transom_worker.simulate.conversations import BUILDERS, build_workload
-from transom_worker.simulate.virtual_time import Arrivals
+from transom_worker.simulate.replay import Arrivals
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 

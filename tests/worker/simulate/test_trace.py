@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from transom_core.errors import ConfigError
+from transom_worker.simulate.replay import Arrivals
 from transom_worker.simulate.trace import read_trace
-from transom_worker.simulate.virtual_time import Arrivals
 
 GOOD: dict[str, object] = {"timestamp": 1500, "input_length": 700, "output_length": 3, "hash_ids": [10**18, 7]}
 

@@ -6,7 +6,7 @@ A token is *repaired* if full-attention layers had it cached, but it was compute
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
@@ -32,12 +32,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One replay's counts and settings. `bounds` are hit tokens of other caches (`simulate.bounds`)."""
+    """One replay's counts and settings."""
 
     counts: Counts
     setup: dict[str, object]
     memory_bytes: int
-    bounds: dict[str, int] = field(default_factory=dict)
 
     @property
     def outcome(self) -> dict[str, int]:
@@ -80,7 +79,7 @@ class Report:
         """Return the report as JSON values, in one object."""
         counts = self.counts
         num_tokens = self.prompt_tokens + counts.output_tokens
-        report: dict[str, object] = {
+        return {
             **self.setup,
             "memory_bytes": self.memory_bytes,
             "requests": counts.requests,
@@ -101,6 +100,3 @@ class Report:
             "seconds": counts.seconds,
             "tokens_per_s": num_tokens / counts.seconds if counts.seconds else 0.0,
         }
-        if self.bounds:
-            report["bounds"] = {name: {"hit_tokens": n, "hit_share": self.share(n)} for name, n in self.bounds.items()}
-        return report

@@ -23,12 +23,10 @@ from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.pages import make_host_layout
 from transom_worker.planner.plan import plan_from_config
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.simulate.bounds import Footprint, hit_bounds
 from transom_worker.simulate.conversations import WORKING_SET_TOKENS, build_workload
 from transom_worker.simulate.outcome import Report
-from transom_worker.simulate.replay import OnProgress, Replay
+from transom_worker.simulate.replay import OnProgress, Replay, StepCost, VirtualClock
 from transom_worker.simulate.trace import read_trace
-from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
 
 ARRIVALS = ("sequential", "recorded")
@@ -42,8 +40,7 @@ class SimulationConfig:
 
     `host_memory` is the size of the host tier. `limit` requests are replayed after the first `skip`. `seed` sets the order of
     workloads with a random order, and salts the digests (0: no salt); several seeds show how much chance changes a figure.
-    `clairvoyant` says that the hits of other caches (`bounds`) are computed too; `cost` is the time that a step takes on the
-    virtual clock.
+    `cost` is the time that a step takes on the virtual clock.
     """
 
     model: Path
@@ -59,7 +56,6 @@ class SimulationConfig:
     max_num_seqs: int = 256
     seed: int = 0
     window_repair: bool = True
-    clairvoyant: bool = False
     cost: StepCost = field(default_factory=StepCost)
 
     @property
@@ -107,7 +103,7 @@ class Simulation:
         )
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
-        """Replay the workload, and compute the bounds if the settings request them."""
+        """Replay the workload."""
         config = self._config
         replay = Replay(
             self.scheduler,
@@ -117,11 +113,7 @@ class Simulation:
             cache_salt=str(config.seed) if config.seed else None,
         )
         counts = replay.run(on_progress)
-        bounds: dict[str, int] = {}
-        if config.clairvoyant:
-            served = [self.workload.requests[index] for index in replay.served]
-            bounds = hit_bounds(served, Footprint.of(self.geometry.layout, block_size=config.block_size))
-        return Report(counts=counts, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes, bounds=bounds)
+        return Report(counts=counts, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes)
 
     def _setup(self) -> dict[str, object]:
         config = self._config
