@@ -1,6 +1,6 @@
 """How much of its time a GPU computes while the engine decodes: the real engine over a simulated device.
 
-    python -m benchmarks.gpu.host_gaps [--ranks 4 | --rank-process] [--seconds 3]
+    python -m benchmarks.gpu.host_gaps [--ranks 4] [--seconds 3]
 
 All host work is real: scheduling, block tables, the arrays of a step, sampling parameters, detokenisation and events. `graphs`
 takes 0.1 ms to launch a step (one CUDA graph), `eager` 1.5 ms (some 300 kernels at 5 us).
@@ -8,7 +8,7 @@ takes 0.1 ms to launch a step (one CUDA graph), `eager` 1.5 ms (some 300 kernels
     ahead     a step is launched when it is planned, while the device computes the last one (`execution.device_queue`)
     waiting   a step is launched when the last one's tokens are there
 
-The engine and rank 0 are real, each in its process (a single rank with --rank-process only), and need a core each.
+The engine and rank 0 are real. With several ranks each is a process of its own, which needs a core.
 Other ranks have cores of their own on a GPU machine and do there what rank 0 does; here they only receive the plans
 (`simulated_rank`). Collectives take no time.
 
@@ -62,15 +62,15 @@ class SimulatedExecutor(LocalExecutor):
         return info
 
 
-def make_engine(device: SimulatedDevice, num_ranks: int, *, rank_process: bool = False) -> Engine:
+def make_engine(device: SimulatedDevice, num_ranks: int) -> Engine:
     """An engine over the simulated model, with the demo model's tokenizer."""
     config = Settings.parse(
         model="smollm2", device="cpu", dtype="float32", max_num_seqs=max(BATCHES), max_num_batched_tokens=8192,
         max_model_len=1 << 15, steps_in_flight=2, kv_cache_memory_bytes="512MiB", enable_prefix_caching=True,
-        tensor_parallel_size=num_ranks, rank_process=rank_process,
+        tensor_parallel_size=num_ranks,
     ).engine_config()  # fmt: skip
     executor: Executor
-    if config.ranks.have_processes:
+    if num_ranks > 1:
         process_launcher.PROGRAM = (sys.executable, "-u", "-m", "benchmarks.gpu.simulated_rank")
         executor = RanksExecutor(config, process_launcher.RankProcesses)
     else:
@@ -110,7 +110,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure all and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rank-process", action="store_true")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each figure")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     options = parser.parse_args(arguments)
@@ -120,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         Path(os.environ[DEVICE_FILE]).write_bytes(bytes(5 * 8))
         device = SimulatedDevice(shared_numbers())
         device.numbers[3] = True
-        engine = make_engine(device, options.ranks, rank_process=options.rank_process)
+        engine = make_engine(device, options.ranks)
         try:
             _measure(engine, device, options.batches, options.seconds)
         finally:

@@ -79,19 +79,13 @@ class SchedulerConfig:
 class RanksConfig:
     """The ranks of one worker: the processes that split every layer of its model.
 
-    If there are several ranks, `launcher` starts them as local processes or as Ray actors. With `rank_process`, a single rank is a
-    local process, too. A step that takes longer than `step_timeout_s` counts as hung, even if there is only one rank.
+    If there are several ranks, `launcher` starts them as local processes or as Ray actors. A step that takes longer than
+    `step_timeout_s` counts as hung, even if there is only one rank.
     """
 
     size: int = 1
-    rank_process: bool = False
     launcher: Literal["processes", "ray"] = "processes"
     step_timeout_s: float = 300.0
-
-    @property
-    def have_processes(self) -> bool:
-        """Return whether the ranks run in processes of their own, and not in the engine's."""
-        return self.size > 1 or self.rank_process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from transom_core.errors import OutOfMemory, StepFailed
+from transom_core.errors import StepFailed
 from transom_worker.execution.ranks.messages import ReadBlocks, RunStep
 from transom_worker.execution.ranks.rank_main import _Rank
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -43,10 +43,8 @@ class Bench:
         looks: int = 0,
         refused: int | None = None,
         waits: int | None = None,
-        error: Exception | None = None,
     ) -> None:
         self.messages, self.runs_ahead, self._looks = deque(messages), runs_ahead, looks
-        self._error = error or StepFailed("It contradicts the sequences.")
         self._refused, self._waits = refused, waits
         self.tiers = self
         self.done: list[str] = []
@@ -56,7 +54,7 @@ class Bench:
 
     def launch(self, plan: StepPlan) -> Step:
         if plan.step_id == self._refused:
-            raise self._error
+            raise StepFailed("It contradicts the sequences.")
         self.done.append(f"launch {plan.step_id}")
         return Step(plan, self._looks)
 
@@ -84,11 +82,11 @@ class Bench:
         return self.messages.popleft()
 
 
-def run(bench: Bench, *, size: int = 2, ends_by: type[Exception] = Ended) -> list[str]:
+def run(bench: Bench) -> list[str]:
     rank: Any = _Rank.__new__(_Rank)
     rank._channel, rank._runner, rank._epoch, rank._usage_sent_s, rank._launched = bench, bench, 0, 0.0, None
-    rank._setup = type("Setup", (), {"rank": 0, "size": size})
-    with pytest.raises(ends_by):
+    rank._setup = type("Setup", (), {"rank": 0, "size": 2})
+    with pytest.raises(Ended):
         rank.serve()
     return [what for what in bench.done if what != "send StepResult"]
 
@@ -133,15 +131,3 @@ def test_a_refusal_follows_the_results_of_earlier_plans() -> None:
     """Plans of the old epoch are dropped; later ones run."""
     bench = Bench([step(1), step(2), step(3), step(4, epoch=1)], runs_ahead=True, refused=2)
     assert run(bench) == ["launch 1", "finish 1", "abandon 2", "send RankFailed", "abandon 3", "launch 4", "finish 4"]
-
-
-def test_a_single_rank_goes_on_after_a_step_without_memory() -> None:
-    """A single rank has no other ranks that wait for it in the middle of the step."""
-    bench = Bench(
-        [step(1), step(2), step(3, epoch=1)], runs_ahead=True, looks=3, refused=2, error=OutOfMemory("of GPU")
-    )
-    bench.was_committed = True
-    assert run(bench, size=1)[1:4] == ["finish 1", "abandon 2", "send RankFailed"]
-    assert bench.done[-2:] == ["finish 3", "send StepResult"]
-    bench.messages.extend([step(1), step(2)])
-    run(bench, ends_by=OutOfMemory)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import drain, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.ranks.rank_watch import left_behind, process_ids, wait_until_gone
 from transom_core.contract import Request
-from transom_core.errors import WorkerLost
+from transom_core.errors import RankLost, WorkerLost
 from transom_worker.engine.engine import Engine
 from transom_worker.scheduling.step import StepPlan
 
@@ -104,3 +104,21 @@ def test_a_lost_rank_costs_a_restart(
     engine.step()
     assert not engine.is_restarting
     assert [whole.token_ids for whole in run(engine, requests(f"{name}-again"))] == expected
+
+
+def test_a_loss_that_a_call_between_two_steps_meets(engine: Engine, how: signal.Signals) -> None:
+    """No request runs: a prefix of another worker moves."""
+    if how == signal.SIGSTOP:
+        pytest.skip("A rank that hangs has not ended.")
+    engine.add(make_request("lost", PROMPTS[0]), is_held=True)
+    engine.step()
+    pids = process_ids(engine)
+    os.kill(pids[1], signal.SIGKILL)
+    while not engine.executor.lost:
+        wait_until_gone(pids[1])
+    with pytest.raises(RankLost):
+        engine.executor.take_read_ends()
+    (event,) = [event for event in drain(engine) if event.error is not None]
+    assert event.error is not None
+    assert event.error.loss_cause == "killed"
+    assert not engine.is_restarting

@@ -210,11 +210,6 @@ class RanksSettings(BaseModel):
         description="Ranks of each worker: processes that split every layer, with one GPU each where there are GPUs; "
         "heads need not divide evenly.",
     )
-    rank_process: bool = Field(
-        False,
-        description="Whether a worker's only rank has a process of its own, so that planning steps and sending answers do not "
-        "delay launches; it takes a core more. Several ranks always have.",
-    )
     num_threads: int | None = Field(
         None,
         ge=1,

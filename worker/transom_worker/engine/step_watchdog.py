@@ -49,9 +49,7 @@ class Turns:
         self, config: RanksConfig, *, is_starting: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`is_starting` returns whether the present turn starts ranks, so that its time does not count; `clock` is monotonic."""
-        self.limit_s = config.step_timeout_s + (
-            RANKS_GRACE_S if config.have_processes else 0.0
-        )  # how long a turn may take
+        self.limit_s = config.step_timeout_s + (RANKS_GRACE_S if config.size > 1 else 0.0)  # how long a turn may take
         self.period_s = min(LONGEST_PERIOD_S, self.limit_s / LOOKS_PER_TIMEOUT)
         self._step_timeout_s = config.step_timeout_s
         self._is_starting = is_starting

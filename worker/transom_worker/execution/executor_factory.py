@@ -7,15 +7,14 @@ from transom_worker.execution.executor import Executor
 
 
 def create_executor(config: EngineConfig) -> Executor:
-    """Return the executor for a config: one rank in this process or a process of its own, or several in processes or Ray
-    actors."""
-    if not config.ranks.have_processes:
+    """Return the executor for a config: one rank in this process, or several in processes or Ray actors."""
+    if config.ranks.size == 1:
         from transom_worker.execution.local_executor import LocalExecutor
 
         return LocalExecutor(config)
     from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
-    if config.ranks.size > 1 and config.ranks.launcher == "ray":
+    if config.ranks.launcher == "ray":
         from transom_worker.execution.ranks.actor_launcher import RankActors
 
         return RanksExecutor(config, RankActors)

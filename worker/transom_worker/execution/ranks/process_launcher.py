@@ -1,4 +1,4 @@
-"""Launches ranks as processes on this host, for offline use and tests, and a worker's only rank with `--rank-process`.
+"""Launches ranks as processes on this host, for offline use and tests.
 
 A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, even if it
 crashes. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
@@ -125,14 +125,14 @@ class _RankProcess(threading.Thread):
 def _environments(config: EngineConfig, num_ranks: int) -> list[dict[str, str]]:
     """Return the environment of each rank's process.
 
-    It is the caller's, with two changes: waiting OpenMP threads spin only for a moment, since the ranks share the cores; and of
-    several ranks on GPUs each sees only its own device.
+    It is the caller's, with two changes: waiting OpenMP threads spin only for a moment, since the ranks share the cores; and on
+    GPUs each rank sees only its own device.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
     environment = {**os.environ, **wait_variables(os.environ)}
-    if config.model.device != "cuda" or num_ranks == 1:
+    if config.model.device != "cuda":
         return [environment] * num_ranks
     driver, visible = read_driver(), environment.get(VISIBLE_DEVICES)
     if driver.version:

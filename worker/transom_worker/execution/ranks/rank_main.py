@@ -18,7 +18,7 @@ from typing import Any
 
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.contract import ErrorInfo
-from transom_core.errors import OutOfMemory, StepFailed, TransomError
+from transom_core.errors import StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
 from transom_core.machine.host_memory import keep_returning_freed_memory
@@ -196,16 +196,14 @@ class _Rank:
         If the launch itself will wait for the device, the plan before it is finished first, so that its result is not late.
 
         After a step that fails before its first collective, the rank can go on, and sends the reason after the results of earlier
-        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank. A single
-        rank that is out of memory can always go on.
+        steps. If it fails later, the other ranks wait for this rank in the middle of the step, so the error ends the rank.
         """
         if self._launched is not None and self._runner.waits_in_launch(step.plan):
             self._finish_launched()
         try:
             launched = self._runner.launch(step.plan)
         except Exception as error:
-            goes_on = self._setup.size == 1 and isinstance(error, OutOfMemory)
-            if self._runner.was_committed and not goes_on:
+            if self._runner.was_committed:
                 raise
             self._finish_launched()
             self._epoch += 1

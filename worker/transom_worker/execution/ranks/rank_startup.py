@@ -56,14 +56,11 @@ class _StartProtocol:
         _check_gpus(self._hellos)
         hosts = tuple(hello.host for hello in self._hellos)
         ranks_by_host = Counter(hosts)
-        rendezvous = ""  # a single rank connects to no other
-        if len(hosts) > 1:
-            self._group.send(0, OpenRendezvous(hosts))
-            (opened,) = self._collect(RendezvousOpened, num_ranks=1)
-            rendezvous = opened.rendezvous
+        self._group.send(0, OpenRendezvous(hosts))
+        (opened,) = self._collect(RendezvousOpened, num_ranks=1)
         for rank, host in enumerate(hosts):
             index = hosts[:rank].count(host)
-            self._group.send(rank, Load(rendezvous, ranks_on_host=ranks_by_host[host], index_on_host=index))
+            self._group.send(rank, Load(opened.rendezvous, ranks_on_host=ranks_by_host[host], index_on_host=index))
         self._contents = join_parts([part for loaded in self._collect(Loaded) for part in loaded.contents])
 
     def measure(self) -> int:
@@ -122,8 +119,6 @@ def _log_progress(rank: int, size: int, progress: LoadProgress) -> None:
 
 def _total_memory(reports: list[MemoryReport]) -> MemoryReport:
     """Return the memory that all ranks hold, as one report."""
-    if len(reports) == 1:
-        return reports[0]
     return MemoryReport(
         device=f"{len(reports)} x {reports[0].device}",
         weight_bytes=sum(report.weight_bytes for report in reports),

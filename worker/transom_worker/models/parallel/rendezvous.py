@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import Communicator
 from transom_worker.models.parallel.process_group import ProcessGroup, listen
 from transom_worker.models.parallel.rank_memory import MemoryFile
 from transom_worker.models.parallel.shared_memory import SharedMemory, is_supported
@@ -58,8 +58,6 @@ def connect(address: str, *, rank: int, size: int, timeout_s: float, device: str
     Raises:
         RankLost: a rank did not connect in time, or the rendezvous is closed.
     """
-    if size == 1:
-        return SINGLE_RANK
     if address.startswith(MEMORY):
         return SharedMemory(address.removeprefix(MEMORY), rank=rank, size=size, timeout_s=timeout_s)
     group = ProcessGroup(address.removeprefix(TCP), rank=rank, size=size, timeout_s=timeout_s, device=device)
