@@ -29,6 +29,7 @@ MODULES = (
         "kv_write",
         "latent_attention",
         "linear_cpu",
+        "linear_recurrence",
         "moe_cpu",
         "paged_attention_cpu",
     ),

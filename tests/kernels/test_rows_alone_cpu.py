@@ -10,6 +10,7 @@ import torch
 
 from tests.cpu_threads import kernel_threads
 from tests.kernels.test_latent_attention import latent_inputs
+from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
@@ -19,6 +20,8 @@ from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre,
 from transom_kernels.latent_attention.cpu import latent_attention_cpu
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.linear import linear, pack_weight
+from transom_kernels.linear_recurrence import gated_rms_norm
+from transom_kernels.linear_recurrence.cpu import linear_recurrence_cpu
 from transom_kernels.logprobs import logprobs
 from transom_kernels.moe import moe, pack_experts
 from transom_kernels.quantised_linear import Format, pack, quantise
@@ -122,6 +125,29 @@ def latent_queries(dtype: torch.dtype) -> Rows:
     return Rows(inputs.q, compute, passes_nan=False)
 
 
+def recurrences(kind: str) -> Rows:
+    """A token of each of some sequences, which read a state."""
+    case = recurrence_case(kind, (4, 2, 12, 70, 4), [(0, 1)] * 12)
+    case.state.normal_()
+    case.rows.normal_()
+
+    def compute(rows: slice) -> Sequence[torch.Tensor]:
+        tensors = {name: getattr(case, name) for name in ("projected", "step_size", "strength")}
+        batch = batch_of([1] * len(case.projected[rows]))
+        batch.read_block, batch.write_block = case.batch.write_block[rows] - 1, case.batch.write_block[rows]
+        own = {name: None if tensor is None else tensor[rows] for name, tensor in tensors.items()}
+        inputs = own_caches(replace(case, batch=batch, **own))
+        out, written = linear_recurrence_cpu(inputs), batch.write_block.long()
+        return [out, inputs.state[written], inputs.rows[written]]
+
+    return Rows(case.projected, compute)
+
+
+def gated_norms() -> Rows:
+    x, weight = torch.randn(60, 120), torch.randn(40)
+    return Rows(x, lambda rows: [gated_rms_norm(x[rows], x[rows] + 1, weight, EPS, group=40)])
+
+
 def log_probabilities() -> Rows:
     logits, chosen = torch.randn(6, 20_000), torch.arange(6)
     return Rows(logits, lambda rows: logprobs(logits[rows], chosen[rows], 5), passes_nan=False)
@@ -150,6 +176,9 @@ OPERATORS: dict[str, Callable[[], Rows]] = {
     "hyper-connections": hyper_connections,
     "latent attention in float32": lambda: latent_queries(F32),
     "latent attention in bfloat16": lambda: latent_queries(BF16),
+    "gated delta rule": lambda: recurrences("delta"),
+    "Mamba-2": lambda: recurrences("mamba2"),
+    "gated norms": gated_norms,
     "log-probabilities": log_probabilities,
     "samples": samples,
 }

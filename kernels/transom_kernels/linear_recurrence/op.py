@@ -22,7 +22,11 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.cpu.recording import refuse_recording
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear_recurrence.cpu import fits_cpu_kernels, linear_recurrence_cpu
+from transom_kernels.linear_recurrence.gated_norm_cpu import gated_rms_norm_cpu
 from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
 from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
 
@@ -37,6 +41,8 @@ def linear_recurrence(inputs: RecurrenceInputs) -> torch.Tensor:
         ValueError: shapes or dtypes do not fit.
     """
     inputs.check()
+    if uses_cpu_kernels(inputs.projected) and fits_cpu_kernels(inputs):
+        return linear_recurrence_cpu(inputs)
     refuse_recording("torch reads blocks in Python")
     return linear_recurrence_reference(inputs)
 
@@ -63,4 +69,6 @@ def gated_rms_norm(
     if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
+    if uses_cpu_kernels(x) and x.dtype in DTYPES and x.stride(1) == gate.stride(1) == 1:
+        return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first)
     return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first)

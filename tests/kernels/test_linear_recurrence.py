@@ -1,0 +1,208 @@
+"""`linear_recurrence` and `gated_rms_norm`: the CPU kernels against the reference in float64.
+
+A case is a step in the middle of several sequences. Caches are NaN where nothing may be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu_threads import kernel_threads
+from tests.kernels.conftest import nan_memory
+from tests.matrices import matrix
+from transom_kernels.cpu.program import ReplayMemory, record_program
+from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
+from transom_kernels.linear_recurrence.cpu import fits_cpu_kernels, linear_recurrence_cpu
+from transom_kernels.linear_recurrence.gated_norm_cpu import gated_rms_norm_cpu
+from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
+
+Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LIMIT = {F32: 2e-5, BF16: 4e-2, F16: 5e-3}
+SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
+STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
+
+
+def recurrence_case(
+    kind: str, shape: tuple[int, ...], steps: list[tuple[int, int]] = STEPS, dtype: torch.dtype = F32
+) -> RecurrenceInputs:
+    """Inputs for tokens before and in the step, from which `step_of` takes those of a step."""
+    heads, key_heads, width, value_width, length = shape
+    tokens, channels = sum(map(sum, steps)), 2 * key_heads * width + heads * value_width
+    num_blocks, is_delta = 2 * len(steps) + 1, kind == "delta"
+    slab = torch.randn(tokens, channels + 2 * heads + 5).to(dtype)
+    projected, step_size, strength, _ = torch.split(slab, [channels, heads, heads, 5], dim=1)
+    states = torch.full((num_blocks, 7 + heads * (width * value_width + 3)), float("nan"))
+    strides = (states.stride(0), width * value_width + 3, value_width, 1)
+    return RecurrenceInputs(
+        projected=projected,
+        weight=(torch.randn(length, channels) / 2).to(dtype),
+        bias=None if is_delta else torch.randn(channels).to(dtype),
+        step_size=step_size,
+        step_bias=3 * torch.randn(heads),
+        log_rate=torch.randn(heads) - 1,
+        strength=strength if is_delta else None,
+        skip=None if is_delta else torch.randn(heads),
+        step_limits=(0.0, float("inf")) if is_delta else (0.2, 2.5),
+        key_heads=key_heads,
+        state=states.as_strided((num_blocks, heads, width, value_width), strides, 7),
+        rows=torch.full((num_blocks, length, channels), float("nan")).to(dtype)[:, 1:],
+        batch=batch_of([sum(step) for step in steps]),
+    )
+
+
+def batch_of(counts: list[int]) -> StateBatch:
+    """Sequences that begin, and write blocks 1, 3, 5 and so on."""
+    blocks = torch.arange(len(counts), dtype=torch.int32)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    return StateBatch(query_offset=offsets, read_block=torch.full_like(blocks, -1), write_block=2 * blocks + 1)
+
+
+def step_of(case: RecurrenceInputs, begins: list[int], ends: list[int], *, in_place: bool = False) -> RecurrenceInputs:
+    """The tokens [begin, end) of each sequence, which reads block 1, 3, 5... unless it begins, and writes it or block 2, 4, 6..."""
+    offsets = case.batch.query_offset.tolist()
+    rows = [torch.arange(first + a, first + b) for first, a, b in zip(offsets, begins, ends, strict=False)]
+    kept = torch.cat(rows)
+    batch = batch_of([b - a for a, b in zip(begins, ends, strict=True)])
+    begins_before = torch.tensor(begins) > 0
+    batch.read_block = torch.where(begins_before, batch.write_block, -1).int()
+    batch.write_block = batch.write_block + (0 if in_place else 1)
+    tensors = {name: getattr(case, name) for name in ("projected", "step_size", "strength")}
+    tensors = {name: None if tensor is None else tensor[kept] for name, tensor in tensors.items()}
+    return replace(case, **tensors, batch=batch)
+
+
+def middle_step(case: RecurrenceInputs, steps: list[tuple[int, int]] = STEPS, **options: Any) -> RecurrenceInputs:
+    """The step of a case, after the reference computed what comes before it."""
+    begins, ends = [a for a, _ in steps], [a + b for a, b in steps]
+    linear_recurrence_reference(step_of(case, [0] * len(steps), begins, in_place=True))
+    return step_of(case, begins, ends, **options)
+
+
+def own_caches(inputs: RecurrenceInputs) -> RecurrenceInputs:
+    state = torch.empty_strided(inputs.state.shape, inputs.state.stride())
+    return replace(inputs, state=state.copy_(inputs.state), rows=inputs.rows.clone())
+
+
+def check(inputs: RecurrenceInputs, compute: Recurrence) -> None:
+    """Compare results, written and untouched blocks with the reference in float64, over memory full of NaN."""
+    wanted, got = own_caches(inputs), own_caches(inputs)
+    results = linear_recurrence_reference(wanted, torch.float64)
+    with nan_memory():
+        out = compute(got)
+    limit = LIMIT[inputs.projected.dtype]
+    torch.testing.assert_close(out, results, atol=limit, rtol=limit)
+    torch.testing.assert_close(got.state, wanted.state, atol=limit, rtol=limit, equal_nan=True)
+    assert got.rows.nan_to_num(7.0).equal(wanted.rows.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("kind", "shape", "dtype"), matrix(["delta", "mamba2"], SHAPES, [F32, BF16, F16]))
+def test_cpu_kernels_against_the_reference_in_float64(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    case = recurrence_case(kind, shape, dtype=dtype)
+    assert fits_cpu_kernels(case)
+    for in_place in (False, True):
+        check(middle_step(case, in_place=in_place), linear_recurrence_cpu)
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+def test_a_prompt_has_the_same_bits_however_it_is_cut_and_whatever_is_beside_it(kind: str) -> None:
+    """On CPUs at any position, with any number of threads."""
+    case = recurrence_case(kind, (4, 2, 24, 40, 4), [(0, 150), (0, 9)])
+    whole = linear_recurrence_cpu(step_of(case, [0, 0], [150, 9]))
+    state, rows = case.state[2].clone(), case.rows[2].clone()
+    for cuts in ([1], [63], [64, 128], [2, 5, 149], list(range(1, 150))):
+        for threads in (1, 3):
+            with kernel_threads(threads):
+                parts = [
+                    linear_recurrence_cpu(step_of(case, [a], [b], in_place=True))
+                    for a, b in zip([0, *cuts], [*cuts, 150], strict=True)
+                ]
+            assert torch.cat(parts).equal(whole[:150]), cuts
+            assert case.state[1].equal(state)
+            assert case.rows[1].equal(rows)
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(kind: str) -> None:
+    check_padding(kind, linear_recurrence_cpu)
+    check_padding(kind, linear_recurrence_reference)
+
+
+def check_padding(kind: str, compute: Recurrence) -> None:
+    case = recurrence_case(kind, (4, 2, 12, 20, 4), [(0, 70), (0, 1), (0, 5)])
+    inputs = step_of(case, [0, 0], [70, 1])
+    inputs.batch.write_block[:] = torch.tensor([-1, 4])
+    extra = {
+        name: torch.cat([tensor, tensor[:3] * float("nan")])
+        for name in ("projected", "step_size", "strength")
+        if (tensor := getattr(inputs, name)) is not None
+    }
+    with nan_memory():
+        wanted, padded = compute(inputs), compute(replace(inputs, **extra))
+    assert padded[:-3].equal(wanted)
+    assert not padded[-3:].any()
+    assert case.state.isnan().flatten(1).all(1).tolist() == [block != 4 for block in range(len(case.state))]
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+def test_a_recorded_step_reads_its_blocks_anew(kind: str) -> None:
+    steps = [(3, 1), (0, 1), (9, 1)]
+    case = recurrence_case(kind, (4, 2, 12, 20, 4), steps)
+    inputs = middle_step(case, steps)
+    gate, weight = torch.randn(3, 80), torch.randn(20)
+
+    def step() -> torch.Tensor:
+        return gated_rms_norm(linear_recurrence(inputs), gate, weight, 1e-6, group=20)
+
+    wanted = step()
+    program, out = record_program(step, ReplayMemory())
+    assert (program.num_calls, out.equal(wanted)) == (0, True)
+    inputs.batch.read_block.copy_(torch.tensor([5, -1, 1]))
+    program.replay()
+    assert out.equal(step())
+    assert not out.equal(wanted)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = recurrence_case("delta", (4, 2, 12, 20, 4))
+    for change, message in (
+        ({"key_heads": 3}, "128 channels do not fit 3 key heads"),
+        ({"log_rate": torch.zeros(3)}, r"log_rate is \(3,\); it must be \(4,\)"),
+        ({"weight": case.weight.half()}, "of one dtype"),
+        ({"skip": torch.zeros(4).half()}, "must be float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_recurrence(replace(case, **change))
+    with pytest.raises(ValueError, match="groups of 3"):
+        gated_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), None, 1e-6, group=3)
+
+
+@pytest.mark.parametrize(
+    ("group", "own_weights", "gates_first", "dtype"), matrix([20, 60, None], [True, False], [True, False], [F32, BF16])
+)
+def test_gated_norm(group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype) -> None:
+    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_cpu)
+
+
+def check_norm(
+    group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype, compute: Callable[..., torch.Tensor]
+) -> None:
+    """`x` and `gate` are slices; without a group of its own there is no weight."""
+    x, gate = torch.randn(40, 200).to(dtype)[:, 13:133], torch.randn(40, 130).to(dtype)[:, 10:]
+    weight = None if group is None else torch.randn(120 if own_weights else group).to(dtype)
+    arguments = (x, gate, weight, 1e-3, group or 120)
+    wanted = gated_rms_norm_reference(*arguments, gates_first=gates_first)
+    with nan_memory():
+        got = compute(*arguments, gates_first=gates_first)
+    torch.testing.assert_close(got, wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
+def small_case() -> None:
+    for kind in ("delta", "mamba2"):
+        check(middle_step(recurrence_case(kind, SHAPES[2], dtype=BF16)), linear_recurrence_cpu)
+    check_norm(60, True, True, BF16, gated_rms_norm_cpu)
