@@ -17,8 +17,8 @@ from tests.kernels.conftest import nan_memory
 from tests.matrices import matrix
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
-from transom_kernels.linear_recurrence.cpu import fits_cpu_kernels, linear_recurrence_cpu
-from transom_kernels.linear_recurrence.gated_norm_cpu import gated_rms_norm_cpu
+from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
+from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
 from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
@@ -72,9 +72,13 @@ def step_of(case: RecurrenceInputs, begins: list[int], ends: list[int], *, in_pl
     begins_before = torch.tensor(begins) > 0
     batch.read_block = torch.where(begins_before, batch.write_block, -1).int()
     batch.write_block = batch.write_block + (0 if in_place else 1)
+    return replace(case, **tokens_of(case, kept), batch=batch)
+
+
+def tokens_of(case: RecurrenceInputs, kept: Any) -> dict[str, Any]:
+    """The case's tensors of tokens, for some tokens."""
     tensors = {name: getattr(case, name) for name in ("projected", "step_size", "strength")}
-    tensors = {name: None if tensor is None else tensor[kept] for name, tensor in tensors.items()}
-    return replace(case, **tensors, batch=batch)
+    return {name: None if tensor is None else tensor[kept] for name, tensor in tensors.items()}
 
 
 def middle_step(case: RecurrenceInputs, steps: list[tuple[int, int]] = STEPS, **options: Any) -> RecurrenceInputs:
@@ -137,7 +141,7 @@ def check_padding(kind: str, compute: Recurrence) -> None:
     case = recurrence_case(kind, (4, 2, 12, 20, 4), [(0, 70), (0, 1), (0, 5)])
     inputs = step_of(case, [0, 0], [70, 1])
     inputs.batch.write_block[:] = torch.tensor([-1, 4])
-    extra = {
+    extra: dict[str, Any] = {
         name: torch.cat([tensor, tensor[:3] * float("nan")])
         for name in ("projected", "step_size", "strength")
         if (tensor := getattr(inputs, name)) is not None

@@ -10,7 +10,7 @@ import torch
 
 from tests.cpu_threads import kernel_threads
 from tests.kernels.test_latent_attention import latent_inputs
-from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case
+from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case, tokens_of
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
@@ -21,7 +21,7 @@ from transom_kernels.latent_attention.cpu import latent_attention_cpu
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.linear import linear, pack_weight
 from transom_kernels.linear_recurrence import gated_rms_norm
-from transom_kernels.linear_recurrence.cpu import linear_recurrence_cpu
+from transom_kernels.linear_recurrence.cpu.recurrence import linear_recurrence_cpu
 from transom_kernels.logprobs import logprobs
 from transom_kernels.moe import moe, pack_experts
 from transom_kernels.quantised_linear import Format, pack, quantise
@@ -132,11 +132,9 @@ def recurrences(kind: str) -> Rows:
     case.rows.normal_()
 
     def compute(rows: slice) -> Sequence[torch.Tensor]:
-        tensors = {name: getattr(case, name) for name in ("projected", "step_size", "strength")}
         batch = batch_of([1] * len(case.projected[rows]))
         batch.read_block, batch.write_block = case.batch.write_block[rows] - 1, case.batch.write_block[rows]
-        own = {name: None if tensor is None else tensor[rows] for name, tensor in tensors.items()}
-        inputs = own_caches(replace(case, batch=batch, **own))
+        inputs = own_caches(replace(case, batch=batch, **tokens_of(case, rows)))
         out, written = linear_recurrence_cpu(inputs), batch.write_block.long()
         return [out, inputs.state[written], inputs.rows[written]]
 

@@ -25,8 +25,8 @@ import torch
 from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.linear_recurrence.cpu import fits_cpu_kernels, linear_recurrence_cpu
-from transom_kernels.linear_recurrence.gated_norm_cpu import gated_rms_norm_cpu
+from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
+from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
 from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
 from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
 

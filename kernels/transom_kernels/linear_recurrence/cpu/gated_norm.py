@@ -57,7 +57,7 @@ def gated_rms_norm_cpu(
     kinds = {"dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[x.dtype if weight is None else weight.dtype]}
     launch(
         cpu_kernel(
-            "transom_kernels.linear_recurrence.gated_norm_cpu", "make_gated_norm", **kinds, gates_first=gates_first
+            "transom_kernels.linear_recurrence.cpu.gated_norm", "make_gated_norm", **kinds, gates_first=gates_first
         ),
         -(-rows * groups // per_item),
         GatedNormArguments(

@@ -37,12 +37,12 @@ from transom_kernels.cpu.simd import (
     vector_min,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
-from transom_kernels.linear_recurrence.cpu_state import make_advance
+from transom_kernels.linear_recurrence.cpu.advance import make_advance
 from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
 
 COLUMNS = 64  # of a state, for a work item of `recur`
 ITEM_CHANNELS = 256  # of a work item of `convolve`
-_MODULE = "transom_kernels.linear_recurrence.cpu"
+_MODULE = "transom_kernels.linear_recurrence.cpu.recurrence"
 _STRIDE = 4 * COLUMNS  # bytes from row to row of a state in scratch memory
 
 

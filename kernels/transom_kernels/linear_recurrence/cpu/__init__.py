@@ -1,0 +1,1 @@
+"""`linear_recurrence` and `gated_rms_norm` on CPUs."""
