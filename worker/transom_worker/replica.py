@@ -42,9 +42,9 @@ from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.router_outbox import SILENT_ROUTER_S, RouterOutbox
 from transom_worker.engine.startup import build_engine
-from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
-from transom_worker.kvcache.tiers.transfer.handovers import Handovers
-from transom_worker.kvcache.tiers.transfer.served_exports import PrefixExports
+from transom_worker.engine.transfer.fetches import PrefixFetches
+from transom_worker.engine.transfer.handovers import Handovers
+from transom_worker.engine.transfer.served_exports import PrefixExports
 from transom_worker.scheduling.request_validation import ids_in_use
 from transom_worker.telemetry.blockmap.block_map import BlockMap
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity

@@ -15,7 +15,7 @@ from tests.engine_driver import Whole, are_close, drain, make_engine, make_reque
 from tests.matrices import matrix
 from tests.worker.conftest import Start
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
+from transom_worker.telemetry.transfer_report import FetchReport
 
 NUM_TOKENS = 20
 

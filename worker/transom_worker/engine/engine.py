@@ -34,11 +34,10 @@ from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.running_request import Deadlines, RunningRequest
 from transom_worker.engine.state_report import StepRates, worker_load, worker_state
-from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.engine.transfer.store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.imports import KeptImports
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.request_validation import check_tokens, fit_model_len, stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
@@ -47,6 +46,7 @@ from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 

@@ -19,7 +19,7 @@ from transom_core.errors import EngineDead, TransomError, WorkerLost
 from transom_worker.engine.arrivals import Arrivals, Group
 from transom_worker.engine.engine import RESTARTING, Engine
 from transom_worker.engine.step_watchdog import Turns, Watchdog
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
+from transom_worker.telemetry.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 

@@ -25,10 +25,10 @@ from transom_core.config import EngineConfig
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import ExecutorInfo, RankReport
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
+from transom_worker.telemetry.transfer_report import FetchReport
 
 # OpenMetrics allows 128 characters in an exemplar's label names and values together; names and a trace id take 50 of them.
 MAX_ID_CHARS = 78

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from transom_core.clock import steady_time_s
 from transom_core.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes, WorkerState
+from transom_worker.telemetry.transfer_report import FetchReport
 
 Clock = Callable[[], float]
 """Returns the time, in seconds since the epoch."""

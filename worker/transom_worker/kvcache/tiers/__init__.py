@@ -13,8 +13,8 @@ The way of a block through the tiers (a *node* is a boundary of the prefix tree 
     disk      `disk.watch` lists the files, and `disk.index` has their digests. If reading a request's prefix costs less than
       |       computing it, the request is held while `imports` takes host blocks and the ranks read files into them. Then the
       |       prefix is an ordinary hit in the host tier; `KeptImports` protects it until the request is admitted.
-    peers     `transfer` does the same over the network: the source lends the blocks of a hit (`exports`), `block_format` converts
-              them, and the target imports them.
+    peers     `engine.transfer` does the same over the network: the source lends the blocks of a hit (`exports`), `block_format`
+              converts them, and the target imports them.
 
 One search over all tiers finds a prefix (`transom_core.kv_cache.prefix_search`). Measured rates decide whether a load or a read
 costs less than computing (`load_rates`, `scheduling.rate_meter`). `tiers.Tiers` always has all these parts, even if a tier is not

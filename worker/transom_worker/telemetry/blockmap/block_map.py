@@ -17,12 +17,11 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from transom_core.clock import steady_time_s
 from transom_core.errors import Overloaded, RequestError
-from transom_worker.kvcache.tiers.transfer.kv_store import OnEngine
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.blockmap.describe import describe_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
@@ -31,6 +30,9 @@ from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.snapshot import Snapshot, SnapshotTaker
 
 logger = logging.getLogger("transom.worker")
+
+# Runs a function on the engine's thread, between two steps.
+OnEngine = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 MAX_WATCHERS = 16
 MAX_PENDING = 3  # frames in a watcher's queue; a watcher that is slower starts again with a whole frame
@@ -139,7 +141,8 @@ class BlockMap:
 
     async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Describe one block as it is now, as `describe_block` does; `tier` is "device" or "host"."""
-        return await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
+        described: dict[str, Any] = await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
+        return described
 
     async def _make_frames(self) -> None:
         """Make frames while there are watchers. A watcher that arrives while a round ends gets another round."""

@@ -8,14 +8,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from transom_core.clock import steady_time_s
 from transom_core.errors import Overloaded, RequestError, WorkerLost
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.kvcache.tiers.transfer.transfer_report import (
+from transom_worker.telemetry.engine_events import EngineEventSink, RequestTimes
+from transom_worker.telemetry.transfer_report import (
     EXPORT_OUTCOMES,
     FETCH_OUTCOMES,
     ExportOutcome,
     FetchReport,
     TransferObserver,
 )
-from transom_worker.telemetry.engine_events import EngineEventSink, RequestTimes
 
 REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),

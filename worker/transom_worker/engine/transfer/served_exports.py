@@ -19,8 +19,8 @@ import numpy as np
 from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
-from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
-from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserver
+from transom_worker.engine.transfer.store import OnEngine, TransferStore
+from transom_worker.telemetry.transfer_report import TransferObserver
 
 logger = logging.getLogger("transom.worker")
 
@@ -32,7 +32,9 @@ cache."""
 class PrefixExports:
     """The open exports of one worker."""
 
-    def __init__(self, store: KvStore, on_engine: OnEngine, config: TransferConfig, observer: TransferObserver) -> None:
+    def __init__(
+        self, store: TransferStore, on_engine: OnEngine, config: TransferConfig, observer: TransferObserver
+    ) -> None:
         self._store, self._on_engine, self._observer = store, on_engine, observer
         self._lease_s = config.timeout_s
         # Export id -> the timer of its lease; None: it is being opened.

@@ -18,10 +18,9 @@ from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, TransferStore
 from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.kvcache.tiers.imports import MAX_KEPT_S, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 

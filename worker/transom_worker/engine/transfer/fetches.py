@@ -5,15 +5,15 @@
 
 One fetch, from a request to its end:
 
-    query     the digests of the prefix                    (`KvStore.query`)
+    query     the digests of the prefix                    (`TransferStore.query`)
     export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
-    import    host blocks are taken for what is missing    (`KvStore.begin_import`)
+    import    host blocks are taken for what is missing    (`TransferStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
     publish   when all pieces have come; in any case the export is closed once nothing is read any more, and `on_end` is called
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
-`TransferConfig.timeout_s` at the latest. Sources that do not answer are left alone for a while (`away_sources`).
+`TransferConfig.timeout_s` at the latest. Sources that do not answer are left alone for a while (`wires`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine, SourceLost
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
-from transom_worker.kvcache.tiers.transfer.wires import CallWire, MemoryWire
+from transom_worker.engine.transfer.store import ImportPlan, OnEngine, TransferStore
+from transom_worker.engine.transfer.wires import CallWire, MemoryWire, SourceLost
+from transom_worker.telemetry.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
 logger = logging.getLogger("transom.worker")
 
@@ -66,7 +66,7 @@ class PrefixFetches:
     def __init__(
         self,
         peers: PrefixPeers,
-        store: KvStore,
+        store: TransferStore,
         on_engine: OnEngine,
         config: TransferConfig,
         *,
@@ -90,7 +90,7 @@ class PrefixFetches:
     def wanted_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
         """Return, by id, the requests for which the router has named another worker as the source of their prefix.
 
-        Of the requests for a source that does not answer calls (`away_sources`), one is returned each `AWAY_S`.
+        Of the requests for a source that does not answer calls (`wires`), one is returned each `AWAY_S`.
         """
         sources = ((one, one.prefix_source) for one in requests)
         return {

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK, contents
-from tests.worker.kvcache.tiers.transfer.test_transfers import CHAIN, CONFIG, Pair
+from tests.worker.engine.transfer.fake_store import BLOCK, contents
+from tests.worker.engine.transfer.test_transfers import CHAIN, CONFIG, Pair
 from transom_core.client_queue import NO_CLIENT
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource
 from transom_core.contract.kv_transfer import PrefixOffer
 from transom_core.errors import StepFailed
-from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST
+from transom_worker.engine.transfer.store import RANKS_LOST
 
 
 def reading_pair(num_looks: int = 3, *, config: TransferConfig = CONFIG) -> Pair:

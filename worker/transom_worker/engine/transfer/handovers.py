@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
+from transom_worker.engine.transfer.store import OnEngine, TransferStore
 
 logger = logging.getLogger("transom.worker")
 
@@ -30,7 +30,13 @@ class Handovers:
     """The handovers of one prefill worker, `own_id` on `node`. All methods run on its event loop."""
 
     def __init__(
-        self, own_id: str, node: str, peers: PrefixPeers, store: KvStore, on_engine: OnEngine, config: TransferConfig
+        self,
+        own_id: str,
+        node: str,
+        peers: PrefixPeers,
+        store: TransferStore,
+        on_engine: OnEngine,
+        config: TransferConfig,
     ) -> None:
         self._own_id, self._place = own_id, PrefixSource.place_of(node, is_on_device=True)
         self._peers, self._store, self._on_engine, self._timeout_s = peers, store, on_engine, config.timeout_s

@@ -5,23 +5,121 @@
     MemoryWire    the target's ranks read the memory of the source's ranks (by NIXL), beside the steps of both
 
 The export of the source keeps the blocks as they are while a wire reads them. Both take turns at one budget of bytes.
+
+A source is *away* on a wire after an error there, or after a wait for half of a fetch's time that was given up. Of the requests
+that want its prefixes, one in each `AWAY_S` tries whether it answers again. The others do without this wire: if calls go
+unanswered, they compute; if only reads fail, the source's blocks come by calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from transom_core.client_queue import Sharer
+from transom_core.client_queue import NO_CLIENT, ClientQueue, Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.away_sources import AwaySources
-from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan, KvStore, OnEngine, SourceLost
+from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, OnEngine, TransferStore
+
+
+class SourceLost(Exception):
+    """A call to the source failed, its memory could not be read, or it does not keep its offer."""
+
+
+class _Wanted(NamedTuple):
+    """Bytes that a caller waits for; `turn` is done when it has them."""
+
+    sharer: Sharer
+    num_bytes: int
+    turn: asyncio.Future[None]
+
+
+class ByteBudget:
+    """Bounds how many bytes a worker's fetches have in flight at once, on all wires together.
+
+    Clients take turns by bytes. A caller that asks for more than the limit takes the whole limit: it waits until no other caller
+    holds any bytes, and its client is charged for all that it asked for.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._waiting: ClientQueue[_Wanted] = ClientQueue()
+        self.used_bytes = 0
+
+    async def take(self, num_bytes: int, sharer: Sharer = NO_CLIENT) -> Callable[[], None]:
+        """Wait for `num_bytes` of the budget, and return a function that gives them back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        wanted = _Wanted(sharer, num_bytes, turn)
+        self._waiting.add(sharer.client, wanted)
+        self._admit()
+        try:
+            await turn
+        except BaseException:
+            self._waiting.remove(sharer.client, wanted)
+            if turn.cancelled():
+                self._admit()
+            else:  # the bytes were granted, but the caller was cancelled right after
+                self._give_back(num_bytes)
+            raise
+        return partial(self._give_back, num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.used_bytes -= min(num_bytes, self._limit_bytes)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Grant bytes to the callers that wait, by turns, until the first one that does not fit."""
+        while (wanted := self._waiting.first) is not None:
+            if wanted.turn.cancelled():  # its caller removes it in `take` and calls `_admit` again
+                return
+            held_bytes = min(wanted.num_bytes, self._limit_bytes)
+            if self.used_bytes + held_bytes > self._limit_bytes:
+                return
+            self._waiting.take()
+            self._waiting.charge(wanted.sharer.client, wanted.num_bytes / wanted.sharer.weight)
+            self.used_bytes += held_bytes
+            wanted.turn.set_result(None)
+
+
+AWAY_S = 30.0
+FORGOTTEN_S = 3600.0  # a source that no request has named for this time, since its worker is gone
+
+
+class AwaySources:
+    """The sources that are away on one wire. `timeout_s` is the longest time of a fetch."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.until_s: dict[str, float] = {}  # source -> when it is tried again
+
+    @contextlib.contextmanager
+    def noted(self, source: str) -> Iterator[None]:
+        """Note whether the source answers what the context waits for."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception) or time.monotonic() - begin_s >= self._timeout_s / 2:
+                self.until_s[source] = time.monotonic() + AWAY_S
+            raise
+        self.until_s.pop(source, None)
+
+    def is_asked(self, source: str) -> bool:
+        """Return whether a request should ask a source. While the source is away, that is one request each `AWAY_S`."""
+        until_s, now_s = self.until_s.get(source), time.monotonic()
+        if until_s is None:
+            return True
+        if now_s >= until_s:
+            self.until_s = {one: at for one, at in self.until_s.items() if now_s < at + FORGOTTEN_S}
+            self.until_s[source] = now_s + AWAY_S
+        return now_s >= until_s
+
 
 LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
 
@@ -33,7 +131,7 @@ class CallWire:
 
     name = "ray"
 
-    def __init__(self, peers: PrefixPeers, store: KvStore, on_engine: OnEngine, config: TransferConfig) -> None:
+    def __init__(self, peers: PrefixPeers, store: TransferStore, on_engine: OnEngine, config: TransferConfig) -> None:
         self.peers, self.store, self.on_engine = peers, store, on_engine
         self.budget = ByteBudget(config.max_bytes_in_flight)
         self.away = AwaySources(config.timeout_s)

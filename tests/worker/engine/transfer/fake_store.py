@@ -13,8 +13,8 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
-from transom_worker.kvcache.tiers.transfer.transfer_report import ExportOutcome, FetchReport, TransferObserver
+from transom_worker.engine.transfer.store import ImportPlan, TransferStore
+from transom_worker.telemetry.transfer_report import ExportOutcome, FetchReport, TransferObserver
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def contents(digest: bytes) -> Bytes:
 
 
 @dataclass
-class FakeStore:
+class FakeStore(TransferStore):
     """One worker's cache. `requests` are the chains of held requests; `num_free` bounds imports."""
 
     cached: dict[bytes, Bytes] = field(default_factory=dict)

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK, BLOCK_BYTES, FakeStore, Notes, chain, on_loop
+from tests.worker.engine.transfer.fake_store import BLOCK, BLOCK_BYTES, FakeStore, Notes, chain, on_loop
 from transom_core.client_queue import Sharer
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request, SamplingParams
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
-from transom_worker.kvcache.tiers.transfer.handovers import Handovers
-from transom_worker.kvcache.tiers.transfer.served_exports import MAX_EXPORTS, PrefixExports
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
+from transom_worker.engine.transfer.fetches import PrefixFetches
+from transom_worker.engine.transfer.handovers import Handovers
+from transom_worker.engine.transfer.served_exports import MAX_EXPORTS, PrefixExports
+from transom_worker.engine.transfer.wires import ByteBudget
+from transom_worker.telemetry.transfer_report import FetchReport
 
 CHAIN = chain("p", 10)
 CONFIG = TransferConfig(is_on=True, timeout_s=30.0)
@@ -228,7 +228,7 @@ async def test_a_source_that_hangs_is_given_up(at: str, by_deadline: bool) -> No
 async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
     monkeypatch: pytest.MonkeyPatch, at: str, how: str
 ) -> None:
-    monkeypatch.setattr("transom_worker.kvcache.tiers.transfer.away_sources.AWAY_S", 60.0)
+    monkeypatch.setattr("transom_worker.engine.transfer.wires.AWAY_S", 60.0)
     pair = Pair(config=replace(CONFIG, timeout_s=0.05))
 
     def fail(name: str) -> Any:

@@ -1,7 +1,12 @@
 """`TransferStore`: gives KV transfer access to the engine's KV cache: block ids from the scheduler's cache, bytes from the ranks.
 
-The source lends blocks (*export*), and the target takes host blocks for them and writes their bytes (*import*).
-`transfer.kv_store.KvStore` says what each method promises, in which order they are called, and on which thread.
+The source lends blocks (*export*): it calls `open_export`, `read_export` for each piece, then `close_export`. The target takes host
+blocks for them and writes their bytes (*import*): it calls `query`, `has`, `begin_import`, brings the blocks, then calls
+`publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and `write_import` for each piece, or by
+`begin_read` (`wires`).
+
+All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
+and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.contract.kv_transfer import (
@@ -31,12 +37,38 @@ from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport, ExportedBlock
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
-from transom_worker.kvcache.tiers.transfer.kv_store import RANKS_LOST, ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
+
+T = TypeVar("T")
+
+RANKS_LOST = "the ranks that read have ended"  # the end of a read that is no fault of its source
+
+
+class OnEngine(Protocol):
+    """Runs functions on the engine's thread, between two steps, in the order of the calls."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Queue the function, and return an awaitable of its result, which the caller may ignore. A caller that is cancelled does
+        not learn whether the function ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """The blocks of an offer that are missing here; host blocks are allocated for them.
+
+    `pieces` are the block ranges to read, each with its bytes at the source. `num_tokens` is the length of the prefix that is a hit
+    when all pieces are written. `full_length_bytes` is explained in `transfer_report.FetchReport`.
+    """
+
+    pieces: tuple[tuple[BlockRange, int], ...]
+    num_tokens: int
+    num_blocks: int
+    full_length_bytes: int
 
 
 class TransferStore:
-    """Implements `KvStore`. `shares` says what the blocks of every rank of this worker contain; `kept` keeps complete imports."""
+    """The KV cache of one worker, as KV transfer uses it. `shares` says what the blocks of every rank of this worker contain;
+    `kept` keeps complete imports."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares, kept: KeptImports) -> None:
         # The memories of this worker's ranks, if other workers' ranks can read them and these ranks theirs. Each start of the ranks
@@ -115,7 +147,8 @@ class TransferStore:
             self._cache.tiers.exports.end(opened)
 
     def published(self, request_id: str) -> PrefixQuery | None:
-        """Return a query for the part of a request's prompt that is cached here; None if the request has ended."""
+        """Return a query, as another worker may ask it early, for the part of a request's prompt that is cached here; None if the
+        request has ended."""
         sequence = self._scheduler.by_request.get(request_id)
         if sequence is None:
             return None
@@ -144,7 +177,8 @@ class TransferStore:
         return own if facts[0] == facts[1] else None
 
     def probe(self, num_bytes: int, *, by_calls: bool) -> PrefixQuery | None:
-        """Return a query for any blocks with about `num_bytes` over all ranks; None if no group keeps every token."""
+        """Return a query for any blocks with about `num_bytes` over all ranks, which must not be published; None if no group keeps
+        every token. `by_calls`: this worker's ranks do not read the source's memory."""
         retentions = enumerate(self._scheduler.policy_retentions.of(None))
         kept = {group: retention.block_size for group, retention in retentions if retention.keeps_everything}
         unit = max(kept.values(), default=0)  # tokens: whole blocks of each group
@@ -215,12 +249,14 @@ class TransferStore:
         self._executor.write_blocks(HOST, blocks.group, ids, [part.tobytes() for part in data])
 
     def publish_import(self, import_id: str, request_id: str) -> None:
-        """Publish the imported blocks in the host tier, and keep them for a request. Raises KeyError: the import has ended."""
+        """Publish the imported blocks in the host tier, and keep them until a request is admitted or has ended, but only for a
+        limited time. Raises KeyError: the import has ended."""
         self._kept.publish(self._imports.pop(import_id), [request_id])
         self._reads.pop(import_id, None)
 
     def drop_import(self, import_id: str) -> bool:
-        """Free the blocks of an import that is not complete, unless ranks may still read into them (False)."""
+        """Free the blocks of an import that is not complete, and return True. Return False while ranks may still read into them:
+        then the import publishes nothing any more, and the caller must call again."""
         if (opened := self._imports.get(import_id)) is None:
             return True
         with contextlib.suppress(StepFailed):  # the ranks do not run
@@ -234,7 +270,14 @@ class TransferStore:
         return True
 
     def begin_read(self, import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
-        """Let all ranks read an import's blocks. Raises KeyError: the import has ended, or the cache was emptied."""
+        """Let all ranks read an import's blocks out of the memory of the offer's ranks.
+
+        When no byte can come any more, `on_end` is called on any thread, once or more often, with the reason why the blocks are not
+        what the source offered, or "" if they are, and the seconds that the slowest rank read.
+
+        Raises:
+            KeyError: the import has ended, or the cache was emptied.
+        """
         opened = self._imports[import_id]
         if opened.is_void:
             raise KeyError(import_id)

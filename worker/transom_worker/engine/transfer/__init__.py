@@ -7,6 +7,6 @@
   the last blocks of sliding groups. Only these are moved.
 
 The two sides exchange the messages of `contract.kv_transfer` over a `contract.prefix_peers.PrefixPeers`. Each side reaches its own
-KV cache through `kv_store.KvStore`. If the source dies, hangs or refuses, the target computes the prompt itself.
+KV cache through `store.TransferStore`. If the source dies, hangs or refuses, the target computes the prompt itself.
 docs/kv_tiers.md has the protocol.
 """
