@@ -17,7 +17,7 @@ from benchmarks.serving.soak.cases import COMPLETIONS, Case
 from benchmarks.serving.soak.cluster import LAYOUTS, settings_of
 from benchmarks.serving.soak.journal import Journal
 from transom_core.contract import SamplingParams
-from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES, BlockName, BrokenFile, unpack
+from transom_worker.kvcache.tiers.disk.folder import HEADER_BYTES, BlockName, BrokenFile, unpack
 from transom_worker.llm import LLM
 
 COMPUTED_AGAIN = "blocks on the disk that were computed again"

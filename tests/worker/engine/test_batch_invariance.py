@@ -109,17 +109,6 @@ def plain_requests(**params: Any) -> list[Request]:
     return [make_request(str(i), prompt, max_tokens=TOKENS, **params) for i, prompt in enumerate(SHORT_PROMPTS)]
 
 
-def test_nothing_waits_between_the_launches_of_plain_steps(start: Start) -> None:
-    """The device has the next step before the host waits for this one, but for the last step, after which nothing is left."""
-    want, _ = answers(start, plain_requests(), steps_in_flight=1)
-    got, executor = answers(start, plain_requests(), steps_in_flight=2, executor=AheadExecutor)
-    assert got == want
-    assert executor is not None
-    log = executor.queue.log
-    assert log[:2] == ["launched", "launched"]
-    assert log[1:] == ["launched", "waited"] * (len(log) // 2 - 1) + ["waited"]
-
-
 def test_the_device_has_the_next_step_before_the_events_of_this_one_are_made(start: Start) -> None:
     """One message a step, with the tokens that end requests, too; nothing is held back when nothing is left to compute."""
     engine = start(steps_in_flight=2, executor=AheadExecutor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -118,64 +117,10 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
         assert usage(second).num_broken == 0
 
 
-def test_choices_of_one_prompt_wait_for_one_import_and_one_load(open_engine: Start) -> None:
-    one = make_request("choice", prompts(1)[0], max_tokens=6, temperature=0.9)
-    choices = [replace(one, request_id=f"choice-{index}", choice_index=index) for index in range(4)]
-    first = open_engine(**WINDOWS)
-    want = [whole.token_ids for whole in run(first, choices)]
-    first.shutdown()
-    moved = []
-    for count in (1, 4):
-        engine = open_engine(**WINDOWS)
-        got = run(engine, choices[:count])
-        assert [whole.token_ids for whole in got] == want[:count]
-        assert {whole.num_cached_tokens for whole in got} == {248}
-        moved.append((usage(engine).num_read, sum(engine.scheduler.cache.tiers.loads.num_loaded)))
-        engine.shutdown()
-    assert moved[0] == moved[1]
-    assert min(moved[0]) > 0
-
-
 def test_a_space_under_one_block_is_refused(open_engine: Start) -> None:
     with pytest.raises(ConfigError, match=r"--disk-space is 6000 bytes; .* up to 8308"):
         open_engine(disk_space=6000)
     open_engine(disk_space=8308).shutdown()
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, 100)
-
-
-def change(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", [cut, change, Path.unlink])
-def test_broken_files_are_computed_again(
-    open_engine: Start, tmp_path: Path, written: Answers, damage: Callable[[Path], None]
-) -> None:
-    files = sorted(tmp_path.rglob("*.kv"))
-    assert files
-    second = open_engine()
-    for path in files[::3]:
-        damage(path)
-    assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in written[:6]]
-    assert usage(second).num_missing + usage(second).num_broken > 0
-    assert (usage(second).num_broken > 0) == (damage is not Path.unlink)
-
-
-def test_salts_separate_and_other_models_too(open_engine: Start) -> None:
-    first = open_engine()
-    answers(first, prompts(6), salt="a")
-    first.shutdown()
-    second = open_engine()
-    assert [cached for _, cached in answers(second, prompts(2), salt="b")] == [0, 0]
-    assert max(cached for _, cached in answers(second, prompts(6), salt="a")) >= 200
-    second.shutdown()
-    other = open_engine(**WINDOWS)
-    assert [cached for _, cached in answers(other, prompts(2), salt="a")] == [0, 0]
 
 
 def test_a_held_request_that_is_aborted_leaves_nothing(open_engine: Start, written: Answers) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -58,42 +57,29 @@ def test_a_request_that_breaks_admission_is_refused_alone(harness: OnThread) -> 
     assert harness.last_event("fine").finish_reason == "length"
 
 
-@pytest.mark.parametrize("failing", ["step", "abort"])
-def test_a_thread_that_fails_ends_every_request_with_an_error(
+@pytest.mark.parametrize("failing", ["step", "abort", "nothing: it is shut down"])
+def test_a_thread_that_ends_ends_every_request_with_an_error(
     harness: OnThread, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an invariant is broken")
 
     monkeypatch.setattr(harness.engine, "step", lambda *_: [])  # makes no event, so that the request still runs then
-    monkeypatch.setattr(harness.engine, failing, fail)
+    is_shut_down = failing.startswith("nothing")
+    if not is_shut_down:
+        monkeypatch.setattr(harness.engine, failing, fail)
     assert harness.submit(make_request("running", [5, 6], max_tokens=1000)) == [None]
     harness.thread.abort(["anything"])
+    if is_shut_down:
+        harness.thread.shutdown()
     event = harness.last_event("running")
     assert event.error is not None
     assert event.error.kind == "EngineDead"
-    assert "an invariant is broken" in event.error.message
+    assert ("shutting down" if is_shut_down else "an invariant is broken") in event.error.message
     assert harness.thread.dead is not None
     (error,) = harness.submit(make_request("late", [5]))
     assert error is not None
     assert error.kind == "EngineDead"
-
-
-def test_shutdown_ends_running_and_later_requests_with_an_error(
-    harness: OnThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        harness.engine.executor, "before_step", lambda: time.sleep(0.01)
-    )  # so that the request still runs
-    assert harness.submit(make_request("running", [5, 6], max_tokens=1500)) == [None]
-    harness.thread.shutdown()
-    event = harness.last_event("running")
-    assert event.error is not None
-    assert "shutting down" in event.error.message
-    (error,) = harness.submit(make_request("late", [5]))
-    assert error is not None
-    assert error.kind == "EngineDead"
-    harness.thread.shutdown()
 
 
 def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tokens_and_ends(harness: OnThread) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, prompt
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
-from transom_core.errors import RequestError
 from transom_worker import LLM, SamplingParams
 
 BLOCK = 4
@@ -71,13 +69,6 @@ def test_the_setting_is_the_default(folder: Path) -> None:
         (default,) = llm.generate(ids, params, use_tqdm=False)
         windowed, full = answers(llm, [prompt(90)], WINDOW)[0], answers(llm, [prompt(90)], None)[0]
     assert default.outputs[0].token_ids == windowed.outputs[0].token_ids != full.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_models_whose_layers_have_windows_take_no_policy(tmp_path: Path, hybrid: bool) -> None:
-    refusal = pytest.raises(RequestError, match="in this one 2 of its 4 layers have sliding windows")
-    with engine(make_checkpoint(tmp_path, "gemma2"), hybrid_kv_cache=hybrid) as llm, refusal:
-        answers(llm, [prompt(9)], replace(WINDOW, window=4))
 
 
 def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:

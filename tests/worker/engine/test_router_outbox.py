@@ -36,12 +36,6 @@ def opened(clock: VirtualClock, load: WorkerLoad = IDLE) -> RouterOutbox:
     return outbox
 
 
-def test_nothing_is_sent_before_the_whole_index() -> None:
-    outbox = RouterOutbox(VirtualClock())
-    outbox.put(WorkerMessage(kv=change(7), load=BUSY))
-    assert outbox.due_s() == math.inf
-
-
 def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
     clock = VirtualClock()
     outbox = opened(clock)
@@ -54,17 +48,6 @@ def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
     assert message.kv is not None
     assert (message.kv.after, message.kv.version) == (0, 2)
     assert outbox.due_s() == clock.now_s + HEARTBEAT_S
-
-
-def test_news_alone_is_due_at_once_after_silence_and_then_once_a_period() -> None:
-    clock = VirtualClock()
-    outbox = opened(clock)
-    clock.now_s += NEWS_PERIOD_S
-    outbox.put(WorkerMessage(kv=change(1)))
-    assert outbox.due_s() <= clock.now_s
-    outbox.take()
-    outbox.put(WorkerMessage(load=BUSY))
-    assert outbox.due_s() == clock.now_s + NEWS_PERIOD_S
 
 
 def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an_idle_one_heartbeats() -> None:

@@ -39,14 +39,6 @@ def run(cache: KvCache, token_ids: list[int]) -> None:
     cache.release(blocks)
 
 
-def test_blocks_that_slid_out_are_evictable_and_the_others_are_pinned() -> None:
-    cache = cache_of("window", num_pages=6)  # 4 blocks a page
-    run(cache, list(range(40)))
-    pool = cache.pools[0]
-    assert [pool.published[block][1] for block in pool.evictable] == [0, 1, 2, 3, 4, 5, 6]
-    assert sorted(pool.published[block][1] for block, count in enumerate(pool.pins) if count) == [7, 8, 9]
-
-
 def test_blocks_of_a_sequence_are_consecutive_while_pages_are_free() -> None:
     cache = cache_of("full", "window", num_pages=400, caching=False)
     started = [cache.begin([], ROOT) for _ in range(4)]
@@ -149,22 +141,6 @@ def run_to_its_end(driver: CacheDriver, token_ids: list[int]) -> None:
     """A request over these tokens, to its end."""
     assert driver.begin(token_ids)
     driver.complete(len(driver.sequences) - 1, CheckpointKind.GENERATION, chunk=16)
-
-
-def test_a_reset_stores_nothing_and_voids_imports() -> None:
-    driver = disk_driver(host_pages=40)
-    run_to_its_end(driver, tokens(1, 60))
-    driver.evict_all()
-    assert not driver.cache.copies.take()
-    chain = [bytes([number]) * 32 for number in range(8)]
-    opened = driver.cache.tiers.imports.begin(chain, find_files(driver, chain))
-    assert opened is not None
-    assert len(opened.blocks) == 8
-    driver.cache.evict_all()
-    driver.cache.tiers.imports.publish(opened)
-    assert not driver.cache.tiers.host.blocks[0]
-    driver.cache.tiers.imports.end(opened)
-    driver.finish()
 
 
 def test_an_import_larger_than_the_host_tier_is_refused() -> None:

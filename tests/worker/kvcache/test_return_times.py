@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.how_many import num_examples
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.eviction import return_times
 from transom_worker.kvcache.eviction.eviction_policy import GHOST_TOKENS, ReturnTimePolicy
@@ -25,7 +23,6 @@ from transom_worker.kvcache.eviction.return_times import (
 from transom_worker.kvcache.eviction.watch_ring import MAX_WATCHES, WatchRing
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
-NUM_REQUESTS = num_examples(daily=2_500, exhaustive=50_000)
 PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)
 
 
@@ -84,28 +81,6 @@ def test_all_that_the_policy_remembers_is_bounded_by_16_mib() -> None:
     assert watches.end - watches.first == MAX_WATCHES
     assert watches.began_at(watches.first) == 10
     assert watches.class_of_running(watches.end - 1) == 3
-
-
-def test_requests_without_end_leave_no_objects_behind() -> None:
-    """Neither for nodes that were placed, returned to and evicted, nor for requests that missed."""
-    policy, kinds = ReturnTimePolicy(16), list(CheckpointKind)
-    gc.collect()
-    before, num_bytes = len(gc.get_objects()), 0
-    for number in range(NUM_REQUESTS):
-        policy.admitted()
-        node = Node(1, digest(number), None, kinds[number % len(kinds)], RetentionSet())
-        node.segment = [node.digest]
-        policy.created(node)
-        policy.returned(node)
-        policy.built_upon(node)
-        policy.missed([digest(number), digest(number + 1)], 0, 2)
-        policy.removed(node)
-        if number == NUM_REQUESTS - 1001:
-            num_bytes = policy.num_bytes
-    del node
-    gc.collect()
-    assert len(gc.get_objects()) - before < 2_000
-    assert policy.num_bytes - num_bytes == 1000 * 3 * 10  # three watches for each
 
 
 def test_the_oldest_ghosts_are_forgotten_first_and_the_newest_of_a_digest_counts() -> None:

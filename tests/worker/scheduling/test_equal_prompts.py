@@ -101,24 +101,6 @@ def test_a_long_prompt_behind_leaves_reserved_tokens_to_a_former_waiter(
     driver.run()
 
 
-def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_slot() -> None:
-    driver = make_driver(max_num_batched_tokens=80)
-    for name, prompt in (("a", PROMPT), ("other", [9] * 30), ("b", PROMPT), ("c", [*PROMPT, *[1] * 9])):
-        driver.add(request(name, prompt, 3))
-    assert planned(driver) == {"a": (0, 40), "other": (0, 30)}
-    driver.receive()
-    driver.add(request("late", [8] * 30, 3))
-    admission, sequences = driver.scheduler.admission, driver.scheduler.by_request
-    assert [admission.clients.reserved_before(sequences["late"], num_free_slots=slots) for slots in (-1, 0, 1, 9)] == [
-        0,
-        0,
-        4,
-        4 + 12,
-    ]
-    assert admission.clients.reserved_before(sequences["other"], num_free_slots=9) == 0
-    assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
-
-
 def test_other_salts_and_short_shared_prefixes_do_not_wait() -> None:
     driver = make_driver(min_shared_tokens=16, max_num_batched_tokens=200)
     driver.add(request("a", PROMPT, 3))
@@ -188,21 +170,6 @@ def with_waiters(*mix: str, steps_in_flight: int = 1) -> Driver:
     assert planned(driver) == {"a": (0, 16)}
     assert num_waiters(driver) == 2
     return driver
-
-
-@STEPS
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_each_waiter_is_admitted_when_its_prefix_is_published(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    driver = with_waiters(*mix, steps_in_flight=steps_in_flight)
-    expected = {16: 2, 32: 1, 48: 1, 60: 0}
-    while num_waiters(driver):
-        while driver.schedule() is not None:
-            driver.check()
-        driver.receive()
-        blocks = driver.scheduler.by_request["a"].blocks
-        assert blocks is not None
-        assert num_waiters(driver) == expected[blocks.processed]
-    assert cached(driver) == {"a": 0, "b": 32, "c": 56}
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])

@@ -43,22 +43,6 @@ def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     driver.run()
 
 
-def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:
-    driver = roomy()
-    driver.add(request("before", range(30), 2))
-    driver.run()
-    driver.add(request("a", range(12), 20))
-    plan = driver.schedule()
-    assert plan is not None
-    plan.copy_group, plan.copy_source, plan.copy_target = [0], [0], [50]  # as if compaction had moved a block
-    plan.copy_ticket = [0]
-    plan.copy_source_tier, plan.copy_target_tier = [0], [0]
-    driver.fail()
-    assert driver.finished == ["before", "a"]
-    stats = driver.scheduler.stats()
-    assert stats.free_pages == stats.num_pages
-
-
 def test_a_status_changes_as_the_table_allows() -> None:
     driver = roomy()
     driver.add(request("a", range(8), 1))
@@ -176,20 +160,6 @@ def test_the_next_turn_hits_the_answer(mix: tuple[str, ...]) -> None:
     client.cached(chat, turns=(40,), max_tokens=30)
     answer = client.driver.tokens["0"]
     assert client.cached([*chat, *answer, 9, 9, 9], turns=(40, 43, 73)) == 72
-
-
-def test_boundaries_inside_the_hit_are_not_planned_again() -> None:
-    client = Client(("full", "window"))
-    chat = [*SYSTEM, *[1] * 12]
-    client.cached(chat, turns=(40, 52))
-    driver = client.driver
-    driver.add(request("again", [*chat, *[2] * 12, 7], 2, turn_boundaries=(40, 52, 64)))
-    driver.schedule()
-    blocks = driver.scheduler.by_request["again"].blocks
-    assert blocks is not None
-    assert [units for units, _ in blocks.planned_checkpoints] == [16]
-    driver.receive()
-    driver.run()
 
 
 def test_a_client_that_leaves_before_the_first_token_leaves_no_checkpoint() -> None:

@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.worker.engine.transfer.fake_store import BLOCK, contents
+from tests.worker.engine.transfer.fake_store import contents
 from tests.worker.engine.transfer.test_transfers import CHAIN, CONFIG, Pair
-from transom_core.client_queue import NO_CLIENT
 from transom_core.config import TransferConfig
-from transom_core.contract import PrefixSource
 from transom_core.contract.kv_transfer import PrefixOffer
 from transom_core.errors import StepFailed
 from transom_worker.engine.transfer.store import RANKS_LOST
@@ -59,16 +57,6 @@ async def test_other_bytes_are_not_published_and_calls_bring_the_next_ones_until
         assert pair.target.cached.keys() == set(CHAIN)
         away = pair.fetches.memory_wire._away
         away.until_s = {source: 0.0 for source in away.until_s}
-
-
-async def test_blocks_of_a_prompt_that_is_still_computed_are_compared_as_the_settings_say() -> None:
-    pair = reading_pair(config=replace(CONFIG, verify="all"))
-    pair.target.bring = lambda digest: contents(CHAIN[0] if digest == CHAIN[7] else digest)
-    pair.target.requests["p"] = CHAIN
-    query = pair.target.query("p", 10 * BLOCK)
-    assert query is not None
-    await pair.fetches.fetch_early(PrefixSource(worker="a", num_tokens=0), query, NO_CLIENT)
-    assert [report.outcome for report in pair.notes.reports] == ["source_lost"]
 
 
 def refuses(pair: Pair) -> None:

@@ -175,25 +175,6 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
         worker.check()
 
 
-@pytest.mark.parametrize("mix", [("full", "window"), ("full", "sinks_window")], ids="+".join)
-def test_windows_move_their_live_blocks_alone(mix: tuple[str, ...]) -> None:
-    source, target = Worker(mix), Worker(mix)
-    query, offer = offered(source, target, range(160))
-    plan = target.store.begin_import("i", query, offer)
-    assert plan is not None
-    moved = [sum(len(one.blocks) for one, _ in plan.pieces if one.group == group) for group in range(2)]
-    assert moved[0] == offer.num_hash_blocks == 40
-    assert moved[1] <= 5
-    sizes = [group.block_bytes for group in target.cache.layout.groups]
-    assert sum(size for _, size in plan.pieces) == sum(n * size for n, size in zip(moved, sizes, strict=True))
-    assert plan.full_length_bytes == 40 * sum(sizes)
-    target.store.drop_import("i")
-    target.store.drop_import("i")
-    source.store.close_export("e")
-    for worker in (source, target):
-        worker.check()
-
-
 @pytest.mark.parametrize(
     "policy",
     [WindowPolicy(sinks=4, window=14), WindowPolicy(sinks=0, window=9), WindowPolicy(sinks=7, window=1)],
@@ -263,14 +244,6 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
     for worker in (source, target):
         worker.check()
         assert worker.cache.arena.num_free == worker.cache.arena.num_pages
-
-
-def test_a_host_tier_without_room_takes_nothing() -> None:
-    source, target = Worker(("full",)), Worker(("full",), host_pages=1)
-    query, offer = offered(source, target, range(160))
-    assert target.store.begin_import("i", query, offer) is None
-    target.store.drop_import("i")
-    target.check()
 
 
 @pytest.mark.parametrize("error", ["", "ERR", RANKS_LOST])

@@ -149,22 +149,6 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     assert (pair.ended[""].num_blocks, pair.ended[""].place) == (4, "node/device")  # they count for the measured rates
 
 
-async def test_looks_for_blocks_of_a_prompt_that_waits_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, pauses = Pair(), list[float]()
-    pair.source.cached.clear()
-    pair.source.requests["p"] = CHAIN
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 7:
-            del pair.source.requests["p"]
-
-    monkeypatch.setattr("asyncio.sleep", sleep)
-    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
-    await Handovers("a", "", pair, pair.source, on_loop, CONFIG)._run(request, "b")
-    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
-
-
 async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> None:
     pair = Pair()
     pair.source.requests["p"] = CHAIN

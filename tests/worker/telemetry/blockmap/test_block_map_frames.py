@@ -32,10 +32,10 @@ from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_h
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
+from transom_worker.kvcache import cache_snapshot
+from transom_worker.kvcache.cache_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.tiers import host_snapshot
 from transom_worker.kvcache.tiers.exports import BlockExport
-from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
 from transom_worker.telemetry.blockmap.describe import describe_block
@@ -194,7 +194,7 @@ def settle(watch: Watch, late: Map | None = None) -> None:
 def test_frames_say_what_both_tiers_hold(
     mix: tuple[str, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_snapshot, "BLOCKS_PER_COPY", 7)
+    monkeypatch.setattr(cache_snapshot, "BLOCKS_PER_COPY", 7)
     for seed in range(num_examples(1, 40)):
         watch = random_lives(mix, seed, steps_in_flight=steps_in_flight)
         totals, events = watch.map.header["totals"], watch.map.events
@@ -237,7 +237,7 @@ def test_a_large_host_tier_is_copied_in_pieces() -> None:
     assert [page for pages in pieces for page in pages] == list(range(50_000))
     for pages in pieces:
         copy = host.copy(pages)
-        assert sum(len(changes.blocks) for changes in copy) < 1.5 * host_snapshot.BLOCKS_PER_COPY
+        assert sum(len(changes.blocks) for changes in copy) < 1.5 * cache_snapshot.BLOCKS_PER_COPY
 
 
 def test_every_block_of_the_host_tier_can_be_described() -> None:

@@ -26,8 +26,7 @@ from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, S
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.execution.tiers.remote_reads import RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
-from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.kvcache.tiers.disk.folder import HEADER_BYTES, BlockFolder
 from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan
 
 DISK_WAIT_S = 2.0  # the longest time that a plan with `waits_for_disk` waits for its files

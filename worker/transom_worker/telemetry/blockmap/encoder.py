@@ -11,8 +11,7 @@ import numpy as np
 
 from transom_core.clock import steady_time_s
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.kvcache.cache_snapshot import GroupCopy
-from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges
+from transom_worker.kvcache.cache_snapshot import GroupCopy, HostGroupChanges
 from transom_worker.telemetry.blockmap.block_records import BlockRecords
 from transom_worker.telemetry.blockmap.frame import Frame, Words, make_frame
 from transom_worker.telemetry.blockmap.host_frames import HostFrames

@@ -9,7 +9,7 @@ import numpy as np
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import HOST
-from transom_worker.kvcache.tiers.host_snapshot import HostSnapshot
+from transom_worker.kvcache.cache_snapshot import HostSnapshot
 from transom_worker.telemetry.blockmap.host_records import (
     EXPORTED,
     IMPORTED,

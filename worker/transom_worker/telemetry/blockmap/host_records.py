@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
+from transom_worker.kvcache.cache_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.telemetry.blockmap.block_records import EMPTY, EVICTED, GONE, HELD, LOOSE
 from transom_worker.telemetry.blockmap.frame import Words
 

@@ -15,8 +15,7 @@ import pytest
 
 from tests.how_many import num_examples
 from transom_core.errors import ConfigError
-from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES, BlockName, BrokenFile, pack, unpack
-from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.kvcache.tiers.disk.folder import HEADER_BYTES, BlockFolder, BlockName, BrokenFile, pack, unpack
 
 MODEL = b"m" * 32
 SIZE = 1000

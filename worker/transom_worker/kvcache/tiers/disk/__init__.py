@@ -1,7 +1,6 @@
 """The disk tier's files: KV blocks, named by digest and checked when they are read, within a limited space. No torch.
 
-block_file       one block in a file: header, checksum, contents
-folder           reads and writes the files of one rank's blocks
+folder           reads and writes the files of one rank's blocks: header, checksum, contents
 listing          finds out which blocks have files
 owned_directory  opens directories so that other users cannot redirect them
 space            bounds the space that all processes of a host use together, and removes old files
