@@ -1,6 +1,6 @@
 """Prefixes move between whole workers of different numbers of ranks, which have one identity, and not between number formats.
 
-Every pair of numbers of ranks is in tests/worker/kvcache/tiers/block_format/test_convert.py.
+Every pair of numbers of ranks is in tests/worker/kvcache/tiers/test_block_format.py.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ from transom_core.telemetry import request_timelines
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
 from transom_worker.kvcache import manager
 from transom_worker.kvcache.eviction import eviction_policy
-from transom_worker.kvcache.eviction.ghosts import Ghosts
+from transom_worker.kvcache.eviction.policy_memory import Ghosts, WatchRing
 from transom_worker.kvcache.eviction.return_times import ReturnTimes
-from transom_worker.kvcache.eviction.watch_ring import WatchRing
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import STEPS_BEFORE_GROWTH, StepTokenLimit

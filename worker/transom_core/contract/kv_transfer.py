@@ -80,7 +80,7 @@ class PrefixOffer:
 
     `memories` are the memories of the source's ranks, if the target may read them; then `places[g]` are the (tier, block id) of
     `blocks[g]`. The contents stay what they are until the export ends. `digests[g]` has, by logical index, the digests of some of
-    these blocks as each of the target's ranks should read them (`block_format.convert.block_digests`).
+    these blocks as each of the target's ranks should read them (`block_format.block_digest`).
     """
 
     export_id: str

@@ -14,7 +14,7 @@ from tests.tiny_checkpoints import tiny_llama
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
+from transom_worker.kvcache.tiers.block_format import convert_blocks
 from transom_worker.scheduling.step import TIER_DEVICE
 
 PROMPT = list(range(5, 45))  # two whole blocks

@@ -32,7 +32,7 @@ from transom_worker.execution.executor import ReadEnd, RemoteBlock, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans, open_agent
 from transom_worker.execution.tiers.remote_reads import HANDLE_BYTES, OTHER_BYTES, RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.block_format.convert import block_digest
+from transom_worker.kvcache.tiers.block_format import block_digest
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 WAIT_S = 120.0

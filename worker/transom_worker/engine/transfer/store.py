@@ -34,7 +34,7 @@ from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.execution.executor import Executor, ReadEnd, RemoteBlock, RemoteRead
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.tiers.block_format.convert import block_digest, convert_blocks
+from transom_worker.kvcache.tiers.block_format import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport, ExportedBlock
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.scheduling.scheduler import Scheduler

@@ -26,8 +26,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.execution.tiers.nixl_agent import NixlAgent, Spans
 from transom_worker.execution.tiers.slabs import TierMemory
-from transom_worker.kvcache.tiers.block_format.convert import block_digest
-from transom_worker.kvcache.tiers.block_format.segments import Segment, block_segments
+from transom_worker.kvcache.tiers.block_format import Segment, block_digest, block_segments
 
 logger = logging.getLogger("transom.worker")
 

@@ -25,7 +25,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from transom_worker.kvcache.eviction.ghosts import Ghost, Ghosts
+from transom_worker.kvcache.eviction.policy_memory import Ghost, Ghosts
 from transom_worker.kvcache.eviction.return_times import CheckpointClass, ReturnTimes, WatchedCheckpoint
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 

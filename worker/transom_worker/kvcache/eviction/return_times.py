@@ -28,7 +28,7 @@ The theory is that of Gittins (1979); Aggarwal et al. (SIGMETRICS 2009) use the 
 fixed order, old checkpoints are worth most, since their sessions are next; if requests come in bursts, young ones are.
 Least-recently-used eviction is the special case of a hazard per request that falls with age. The prior is such a hazard, too: it is
 equal in all buckets, and buckets grow with age. Evicted checkpoints are watched as well, so that the statistics do not depend on
-what the cache evicted. Only the last `MAX_WATCHES` watches are kept, in compact arrays (`watch_ring`).
+what the cache evicted. Only the last `MAX_WATCHES` watches are kept, in compact arrays (`policy_memory`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
 
-from transom_worker.kvcache.eviction.watch_ring import WatchRing
+from transom_worker.kvcache.eviction.policy_memory import WatchRing
 
 
 class CheckpointClass(NamedTuple):
