@@ -149,29 +149,18 @@ def test_ends_of_text_are_ids(tmp_path: Path, value: object) -> None:
         eos_token_ids(resolve_model(str(folder)))
 
 
-def gguf_with(value: bytes) -> bytes:
-    """A GGUF file without tensors whose only metadata is `a`, a type and a value."""
-    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + value
-
-
 @pytest.mark.parametrize(
-    "value",
+    ("key", "value"),
     [
-        pytest.param(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000, id="nested arrays"),
-        pytest.param(struct.pack("<IIQ", 9, 0, 1 << 40) + b"\0" * 64, id="more elements than bytes"),
-        pytest.param(struct.pack("<IIQ", 9, 8, 1 << 63), id="more texts than bytes"),
-        pytest.param(struct.pack("<IIQ", 9, 0, (1 << 24) + 1) + bytes((1 << 24) + 1), id="a huge array"),
+        pytest.param(b"a", struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000, id="nested arrays"),
+        pytest.param(b"a", struct.pack("<IIQ", 9, 0, 1 << 40) + b"\0" * 64, id="more elements than bytes"),
+        pytest.param(b"a", struct.pack("<IIQ", 9, 8, 1 << 63), id="more texts than bytes"),
+        pytest.param(b"a", struct.pack("<IIQ", 9, 0, (1 << 24) + 1) + bytes((1 << 24) + 1), id="a huge array"),
+        pytest.param(b"general.alignment", struct.pack("<II", 4, 0), id="an alignment of zero"),
     ],
 )
-def test_gguf_headers_that_lie(tmp_path: Path, value: bytes) -> None:
-    (tmp_path / "m.gguf").write_bytes(gguf_with(value))
-    with pytest.raises(ModelError, match="broken or cut-off GGUF header"):
-        read_gguf_header(tmp_path / "m.gguf")
-
-
-def test_a_gguf_alignment_of_zero(tmp_path: Path) -> None:
-    key = b"general.alignment"
-    data = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<II", 4, 0)
-    (tmp_path / "m.gguf").write_bytes(data)
+def test_gguf_headers_that_lie(tmp_path: Path, key: bytes, value: bytes) -> None:
+    """A file without tensors whose only metadata is a key, the type of its value and the value."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + value)
     with pytest.raises(ModelError, match="broken or cut-off GGUF header"):
         read_gguf_header(tmp_path / "m.gguf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -99,19 +98,6 @@ def test_lines_name_the_request_that_they_are_about() -> None:
     assert as_text.format(record("x")).endswith("transom.worker: x")
     assert trace_id_of("00-0af7-b7ad-01") == "0af7"
     assert trace_id_of(None) == ""
-
-
-def test_each_task_has_its_own_request() -> None:
-    async def work(name: str) -> str:
-        with request_log_scope():
-            about_request(name)
-            await asyncio.sleep(0)
-            return json.loads(JsonLines("").format(record("x")))["request_id"]
-
-    async def both() -> list[str]:
-        return list(await asyncio.gather(work("a"), work("b")))
-
-    assert asyncio.run(both()) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -49,18 +49,17 @@ def _outcomes(report: Report) -> Table:
 
 
 def _costs(report: Report) -> str:
-    counts = report.counts
     figures = report.as_json()
-    refused = f", {sum(counts.refused.values()):,} refused ({', '.join(counts.refused)})" if counts.refused else ""
+    refused = f", {sum(report.refused.values()):,} refused ({', '.join(report.refused)})" if report.refused else ""
     evictions = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in report.evictions.items()) or "none"
     cost = report.setup["step_cost"]
     assert isinstance(cost, dict)
     return (
-        f"{counts.requests:,} requests{refused}, {counts.output_tokens:,} output tokens, {counts.steps:,} steps, "
-        f"{counts.preemptions:,} preemptions\n"
-        f"blocks evicted: {evictions}; {counts.fragmentation:.2%} of leased memory in empty blocks\n"
-        f"virtual time {counts.virtual_seconds:,.0f} s at {cost['step_s'] * 1e3:g} ms a step and "
-        f"{cost['token_s'] * 1e6:g} µs a token; simulated in {counts.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
+        f"{report.requests:,} requests{refused}, {report.output_tokens:,} output tokens, {report.steps:,} steps, "
+        f"{report.preemptions:,} preemptions\n"
+        f"blocks evicted: {evictions}; {report.fragmentation:.2%} of leased memory in empty blocks\n"
+        f"virtual time {report.virtual_seconds:,.0f} s at {cost['step_s'] * 1e3:g} ms a step and "
+        f"{cost['token_s'] * 1e6:g} µs a token; simulated in {report.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
     )
 
 

@@ -56,13 +56,13 @@ def test_outcomes_sum_to_the_prompts_under_pressure(model: Path, workload: str, 
     config = SimulationConfig(model=model, memory=memory, workload=workload, arrivals="recorded", limit=40)
     report = simulate(config)
     figures = report.as_json()
-    assert report.counts.requests == 40
-    assert report.counts.output_tokens == 40 * 400
+    assert report.requests == 40
+    assert report.output_tokens == 40 * 400
     assert report.hit_tokens + report.repaired_tokens + sum(report.missed_tokens.values()) == report.prompt_tokens
     prompts = [request.num_prompt_tokens for request in Simulation(config).workload.requests]
     assert report.prompt_tokens == sum(prompts)
     assert json.loads(json.dumps(figures)) == figures
-    assert 0 <= report.counts.fragmentation < 0.5
+    assert 0 <= report.fragmentation < 0.5
 
 
 def test_one_at_a_time_leaves_no_overlap_and_recorded_arrivals_do(model: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
         config = SimulationConfig(model=model, memory="0.1x", host_memory=host_memory, workload="sessions", limit=36)
         reports.append(simulate(config))
     small, both = reports
-    assert small.counts.host_tokens == 0
-    assert 0 < both.counts.host_tokens <= both.hit_tokens
+    assert small.host_tokens == 0
+    assert 0 < both.host_tokens <= both.hit_tokens
     assert both.hit_tokens > small.hit_tokens
     assert sum(both.missed_tokens.values()) + both.hit_tokens + both.repaired_tokens == both.prompt_tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
@@ -133,7 +134,7 @@ def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
         groups=(group,),
         outcome_tokens={"repaired": 9},
         waste=0.01,
-        checkpoints=CheckpointStats(current={"prompt": 4, "fork": 2}),
+        checkpoints=CheckpointStats(placed=Counter(prompt=5, fork=2), evicted=Counter(prompt=1)),
         num_compacted_blocks=7,
     )
     EngineEvents(*metrics.sinks).published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))

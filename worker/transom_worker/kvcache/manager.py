@@ -399,7 +399,7 @@ class KvCache:
             outcome_requests=dict(self.outcomes.requests),
             num_repairs=self.outcomes.num_repairs,
             repair_tokens=self.outcomes.repair_tokens,
-            checkpoints=self.checkpoints.counts.stats(),
+            checkpoints=self.checkpoints.counts.copy(),
             num_compacted_blocks=self.compaction.num_moved,
             host_pages=host.arena.num_pages,
             host_free_pages=host.arena.num_free,

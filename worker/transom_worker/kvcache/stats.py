@@ -47,37 +47,24 @@ class HostGroupStats:
     evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CheckpointStats:
-    """Checkpoints by kind: `current` exist now; since start, `placed`, `evicted` with their segment, `windows_evicted` while their
-    segment stayed, and `hit` by admitted requests. `current` is `placed` - `evicted` - `windows_evicted`."""
+    """Checkpoints since start by kind (`tree.CheckpointKind`): `placed`, `evicted` with their segment, `windows_evicted` while
+    their segment stayed, and `hit` by admitted requests."""
 
-    current: dict[str, int] = field(default_factory=dict)
-    placed: dict[str, int] = field(default_factory=dict)
-    evicted: dict[str, int] = field(default_factory=dict)
-    windows_evicted: dict[str, int] = field(default_factory=dict)
-    hit: dict[str, int] = field(default_factory=dict)
+    placed: Counter[str] = field(default_factory=Counter)
+    evicted: Counter[str] = field(default_factory=Counter)
+    windows_evicted: Counter[str] = field(default_factory=Counter)
+    hit: Counter[str] = field(default_factory=Counter)
 
+    def copy(self) -> CheckpointStats:
+        """Return a copy that later changes leave alone."""
+        return CheckpointStats(**{name: getattr(self, name).copy() for name in self.__slots__})
 
-class CheckpointCounts:
-    """Counts since start by kind (`tree.CheckpointKind`), from which `stats` makes `CheckpointStats`."""
-
-    def __init__(self) -> None:
-        self.placed: Counter[str] = Counter()
-        self.hit: Counter[str] = Counter()
-        self.evicted: Counter[str] = Counter()
-        self.windows_evicted: Counter[str] = Counter()
-
-    def stats(self) -> CheckpointStats:
-        """Return a copy of the counts."""
-        ended = self.evicted + self.windows_evicted
-        return CheckpointStats(
-            current={kind: count - ended[kind] for kind, count in self.placed.items()},
-            placed=dict(self.placed),
-            evicted=dict(self.evicted),
-            windows_evicted=dict(self.windows_evicted),
-            hit=dict(self.hit),
-        )
+    @property
+    def current(self) -> dict[str, int]:
+        """Return how many checkpoints of each kind exist now."""
+        return {kind: count - self.evicted[kind] - self.windows_evicted[kind] for kind, count in self.placed.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ A token is *repaired* if full-attention layers had it cached, but it was compute
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.kvcache.stats import CacheStats
@@ -15,8 +15,8 @@ MISSED = "missed_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """One replay's raw counts; `cache` has the prompt tokens by outcome."""
+class Report:
+    """One replay's counts; `cache` has the prompt tokens by outcome. A simulation adds its settings and the size of its KV pool."""
 
     requests: int
     refused: dict[str, int]  # error class -> number of requests
@@ -28,20 +28,13 @@ class Counts:
     cache: CacheStats
     seconds: float  # of real time
     virtual_seconds: float  # on the virtual clock of the simulation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """One replay's counts and settings."""
-
-    counts: Counts
-    setup: dict[str, object]
-    memory_bytes: int
+    setup: dict[str, object] = field(default_factory=dict)
+    memory_bytes: int = 0
 
     @property
     def outcome(self) -> dict[str, int]:
         """Return outcome -> number of prompt tokens."""
-        return self.counts.cache.outcome_tokens
+        return self.cache.outcome_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,7 +60,7 @@ class Report:
     def evictions(self) -> dict[str, int]:
         """Return reason -> number of evicted blocks of all groups."""
         total: Counter[str] = Counter()
-        for group in self.counts.cache.groups:
+        for group in self.cache.groups:
             total.update(group.evicted_blocks)
         return dict(sorted(total.items()))
 
@@ -77,26 +70,25 @@ class Report:
 
     def as_json(self) -> dict[str, object]:
         """Return the report as JSON values, in one object."""
-        counts = self.counts
-        num_tokens = self.prompt_tokens + counts.output_tokens
+        num_tokens = self.prompt_tokens + self.output_tokens
         return {
             **self.setup,
             "memory_bytes": self.memory_bytes,
-            "requests": counts.requests,
-            "refused": counts.refused,
+            "requests": self.requests,
+            "refused": self.refused,
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
-            "host_tokens": counts.host_tokens,
+            "host_tokens": self.host_tokens,
             "repaired_tokens": self.repaired_tokens,
             "missed_tokens": self.missed_tokens,
             "hit_share": self.share(self.hit_tokens),
             "repaired_share": self.share(self.repaired_tokens),
-            "output_tokens": counts.output_tokens,
-            "steps": counts.steps,
-            "preemptions": counts.preemptions,
+            "output_tokens": self.output_tokens,
+            "steps": self.steps,
+            "preemptions": self.preemptions,
             "evictions": self.evictions,
-            "fragmentation": counts.fragmentation,
-            "virtual_seconds": counts.virtual_seconds,
-            "seconds": counts.seconds,
-            "tokens_per_s": num_tokens / counts.seconds if counts.seconds else 0.0,
+            "fragmentation": self.fragmentation,
+            "virtual_seconds": self.virtual_seconds,
+            "seconds": self.seconds,
+            "tokens_per_s": num_tokens / self.seconds if self.seconds else 0.0,
         }

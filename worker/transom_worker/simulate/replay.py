@@ -22,7 +22,7 @@ from time import perf_counter
 from transom_core.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.simulate.outcome import Counts
+from transom_worker.simulate.outcome import Report
 from transom_worker.simulate.workload import Run, SimulatedRequest, Workload
 
 
@@ -159,12 +159,12 @@ class Replay:
         self._num_served = self._num_ended = self._num_steps = self._num_output_tokens = self._num_host_tokens = 0
         self._block_bytes = [group.stride_bytes for group in scheduler.cache.layout.groups]
 
-    def run(self, on_progress: OnProgress = lambda num_ended: None) -> Counts:
+    def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
         """Serve all requests; return the counts."""
         begin_s = perf_counter()
         while self._admit_arrivals(on_progress) or self._scheduler.has_work:
             self._step(on_progress)
-        return Counts(
+        return Report(
             requests=self._num_served,
             refused=dict(self.refused),
             output_tokens=self._num_output_tokens,

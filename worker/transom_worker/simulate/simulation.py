@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,8 @@ class Simulation:
             clock=self._clock,
             cache_salt=str(config.seed) if config.seed else None,
         )
-        counts = replay.run(on_progress)
-        return Report(counts=counts, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes)
+        report = replay.run(on_progress)
+        return replace(report, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes)
 
     def _setup(self) -> dict[str, object]:
         config = self._config

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.kvcache.tiers.block_format.test_convert import FULL, shares, whole_numbers, write
+from tests.worker.kvcache.tiers.test_block_format import FULL, shares, whole_numbers, write
 from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import MemoryRegion, RankMemory
 from transom_core.errors import ConfigError

@@ -33,7 +33,7 @@ from transom_core.kv_cache.tiers import DEVICE
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, GhostHit, near_blocks
 from transom_worker.kvcache.eviction.node_eviction import EvictionCosts, NodeEviction
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PrefixTree
-from transom_worker.kvcache.stats import CheckpointCounts
+from transom_worker.kvcache.stats import CheckpointStats
 from transom_worker.kvcache.tiers.disk.index import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
@@ -79,7 +79,7 @@ class Checkpoints:
         self._near_blocks = near_blocks(block_size)
         self._present = present
         self._policy = policy
-        self.counts = CheckpointCounts()
+        self.counts = CheckpointStats()
         self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
         self.tree = tree
         self._moves = moves

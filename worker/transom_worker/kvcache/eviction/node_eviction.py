@@ -25,7 +25,7 @@ from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.kvcache.eviction.eviction_policy import Candidates, EvictionPolicy
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree
-from transom_worker.kvcache.stats import CheckpointCounts
+from transom_worker.kvcache.stats import CheckpointStats
 from transom_worker.kvcache.tiers.disk.index import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
@@ -103,7 +103,7 @@ class NodeEviction:
         stores: DiskStores,
         policy: EvictionPolicy,
         costs: EvictionCosts,
-        counts: CheckpointCounts,
+        counts: CheckpointStats,
     ) -> None:
         self.candidates = (Candidates(DEVICE), Candidates(HOST))  # by tier: nodes with a segment or windows there
         self._tree = tree
