@@ -14,7 +14,6 @@ from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_ca
 from transom_core.config import SchedulerConfig
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, Request, SamplingParams, WindowPolicy
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
-from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
@@ -72,23 +71,17 @@ class Worker:
         )
         self.store = TransferStore(self.scheduler, executor, shares, self.kept)
 
-    def compute(self, tokens: list[int], policy: WindowPolicy | None = None) -> None:
+    def compute(self, tokens: list[int]) -> None:
         """Compute a prompt, and give every published block the bytes of its digest."""
-        root = chain_root(BLOCK, kv_policy=None if policy is None else policy.text)
+        root = chain_root(BLOCK)
         chain: list[bytes] = []
         extend_chain(chain, root, tokens, BLOCK)
-        retentions = self.scheduler.policy_retentions.of(policy)
-        hit = self.cache.find(chain, len(tokens), retentions)
-        blocks = self.cache.begin(chain, root, hit=hit, retentions=retentions)
+        blocks = self.cache.begin(chain, root, hit=self.cache.find(chain, len(tokens)))
         for end in range(blocks.processed + 1, len(tokens) + 1):
             assert self.cache.extend(blocks, end)
             self.cache.advance(blocks, tokens, end)
         self.cache.release(blocks)
         self.fill()
-
-    def windows(self, policy: WindowPolicy) -> GroupSpec:
-        """What a policy makes of the first group."""
-        return self.scheduler.policy_retentions.of(policy).specs[0]
 
     def fill(self) -> None:
         for group, found in enumerate(self.cache.index.tiers[DEVICE]):
@@ -170,38 +163,6 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
             for digest, block in found.items():
                 assert target.slabs.contents[HOST, group, block] == target.bytes_of(group, digest)
     source.store.close_export("e")
-    source.store.close_export("e")
-    for worker in (source, target):
-        worker.check()
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [WindowPolicy(sinks=4, window=14), WindowPolicy(sinks=0, window=9), WindowPolicy(sinks=7, window=1)],
-    ids=lambda policy: policy.text,
-)
-@pytest.mark.parametrize("num_tokens", [40, 161])
-def test_a_policys_prefix_moves_its_sinks_and_window_alone(policy: WindowPolicy, num_tokens: int) -> None:
-    """However long the prompt; and what is cached without the policy, or under another one, is neither moved nor found."""
-    source, target = Worker(("full",)), Worker(("full",))
-    tokens = list(range(num_tokens))
-    source.compute(tokens)
-    target.hold([*tokens, 1], kv_policy=policy)
-    assert fetch(source, target)[1] is None
-    source.compute(tokens, policy)
-    query, offer = fetch(source, target)
-    assert offer is not None
-    assert offer.start == num_tokens // BLOCK * BLOCK
-    plan = move(source, target, query, offer)
-    assert plan is not None
-    live = {token // BLOCK for begin, end in source.windows(policy).live(offer.start) for token in range(begin, end)}
-    assert {block for one, _ in plan.pieces for block in one.blocks} >= live
-    size = target.cache.layout.groups[0].block_bytes
-    assert plan.num_blocks <= -(-policy.sinks // BLOCK) + -(-policy.window // BLOCK) + 1
-    assert sum(num_bytes for _, num_bytes in plan.pieces) == plan.num_blocks * size
-    assert plan.full_length_bytes == offer.num_hash_blocks * size
-    assert target.store.has("held", replace(query, num_tokens=offer.start))
-    assert not target.store.has("held", replace(query, num_tokens=offer.start, kv_policy=None))
     source.store.close_export("e")
     for worker in (source, target):
         worker.check()
