@@ -115,6 +115,16 @@ async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica,
         assert len((await collect(stream, {"slow"}))["slow"]) == 2
 
 
+async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
+    async with opened(replica) as stream:
+        results = await replica.submit("r", [request("good"), request("bad", num_prompt=0)])
+        assert results[0] is None
+        assert results[1] is not None
+        assert results[1].kind == "RequestError"
+        assert await replica.submit("r", [request("good")]) == [None]  # nothing of the first call is left
+        await collect(stream, {"good"})
+
+
 async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerReplica, executor: HookedExecutor) -> None:
     async with opened(replica) as stream:
         with held(executor, after_steps=10, step_s=LOAD_PERIOD_S / 2):
@@ -127,6 +137,12 @@ async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerRepli
         assert (stats["num_waiting"], stats["max_num_seqs"]) == (2, 4)
         assert stats["waiting_tokens"] > 0
         assert 0 < stats["used_share"] <= 1
+
+
+async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
+    (error,) = await replica.submit("no-such-router", [request("x")])
+    assert error is not None
+    assert error.kind == "EngineDead"
 
 
 async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerReplica) -> None:
