@@ -254,7 +254,6 @@ class PromptRequest:
                     time_left_s=time_left_s,
                     priority=body.priority or 0,
                     cache_salt=salt,
-                    prompt_cache_key=body.prompt_cache_key,
                     turn_boundaries=prompt.turn_boundaries,
                     kv_policy=limits.kv_policy,
                     kv_quality=bool(body.kv_quality),

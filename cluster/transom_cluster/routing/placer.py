@@ -3,7 +3,6 @@
 - **hit**: the longest prefix of a prompt that a worker has in its prefix cache.
 - **home**: the worker that a prompt's first uncached tokens hash to. Among workers that are nearly as good, the policy `kv` takes
   the home, so that all routers send the same prefix to the same worker.
-- **key**: a request's `prompt_cache_key`. Requests with the same key prefer the worker that took the last one (`cache_keys`).
 - **prediction**: the hit that the router's copy of a prefix index promises. The worker's first output has the actual hit, and the
   placer reports the difference.
 - **source**: another worker, from which the chosen one fetches the prefix if that is faster than computing it (`prefix_fetches`).
@@ -19,9 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from transom_cluster.routing.cache_keys import KEY_BYTES, MAX_BYTES, key_digest
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, Hits
 from transom_cluster.routing.policy import Reason, TieBreak, choose
 from transom_cluster.routing.prefill_decode import Takers, choose_takers
@@ -31,7 +28,6 @@ from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
 from transom_core.config import RoutingPolicy
 from transom_core.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
-from transom_core.fair_cache import FairCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +83,6 @@ class Placer:
         self.index = FleetPrefixIndex()
         self._table = WorkerTable()
         self._requests: dict[str, PlacedRequest] = {}  # by request id, of all workers
-        self.cache_keys: FairCache[bytes, str] = FairCache(MAX_BYTES)  # digest -> worker, which may have left
 
     @property
     def workers(self) -> Mapping[str, WorkerView]:
@@ -150,21 +145,14 @@ class Placer:
         split = Takers(allowed)
         if selection.has_roles:
             split = choose_takers(request, selection, allowed, candidates)
-        key = key_digest(request)
-        home = self._home(request, int(hits.start.max()), selection.workers[0]) or key
-        tie_break = TieBreak(
-            turn=self._turn,
-            draw=self._rng.random(),
-            home=home,
-            key_position=self._key_position(key, selection, split.positions),
-        )
+        home = self._home(request, int(hits.start.max()), selection.workers[0])
+        tie_break = TieBreak(turn=self._turn, draw=self._rng.random(), home=home)
         chosen, reason = choose(self.policy, candidates.at(split.positions), tie_break)
         decoder = None
         decoders = allowed[selection.may_decode[allowed]]
         # When the first token is there, `kv` alone will look at which decoder has the blocks.
         if split.is_prefill_only and (self.policy == "kv" or len(decoders) == 1):
-            key_position = self._key_position(key, selection, decoders)
-            at, _ = choose(self.policy, candidates.at(decoders), replace(tie_break, key_position=key_position))
+            at, _ = choose(self.policy, candidates.at(decoders), tie_break)
             decoder = selection.workers[int(decoders[at])].worker_id
         self._turn += 1
         chosen = int(split.positions[chosen])
@@ -184,8 +172,6 @@ class Placer:
             ),
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
-        if key:
-            self.cache_keys.put(key, worker.worker_id, num_bytes=KEY_BYTES, client=request.client)
         self._table.changed(worker)
         self._observer.placed(self.policy, worker.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return PlacementDecision(
@@ -241,14 +227,6 @@ class Placer:
             return b""
         prompt = self._hashes.of(request, worker.mirror.shape)
         return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
-
-    def _key_position(self, key: bytes, selection: Selection, positions: npt.NDArray[np.int64]) -> int | None:
-        """Return the index in `positions` of the key's worker; None if it is not among them."""
-        worker_id = self.cache_keys.get(key) if key else None
-        if worker_id is None or worker_id not in selection.positions:
-            return None
-        (found,) = np.nonzero(positions == selection.positions[worker_id])
-        return int(found[0]) if len(found) else None
 
     def _drop(self, worker_id: str) -> bool:
         worker = self._table.remove(worker_id)

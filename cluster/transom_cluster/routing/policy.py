@@ -6,8 +6,6 @@
   running slot (`pressure`, which is a share of an answer's time, times the time of one answer).
 - **home**: the worker that the prompt's first uncached tokens hash to (rendezvous hashing): equal prompts have equal homes at all
   routers.
-- **key**: the client's `prompt_cache_key`, a hint that requests with the same key have a prefix in common. The **key's worker** is
-  the one that took the last request with the key.
 
 An example of `kv` with 5,000 prefill tokens per second and idle workers: a prompt has 3,000 tokens, worker a has 2,000 of them
 cached, worker b has none. The costs are (1,000 + 0) / 5,000 = 0.2 s and 0.6 s, so a takes the request, with the reason
@@ -41,9 +39,6 @@ DEFAULT_PREFILL_TOKENS_PER_S = 5_000.0
 DEFAULT_DECODE_STEP_S = 0.02
 # Costs of up to this share above the least cost count as equal.
 NEARLY = 0.1
-# The longer wait that a request accepts to be at its key's worker, in prompt tokens: about two other requests. With more requests
-# there, the next ones with the key go elsewhere.
-KEY_TOKENS = 512
 # How gradually the pressure for running slots (`pressure`) bends from zero to a straight line, as a share of `max_num_seqs`.
 BEND = 0.1
 # More tokens than any request has.
@@ -117,25 +112,23 @@ class TieBreak:
     """The values that decide between equally good candidates.
 
     `turn` counts the placements, and `draw` is a random number in [0, 1). `home` is the digest of the prompt's first hash block
-    that no worker has cached. Without such a digest (the prompt has no hash block, or the cache is off) it is the digest of the
-    key, or empty if there is no key. `key_position` is the position of the key's worker.
+    that no worker has cached; empty if the prompt has no hash block, or the cache is off.
     """
 
     turn: int
     draw: float
     home: bytes = b""
-    key_position: int | None = None
 
 
-Reason = Literal["only_one", "longest_hit", "cache_key", "least_loaded", "home", "random", "turn"]
+Reason = Literal["only_one", "longest_hit", "least_loaded", "home", "random", "turn"]
 
 
 class Choice(NamedTuple):
     """The position of the chosen candidate and the reason.
 
-    only_one: no other worker may take the request; longest_hit: it has the longest hit; cache_key: it is the key's worker, no other
-    has a longer hit, and the request waits little longer there; least_loaded: it has the least work; home: it is the prompt's home
-    among workers that are nearly as good; random: drawn at random among equals; turn: its turn in `round_robin`.
+    only_one: no other worker may take the request; longest_hit: it has the longest hit; least_loaded: it has the least work; home:
+    it is the prompt's home among workers that are nearly as good; random: drawn at random among equals; turn: its turn in
+    `round_robin`.
     """
 
     position: int
@@ -154,12 +147,8 @@ def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """Choose the worker with the least cost or, among several that are nearly as good, the prompt's home.
 
     If a prefix was evicted everywhere, all routers send its next prompts to one home, instead of spreading them over all workers.
-    The key's worker is taken even at a somewhat higher cost, unless another one has a longer hit.
     """
     costs = expected_costs_s(candidates)
-    key = tie_break.key_position
-    if key is not None and _is_worth_its_key(candidates, costs, key):
-        return Choice(key, "cache_key")
     good = np.flatnonzero(costs <= costs.min() * (1 + NEARLY))
     if len(good) == 1:
         best = int(good[0])
@@ -174,13 +163,10 @@ def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
 
 def least_tokens(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """Choose the worker with the fewest queued tokens, to which each of its requests adds `REQUEST_TOKENS`. Among equals, choose
-    the key's worker, or else one at random."""
+    one at random."""
     queue_tokens, num_requests, *_ = candidates.facts
     queues = queue_tokens + REQUEST_TOKENS * num_requests
     shortest = np.flatnonzero(queues == queues.min())
-    key = tie_break.key_position
-    if key is not None and key in shortest and len(shortest) > 1:
-        return Choice(key, "cache_key")
     reason: Reason = "random" if len(shortest) > 1 else "least_loaded"
     return Choice(int(shortest[int(tie_break.draw * len(shortest))]), reason)
 
@@ -212,8 +198,8 @@ POLICIES: dict[RoutingPolicy, Choose] = {
     "power_of_two": power_of_two,
 }
 REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
-    "kv": ("only_one", "longest_hit", "cache_key", "least_loaded", "home", "random"),
-    "least_tokens": ("only_one", "cache_key", "least_loaded", "random"),
+    "kv": ("only_one", "longest_hit", "least_loaded", "home", "random"),
+    "least_tokens": ("only_one", "least_loaded", "random"),
     "round_robin": ("only_one", "turn"),
     "power_of_two": ("only_one", "least_loaded", "random"),
 }
@@ -255,14 +241,6 @@ def _typical(values: npt.NDArray[np.float64], default: float) -> float:
     measured = np.sort(values[values > 0])
     middle = len(measured) // 2
     return float(measured[middle] + measured[-1 - middle]) / 2 if len(measured) else default
-
-
-def _is_worth_its_key(candidates: Candidates, costs: npt.NDArray[np.float64], key: int) -> bool:
-    """Return whether the key's worker costs at most the time of KEY_TOKENS more than the best, and no worker has a longer hit."""
-    if candidates.num_to_compute[key] > candidates.num_to_compute.min():
-        return False
-    key_s = KEY_TOKENS / prefill_rates(candidates.facts[3])[key]
-    return bool(costs[key] <= costs.min() * (1 + NEARLY) + key_s)
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -20,7 +20,7 @@ class RoutingMetrics(PlacementObserver):
         self._placements = families.counter(
             "transom_router_placements",
             "Requests sent to a worker, by the policy that chose it and the reason, which docs/routing.md explains: "
-            "only_one, longest_hit, cache_key, least_loaded, home, random or turn.",
+            "only_one, longest_hit, least_loaded, home, random or turn.",
             "policy",
             "worker",
             "reason",

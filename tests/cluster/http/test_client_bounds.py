@@ -29,7 +29,6 @@ from transom_cluster.router import request_queue
 from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
 from transom_core.errors import Overloaded, RateLimited
-from transom_core.fair_cache import FairCache
 from transom_core.grammar import GrammarChecker
 from transom_core.telemetry.request_timelines import MAX_EVENTS, MAX_TIMELINES
 from transom_core.virtual_time import MAX_ACCOUNTS
@@ -44,14 +43,13 @@ LONGEST_PROMPTS = 300  # tokens: the last request before the queue is full may e
 
 def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Callable[[], int]]]:
     """All places of a router that clients can fill, by name: the bound in bytes, and how many there are now."""
-    keys, verdicts, waiting = router.placer.cache_keys, router.grammar_checker.kept, router.queue._waiting
+    verdicts, waiting = router.grammar_checker.kept, router.queue._waiting
     tables = [one for part in (limits, limits.work) for one in vars(part).values() if isinstance(one, ClientLimits)]
     max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST_PROMPTS
     waiting_bytes = request_queue.MAX_WAITING * WAITING_REQUEST_BYTES + max_waiting_tokens * TOKEN_BYTES
     return {
         "bodies of requests that run": (client_limits.HELD_BODY_BYTES, lambda: limits.bodies.num_bytes),
         "verdicts on grammars": (verdicts.max_bytes, lambda: verdicts.num_bytes),
-        "workers of cache keys": (keys.max_bytes, lambda: keys.num_bytes),
         "requests that wait": (
             waiting_bytes,
             lambda: len(waiting) * WAITING_REQUEST_BYTES + waiting.num_tokens * TOKEN_BYTES,
@@ -90,12 +88,7 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
     directory = StubDirectory(worker)
     router = make_router(directory=directory, api_keys=("hostile", "usual"), failover=FailoverConfig(wait_s=60))
     router.grammar_checker = checker
-    caches: dict[str, FairCache[bytes, Any]] = {
-        "verdicts on grammars": checker.kept,
-        "workers of cache keys": router.placer.cache_keys,
-    }
-    for cache in caches.values():
-        cache.max_bytes = 16_000
+    checker.kept.max_bytes = 16_000
     app = build_api(router)
     bounds = client_bounds(router, app.state.limits)
     peaks: Counter[str] = Counter()
@@ -104,8 +97,7 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
         for name, (max_bytes, num_bytes) in bounds.items():
             assert num_bytes() <= max_bytes, name
             peaks[name] = max(peaks[name], num_bytes())
-        for name, cache in caches.items():
-            assert all(cache.bytes_of(client) <= cache.max_bytes / 4 for client in cache._by_client), name
+        assert all(checker.kept.bytes_of(one) <= checker.kept.max_bytes / 4 for one in checker.kept._by_client)
 
     async def send(client: httpx.AsyncClient, key: str, **fields: Any) -> int:
         headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1, **fields}
@@ -116,15 +108,13 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with running(router, 1), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         mine = {"structured_outputs": {"regex": "mine"}}
-        assert await send(client, "usual", prompt_cache_key="mine") == 200
         assert await send(client, "usual", **mine) == 400
         for i in range(NUM_REQUESTS):
-            assert await send(client, "hostile", prompt_cache_key=f"key {i}") == 200
+            assert await send(client, "hostile", prompt=f"prompt {i}") == 200
             assert await send(client, "hostile", structured_outputs={"regex": f"{i}"}) == 400
         num_asked = children.num_asked
         assert await send(client, "usual", **mine) == 400
         assert children.num_asked == num_asked == NUM_REQUESTS + 1  # its verdict was kept
-        assert len(caches["workers of cache keys"]) < NUM_REQUESTS
 
         directory.remove(worker)
         await until(lambda: not router.connections)

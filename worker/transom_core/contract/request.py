@@ -16,7 +16,7 @@ from transom_core.config import SchedulingPolicy
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 12
+CONTRACT_VERSION = 13
 PRIORITY_AGING_S = 30.0
 MAX_CLIENT_CHARS = 64
 MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
@@ -46,8 +46,7 @@ class Request:
 
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are prompt
     positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower `priority` runs
-    first. Requests with different `cache_salt` share no cached prefix. Requests with the same `prompt_cache_key` mostly have a
-    prefix in common, so the router prefers one worker for them.
+    first. Requests with different `cache_salt` share no cached prefix.
 
     `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where clients
     compete for a scarce resource, each gets a share in proportion to its `client_weight`. Requests whose client is unknown ("")
@@ -81,7 +80,6 @@ class Request:
     time_left_s: float | None = None  # None: no deadline
     priority: int = 0
     cache_salt: str | None = None
-    prompt_cache_key: str | None = None
     turn_boundaries: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps

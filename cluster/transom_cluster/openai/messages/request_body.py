@@ -154,6 +154,7 @@ _IGNORED = (
     "diagnostics",
     "inference_geo",
     "metadata",
+    "prompt_cache_key",
     "service_tier",
     "speed",
 )  # every prefix is cached

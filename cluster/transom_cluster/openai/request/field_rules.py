@@ -22,6 +22,7 @@ _HARMLESS = frozenset(
         "metadata",
         "service_tier",
         "safety_identifier",
+        "prompt_cache_key",  # prompts with a common prefix meet by its blocks
         "prompt_cache_options",
         "prompt_cache_retention",
     }

@@ -14,7 +14,6 @@ from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
 
 MAX_STOP_CHARS = 1024
-MAX_CACHE_KEY_CHARS = 1024
 MAX_TOKEN_ENTRIES = 1024  # the worker handles every entry again for each output token
 MAX_NUMBER = 2**31 - 1
 
@@ -40,7 +39,6 @@ class SharedFields(BodyModel, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None  # a hint to the router
 
     top_k: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     min_p: float | None = None

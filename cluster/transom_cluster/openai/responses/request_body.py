@@ -111,6 +111,7 @@ class ResponsesRequest(SharedFields, frozen=True, kw_only=True):
     metadata: Annotated[Raw, Meta(extra_json_schema=METADATA.schema)] = any_json()
     safety_identifier: str | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     service_tier: str | None = None
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
 
