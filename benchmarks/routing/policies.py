@@ -24,7 +24,7 @@ from transom_worker.simulate.simulation import read_geometry
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_ROUTERS = 2
-POLICIES = ("kv", "least_tokens", "power_of_two", "round_robin")
+POLICIES = ("kv", "round_robin")
 COLUMNS = {
     "workload": "{workload}",
     "workers": "{workers}",

@@ -143,7 +143,7 @@ class EngineConfig:
 
 
 MAX_CHOICES = 128  # the default of `LimitsConfig.max_choices`
-RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
+RoutingPolicy = Literal["kv", "round_robin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,47 +161,18 @@ def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
     return Choice(int(good[np.argmax(_mixed(candidates.seeds[good] ^ np.uint64(home)))]), "home")
 
 
-def least_tokens(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """Choose the worker with the fewest queued tokens, to which each of its requests adds `REQUEST_TOKENS`. Among equals, choose
-    one at random."""
-    queue_tokens, num_requests, *_ = candidates.facts
-    queues = queue_tokens + REQUEST_TOKENS * num_requests
-    shortest = np.flatnonzero(queues == queues.min())
-    reason: Reason = "random" if len(shortest) > 1 else "least_loaded"
-    return Choice(int(shortest[int(tie_break.draw * len(shortest))]), reason)
-
-
 def round_robin(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """Choose each worker in turn."""
     return Choice(tie_break.turn % len(candidates), "turn")
 
 
-def power_of_two(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """Choose the worker with fewer requests out of two that are drawn at random."""
-    num_others = len(candidates) - 1
-    if not num_others:
-        return Choice(0, "only_one")
-    # One draw selects an ordered pair: `first` among all, `second` among the others.
-    first, second = divmod(int(tie_break.draw * len(candidates) * num_others), num_others)
-    if second >= first:
-        second += 1
-    _, num_requests, *_ = candidates.facts
-    if num_requests[first] == num_requests[second]:
-        return Choice(first, "random")
-    return Choice(first if num_requests[first] < num_requests[second] else second, "least_loaded")
-
-
 POLICIES: dict[RoutingPolicy, Choose] = {
     "kv": kv,
-    "least_tokens": least_tokens,
     "round_robin": round_robin,
-    "power_of_two": power_of_two,
 }
 REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
     "kv": ("only_one", "longest_hit", "least_loaded", "home", "random"),
-    "least_tokens": ("only_one", "least_loaded", "random"),
     "round_robin": ("only_one", "turn"),
-    "power_of_two": ("only_one", "least_loaded", "random"),
 }
 """The reasons that each policy may give."""
 

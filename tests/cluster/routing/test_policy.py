@@ -122,9 +122,6 @@ def test_a_choice_says_why() -> None:
     assert with_reason("kv", [cold, busy], at_home) == (cold, "least_loaded")
     assert with_reason("kv", [cold, replace(cold, worker_id="d"), busy], at_home)[1] == "home"
     assert with_reason("kv", [cold, replace(cold, worker_id="d"), busy], tie_break)[1] == "random"
-    for policy in ("least_tokens", "power_of_two"):
-        assert with_reason(policy, [cold, busy], tie_break) == (cold, "least_loaded")
-        assert with_reason(policy, [hot, cold], tie_break)[1] == "random"
     assert with_reason("round_robin", [hot, cold], tie_break) == (cold, "turn")
 
 
@@ -133,24 +130,6 @@ def test_equal_idle_workers_share_requests_without_hits(policy: str) -> None:
     candidates = [candidate(name) for name in "abcd"]
     counts = Counter(by_policy(policy, candidates, tie_break) for tie_break in tie_breaks(400))
     assert all(70 <= counts[name] <= 130 for name in "abcd")
-
-
-def test_least_tokens_looks_at_queues_alone() -> None:
-    candidates = [
-        candidate("a", num_to_compute=0, queue_tokens=900),
-        candidate("b", queue_tokens=100),
-        candidate("c", queue_tokens=100, num_requests=3),
-    ]
-    assert {by_policy("least_tokens", candidates, tie_break) for tie_break in tie_breaks(50)} == {"b"}
-
-
-def test_power_of_two_never_takes_the_busiest_and_compares_every_pair() -> None:
-    candidates = [candidate(name, num_requests=count) for name, count in (("a", 1), ("b", 2), ("c", 3), ("d", 4))]
-    counts = Counter(by_policy("power_of_two", candidates, tie_break) for tie_break in tie_breaks(600))
-    assert counts["d"] == 0
-    assert 250 <= counts["a"] <= 350  # in half of the pairs
-    assert 150 <= counts["b"] <= 250
-    assert 60 <= counts["c"] <= 140
 
 
 CANDIDATES = st.lists(

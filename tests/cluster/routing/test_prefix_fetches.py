@@ -256,7 +256,7 @@ def test_a_decode_worker_that_cannot_fetch_computes_prompts_itself() -> None:
 
 
 def test_every_policy_respects_roles() -> None:
-    for policy in ("kv", "least_tokens", "round_robin", "power_of_two"):
+    for policy in ("kv", "round_robin"):
         made = Placer(policy)
         for one in (worker("p", "prefill"), worker("q", "prefill"), worker("d", "decode"), worker("e", "decode")):
             made.add_worker(one.worker, one)
