@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import STATE_KEY, RequestState, request_state, routed_path
 from transom_cluster.openai.answer.error_responses import wire_error
 from transom_cluster.openai.messages.messages_errors import is_messages_path, messages_error
@@ -31,6 +30,7 @@ from transom_core.logs import about_request, request_log_scope
 logger = logging.getLogger("transom.router")
 access_logger = logging.getLogger("transom.access")
 
+OTHER = "other"  # the endpoint under which paths that do not exist are counted
 FIRST_ERROR_STATUS = 400  # GET requests with a lower status are not logged
 ID_HEADER = "x-request-id"
 MESSAGES_ID_HEADER = "request-id"  # where Anthropic's clients look for it

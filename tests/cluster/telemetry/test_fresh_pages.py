@@ -88,7 +88,7 @@ OF_ROUTERS: dict[str, Values] = {
     "transom_router_predicted_hit_tokens": one("device", "host", "disk", "peer"),
     "transom_router_actual_hit_tokens": one("device", "host", "disk", "peer"),
 }
-STATUSES = "transom_router_requests"  # by endpoint: see test_request_outcome.py
+STATUSES = "transom_router_requests"  # by endpoint
 
 
 def counted(families: Iterable[Metric]) -> dict[str, dict[tuple[str, ...], float]]:
