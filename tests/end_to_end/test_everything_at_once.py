@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.engine_workers import LocalPeers, Mortal, routed
-from tests.cluster.router.test_failover_engines import answers_of
+from tests.cluster.router.engine_workers import LocalPeers, Mortal, answers_of, routed
 from tests.end_to_end.test_combinations import LIST, Margins, compare, margins_of
 from tests.end_to_end.test_policy_combinations import MIXED
 from tests.engine_driver import make_engine, make_request, run
@@ -72,11 +71,7 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[Callable[[list[Request]], Any]]:
         async with routed(self.model, *self.workers, routing_policy="kv") as router:
-
-            async def answer(some: list[Request]) -> list[list[int]]:
-                return [whole.token_ids for whole in await answers_of(router, some)]
-
-            yield answer
+            yield partial(answers_of, router)
 
     def count(self, name: str, **labels: str) -> float:
         """A metric of all workers together."""

@@ -13,10 +13,9 @@ from tests.cluster.conftest import Api, StubPeers, running_api, until
 from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.request_timeline_routes import phase_times
-from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo
-from transom_core.errors import Overloaded, StepFailed
+from transom_core.errors import Overloaded
 
 MARK = "zebra4711"
 
@@ -147,20 +146,6 @@ async def test_a_worker_that_dies_in_mid_stream() -> None:
     assert timeline["worker_parts"][first.worker] in ("gone", "no answer")
 
 
-async def test_a_client_that_leaves(api: Api) -> None:
-    api.worker.max_events = 2
-    call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
-    await api.worker.until(lambda: api.worker.num_running)
-    await call.begun()
-    [line] = await lines_of(api, "?state=running")
-    assert (await timeline_of(api, line["id"]))["state"] == "running"
-    await call.leave()
-    assert await lines_of(api, "?state=running") == []
-    timeline = await timeline_of(api, line["id"])
-    assert timeline["state"] == "client left"
-    assert kinds(timeline)[-2:] == ["client_left", "ended"]
-
-
 async def test_a_refusal_names_its_kind_and_its_id() -> None:
     async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded(f"full of {MARK}")))) as api:
         response = await api.complete()
@@ -170,25 +155,6 @@ async def test_a_refusal_names_its_kind_and_its_id() -> None:
     assert the(timeline, "failed")["error"] == timeline["error"] == "Overloaded"
     assert timeline["state"] == "failed"
     assert MARK not in json.dumps(timeline)
-
-
-async def test_an_error_after_the_first_token() -> None:
-    async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK)))) as api:
-        response = await api.complete(stream=True)
-        timeline = await timeline_of(api, response.headers["x-request-id"])
-    assert the(timeline, "failed").items() >= {"error": "StepFailed", "tokens_so_far": 1}.items()
-    assert MARK not in json.dumps(timeline)
-
-
-async def test_a_request_without_any_worker(api: Api) -> None:
-    await api.complete()
-    api.worker.kill()
-    await until(lambda: not api.router.connections["w0"].is_open)
-    response = await api.complete()
-    assert response.status_code == 503
-    timeline = await timeline_of(api, response.headers["x-request-id"])
-    assert the(timeline, "waits")["reason"] == "no worker"
-    assert the(timeline, "failed")["error"] == "WorkerLost"
 
 
 async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
@@ -201,12 +167,6 @@ async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
         response = await api.client.get(f"/debug/requests{query}")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query[1:].partition("=")[0]
-
-
-async def test_lists_name_the_kv_policy(api: Api) -> None:
-    await api.complete()
-    await api.complete(kv_policy={"type": "window", "window": 64, "sinks": 2})
-    assert [line["kv_policy"] for line in await lines_of(api)] == ["window sinks=2 window=64", None]
 
 
 @pytest.mark.parametrize("request_id", ["chatcmpl", "cmpl-0", "-", "%00", "x" * 500])
@@ -275,16 +235,3 @@ def test_through_a_real_engine(tiny_model: Path) -> None:
     assert placed["predicted_hit_tokens"] == admitted["hit"] == 24
     assert set(second["times"]) == {"queue_s", "prefill_s", "decode_s"}
     assert sum(second["times"].values()) <= second["seconds"] + 1e-3
-
-
-async def test_only_the_lines_that_are_sent_are_made(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(5):
-        await api.complete(max_tokens=1)
-    made, summary = [], RequestTimeline.summary
-
-    def counted(timeline: RequestTimeline) -> dict[str, Any]:
-        made.append(timeline)
-        return summary(timeline)
-
-    monkeypatch.setattr(RequestTimeline, "summary", counted)
-    assert len(await lines_of(api, "?limit=2")) == len(made) == 2

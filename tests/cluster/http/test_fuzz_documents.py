@@ -10,18 +10,14 @@ not the test is run there: seconds for each document. So `check_all_operations` 
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import random
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -33,12 +29,10 @@ from schemathesis.generation.meta import TestPhase
 from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.schemas import BaseSchema
 
-from tests.cluster.conftest import HttpServer, num_in_flight, sent_events
+from tests.cluster.conftest import num_in_flight
 from tests.cluster.engine_server import EngineServer, engine_server
-from tests.cluster.openai.published_document import check_event, check_published, published_document
 from tests.how_many import ALL_TESTS, num_examples
 from transom_cluster.http.api import build_api
-from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 
 KEY = "sesame"
 ENDED_BY_DONE = ("/v1/chat/completions", "/v1/completions")
@@ -136,126 +130,3 @@ def test_every_response_is_as_the_document_says(guarded: EngineServer, subtests:
     schema.config.max_stream_events = 10**6  # every stream is read to its end
     check_all_operations(schema, check, subtests, max_examples=num_examples(3, 15))
     assert all(num_good[path, is_stream] for path in ENDED_BY_DONE for is_stream in (False, True))
-
-
-CONTENT_TYPES = ["application/json", "text/plain", "multipart/form-data; boundary=x", "", "é\t;;"]
-
-
-def test_bodies_with_broken_bytes(guarded: EngineServer) -> None:
-    """A body that ends too early or has a wrong byte is refused or answered, whatever type of content it says it is."""
-    body = {
-        "messages": [{"role": "user", "content": "café"}],
-        "logit_bias": {"7": 1.5},
-        "stop": ["x"],
-        "stream": True,
-        "max_tokens": 2,
-    }
-    whole = json.dumps(body, ensure_ascii=False).encode()
-    rng = random.Random(0)
-    statuses = set()
-    with httpx.Client(base_url=guarded.url, timeout=CLIENT_S) as client:
-        for number in range(num_examples(20, 200)):
-            at = rng.randrange(len(whole))
-            rest = b"" if number % 4 == 0 else bytes([rng.randrange(256)]) + whole[at + 1 :]
-            content_type = CONTENT_TYPES[number % len(CONTENT_TYPES)]
-            headers = {b"Authorization": f"Bearer {KEY}".encode(), b"Content-Type": content_type.encode()}
-            response = client.post(ENDED_BY_DONE[0], content=whole[:at] + rest, headers=headers)
-            check_content(ENDED_BY_DONE[0], response.headers["content-type"], response.text)
-            statuses.add(response.status_code)
-            if response.status_code != 200:
-                error = response.json()["error"]
-                assert error.keys() == {"message", "type", "param", "code"}
-                assert error["message"]
-    assert statuses == {200, 400}
-
-
-# by path: the method, and the schema of the response
-SERVED = {
-    "/chat/completions": ("post", "CreateChatCompletionResponse"),
-    "/completions": ("post", "CreateCompletionResponse"),
-    "/responses": ("post", "Response"),
-    "/models": ("get", "ListModelsResponse"),
-}
-
-
-def _served() -> dict[str, Any]:
-    """OpenAI's document with the operations that this server has."""
-    document = copy.copy(published_document())
-    document["paths"] = {path: {method: document["paths"][path][method]} for path, (method, _) in SERVED.items()}
-    document.pop("webhooks", None)
-    return document
-
-
-def _names(schema: Any) -> Iterator[str]:
-    """The names of all properties, at any depth."""
-    if isinstance(schema, list):
-        for one in schema:
-            yield from _names(one)
-    elif isinstance(schema, dict):
-        yield from schema.get("properties", ())
-        for one in schema.values():
-            yield from _names(one)
-
-
-@cache
-def _known() -> frozenset[str]:
-    """All names of properties in OpenAI's document."""
-    return frozenset(_names(published_document()["components"]["schemas"]))
-
-
-def _taken(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body without the fields that this server refuses, and without names that OpenAI's document does not have: the document
-    forbids no name, and this server forbids all."""
-    refused = POST_ENDPOINTS[f"/v1{path}"][1].refused
-    known = {name: _with_known_names(value) for name, value in body.items() if name in _known() and name not in refused}
-    if not known.get("stream"):
-        known.pop("stream_options", None)
-    if path == "/responses":
-        known.pop("store", None)  # True is refused
-    if path != "/chat/completions":
-        name = "prompt" if path == "/completions" else "input"
-        known[name] = known.get(name) or "a prompt"  # the document requires none
-    return {**known, "model": "stub"}  # any other one is 404
-
-
-def _with_known_names(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_known_names(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _with_known_names(one) for name, one in value.items() if name in _known()}
-    return value
-
-
-def _check_stream(path: str, text: str) -> None:
-    events = sent_events(text)
-    assert events
-    for event in events:
-        if path == "/responses":
-            check_event(event)
-        elif path == "/chat/completions":
-            check_published("CreateChatCompletionStreamResponse", event)
-        else:  # the document has one schema for chunks and whole responses, and so no chunk without a finish reason
-            for choice in event["choices"]:
-                choice["finish_reason"] = choice["finish_reason"] or "stop"
-            check_published("CreateCompletionResponse", event)
-
-
-@pytest.mark.exhaustive  # daily, test_wire_shapes compares fields and responses with the document
-def test_requests_of_the_published_document(server: HttpServer, subtests: pytest.Subtests) -> None:
-    def check(case: Case) -> None:
-        method, response_schema = SERVED[case.path]
-        content = json.dumps(_taken(case.path, case.body)) if isinstance(case.body, dict) else None
-        response = httpx.request(method, f"{server.url}/v1{case.path}", content=content, timeout=CLIENT_S)
-        if response.status_code != 200:
-            assert response.status_code == 400, response.text
-            check_published("ErrorResponse", response.json())
-        elif response.headers["content-type"].startswith(EVENT_STREAM):
-            _check_stream(case.path, response.text)
-        else:
-            check_published(response_schema, response.json())
-        assert num_in_flight(server.router) == 0
-
-    schema = schemathesis.openapi.from_dict(_served())
-    schema.config.generation.update(modes=[GenerationMode.POSITIVE])
-    schema.config.phases.coverage.enabled = False  # a thousand variants of fields that are refused by name
-    check_all_operations(schema, check, subtests, max_examples=500)

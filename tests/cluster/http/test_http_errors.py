@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.conftest import running_api, sent_events
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_core.config import LimitsConfig
+from transom_core.config import MAX_CHOICES, LimitsConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
@@ -104,10 +104,26 @@ async def test_a_wrong_chat_field_is_named(api, fields, param):
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt": [[1]] * (MAX_CHOICES + 1)}, "prompt"),
+        ({"prompt": [[1]] * (MAX_CHOICES // 128 + 1), "n": 128}, "prompt"),
+        ({"n": 129}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "b" * 1025]}, "stop[1]"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_tokens": 2**31, "max_tokens": None}, "min_tokens"),
+        ({"priority": 10**400}, "priority"),
     ],
+    ids=str,
 )
 async def test_a_wrong_completion_field_is_named(api, fields, param):
-    assert problem(await api.complete(**fields), 400)["param"] == param
+    error = problem(await api.complete(**fields), 400)
+    assert error["param"] == param
+    assert len(error["message"]) < 300
+    assert api.worker.submitted == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ The workers say what the tests give them, so what a model would do is known.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
@@ -13,7 +12,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 
 from tests.cluster.conftest import HttpServer
-from tests.cluster.http.conftest import ANSWER, CALL, CITY, AskWeather, Weather, last_request, says
+from tests.cluster.http.conftest import ANSWER, CITY, AskWeather, Weather, last_request, says
 from tests.cluster.stub_worker import VOCAB_SIZE
 
 CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
@@ -67,13 +66,6 @@ def test_chat_logprobs(client):
     assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [("b", -0.5), ("c", -1.5)]
 
 
-def test_completion_defaults_to_sixteen_tokens(client):
-    answer = client.completions.create(model="stub", prompt="hi")
-    assert answer.object == "text_completion"
-    assert answer.choices[0].text == "abcdefghijklmnop"
-    assert answer.usage.completion_tokens == 16
-
-
 def test_completion_of_token_ids_and_batches(client, server):
     one = client.completions.create(model="stub", prompt=[104, 105], max_tokens=1)
     assert one.usage.prompt_tokens == 2
@@ -93,13 +85,6 @@ def test_completion_logprobs_with_echo(client):
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
     assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
     assert choice.logprobs.top_logprobs == [None, {"i": -0.5}, {"a": -0.5}, {"b": -0.5}]
-
-
-def test_echo_alone(client):
-    answer = client.completions.create(model="stub", prompt=[104, 105], max_tokens=0, echo=True, logprobs=0)
-    assert answer.choices[0].text == "hi"
-    assert answer.choices[0].logprobs.tokens == ["h", "i"]
-    assert answer.usage.completion_tokens == 0
 
 
 def test_vllm_fields_reach_the_contract(client, server):
@@ -139,20 +124,6 @@ MESSAGES: Any = [{"role": "user", "content": "Is it raining in Paris?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("weather", "time")]
 
 
-def test_a_whole_answer(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, ANSWER)
-    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS)
-    choice = answer.choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == "Let me look."
-    assert choice.message.model_extra == {"reasoning_content": "Rain?", "reasoning": "Rain?"}
-    calls = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]  # type: ignore[union-attr]
-    assert calls == [("function", "weather", {"city": "Paris"}), ("function", "time", {"city": "Rome"})]
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
-
-
 def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
     says(speaking_server, ANSWER)
     events: list[ChatCompletionStreamEvent[Any]] = []
@@ -184,19 +155,3 @@ def test_parse_gives_the_model_its_pydantic_class(speaking_server: HttpServer, s
     assert last_request(speaking_server).grammar is not None
     with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, response_format=Weather) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)
-
-
-def test_parse_says_that_a_length_cut_the_json(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, '{"city": "Paris", "rain_mm": 1.5}')
-    with pytest.raises(openai.LengthFinishReasonError):
-        speaking_client.chat.completions.parse(
-            model="stub", messages=MESSAGES, response_format=Weather, max_completion_tokens=9
-        )
-
-
-def test_without_tools_their_markup_is_text(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, CALL)
-    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, **more)
-        assert answer.choices[0].message.content == CALL
-        assert answer.choices[0].finish_reason == "stop"

@@ -53,19 +53,6 @@ def test_a_response(client):
     assert answer.output[0].role == "assistant"
 
 
-def test_an_answer_sent_back_is_part_of_the_conversation(client, server):
-    first = client.responses.create(**ASKED, max_output_tokens=2)
-    again = client.responses.create(
-        model="stub",
-        instructions="Be brief.",
-        input=[{"role": "user", "content": "hi"}, *first.output, {"role": "user", "content": "on"}],
-        max_output_tokens=1,
-    )
-    assert again.usage.input_tokens == len("system:Be brief.;user:hi;assistant:ab;user:on;assistant:")
-    assert again.instructions == "Be brief."
-    assert server.worker.submitted[-1].turn_boundaries
-
-
 def test_sampling_reaches_the_worker(server):
     post(
         server,
@@ -168,23 +155,6 @@ def test_a_whole_answer_with_reasoning_and_calls(speaking_server: HttpServer, sp
     assert (answer.status, answer.output_text) == ("completed", "Let me look.")
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
-
-
-def test_a_streamed_answer_is_the_whole_one(speaking_server: HttpServer, speaking_client: Any) -> None:
-    says(speaking_server, ANSWER)
-    with speaking_client.responses.stream(model="stub", input=ASKED["input"], tools=CITY_TOOLS) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    for event in speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS, stream=True):
-        check_event(event.to_dict())
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
-    deltas: dict[str, str] = {}
-    for event in events:
-        if event.type.endswith(".delta"):
-            deltas[event.item_id] = deltas.get(event.item_id, "") + event.delta
-    assert list(deltas) == [item.id for item in final.output]
-    assert list(deltas.values())[:2] == ["Rain?", "Let me look."]
-    assert [json.loads(text) for text in list(deltas.values())[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
 
 
 def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:

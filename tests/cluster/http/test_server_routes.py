@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import running_api
 from tests.cluster.http.test_http_errors import problem
@@ -60,29 +59,6 @@ async def test_models_are_listed_before_a_worker_is_known():
     async with running_api(StubWorker(can_open=False)) as api:
         card = (await api.client.get("/v1/models")).json()["data"][0]
         assert (card["kv_cache"], card["max_model_len"]) == ([], None)
-
-
-async def test_metrics_are_the_union_and_parse(api):
-    await api.complete(max_tokens=3, stream=True)
-    await api.complete(temperature=-1)
-    await api.client.get("/made/up/path")
-    page = (await api.client.get("/metrics")).text
-    families = {family.name: family for family in text_string_to_metric_families(page)}
-    assert families["transom_requests_running"].samples[0].labels == {"worker": "0"}
-    counts = {
-        (sample.labels["endpoint"], sample.labels["status"]): sample.value
-        for sample in families["transom_router_requests"].samples
-        if sample.name.endswith("_total") and sample.value
-    }
-    assert counts == {("/v1/completions", "200"): 1, ("/v1/completions", "400"): 1, ("other", "404"): 1}
-    assert value(page, "transom_router_first_token_seconds_count") == 1
-    assert value(page, "transom_router_inter_token_seconds_count") == 2
-    assert value(page, "transom_router_open_streams") == 0
-    assert value(page, "transom_router_dropped_scrapes_total") == 0
-
-
-def value(page: str, name: str) -> float:
-    return sum(s.value for family in text_string_to_metric_families(page) for s in family.samples if s.name == name)
 
 
 PAGE = "https://chat.example.com"

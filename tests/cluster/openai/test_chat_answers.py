@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,30 +110,6 @@ def joined_message(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str
             else:
                 calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
     return message | ({"tool_calls": calls} if calls else {})
-
-
-def test_a_whole_message() -> None:
-    answer = whole(writer_of(ALL, ALL), ALL, ALL)
-    message, other = (choice["message"] for choice in answer["choices"])
-    ids = [one.pop("id") for one in message["tool_calls"] + other["tool_calls"]]
-    assert all(re.fullmatch("call_[0-9a-f]{24}", id_) for id_ in ids)
-    assert len(set(ids)) == 4
-    assert (
-        message
-        == other
-        == {
-            "role": "assistant",
-            "content": "Let me look.",
-            "refusal": None,
-            "reasoning_content": "Rain?",
-            "reasoning": "Rain?",
-            "tool_calls": [
-                {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}},
-                {"type": "function", "function": {"name": "get_time", "arguments": "{}"}},
-            ],
-        }
-    )
-    assert answer["usage"]["completion_tokens"] == 2 * len(ALL)
 
 
 def test_pieces_of_one_kind_in_one_event_make_one_delta() -> None:

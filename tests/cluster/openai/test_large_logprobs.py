@@ -3,23 +3,20 @@ log-probabilities: a stated bound, the prompt's computed once, JSON in pieces, m
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import tracemalloc
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.cluster.conftest import Api, running_api, stream_events, until
-from tests.cluster.stub_worker import ByteTokenizer, StubWorker, logprobs_of
+from tests.cluster.conftest import Api, running_api, stream_events
+from tests.cluster.stub_worker import ByteTokenizer, logprobs_of
 from transom_cluster.openai.answer import json_pieces as pieces
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.openai.request.request_limits import MAX_LOGPROB_ENTRIES, ModelLimits, check_logprob_budget
-from transom_core.config import FailoverConfig
 from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams
 from transom_core.errors import RequestError
 
@@ -87,36 +84,6 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
         shown = [part["logprobs"] for part in parts if part["logprobs"]]
         assert max(len(one["tokens"]) for one in shown) == pieces.VALUES_PER_PIECE
         assert {name: [v for one in shown for v in one[name]] for name in alone["logprobs"]} == alone["logprobs"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_first_choices_worker_is_lost(stream: bool) -> None:
-    """Before the first choice has brought the prompt's log-probabilities: it asks another worker, and the others wait for it."""
-    body = {"prompt": "abc", "n": 3, "echo": True, "logprobs": 1, "max_tokens": 3, "stream": stream}
-    async with running_api() as api:
-        calm = await api.complete(**body)
-    workers = [StubWorker(worker=f"w{i}", num_turns=50) for i in range(3)]
-    failover = FailoverConfig(wait_s=120.0)
-    async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
-        answer = asyncio.create_task(api.complete(**body))
-        await until(lambda: any(one.choice_index == 0 for worker in workers for one in worker.submitted))
-        victim = next(w for w in workers if any(one.choice_index == 0 for one in w.submitted))
-        victim.kill()
-        response = await answer
-        again = [one for w in workers if w is not victim for one in w.submitted if one.choice_index == 0]
-        assert [one.params.prompt_logprobs for one in again] == [1]
-    assert shown_logprobs(response) == shown_logprobs(calm)
-
-
-def shown_logprobs(response: httpx.Response) -> dict[int, dict[str, list[Any]]]:
-    """The parallel lists of each choice, put together."""
-    chunks = stream_events(response.text) if response.text.startswith("data") else [response.json()]
-    found: dict[int, dict[str, list[Any]]] = {}
-    for choice in (one for chunk in chunks for one in chunk["choices"] if one["logprobs"]):
-        lists = found.setdefault(choice["index"], {name: [] for name in choice["logprobs"]})
-        for name, values in choice["logprobs"].items():
-            lists[name] += values
-    return found
 
 
 def writers(num_tokens: int, n: int) -> list[ResponseWriter]:

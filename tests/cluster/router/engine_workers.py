@@ -184,3 +184,15 @@ async def routed(
     )
     async with running(router, len(workers)):
         yield router
+
+
+async def answers_of(router: Router, requests: list[Request]) -> list[list[int]]:
+    """The tokens of each request, which come in order, once, and without an error."""
+    answers: list[list[int]] = [[] for _ in requests]
+    async with router.generate(requests) as output:
+        while output.num_unfinished:
+            for index, event in await output.next():
+                assert event.error is None
+                assert event.position == len(answers[index])
+                answers[index] += event.token_ids
+    return answers

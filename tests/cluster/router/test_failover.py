@@ -14,7 +14,7 @@ from tests.cluster.stub_worker import LETTERS, StubWorker, stub_workers
 from tests.matrices import some_daily
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
-from transom_core.errors import EngineDead, Overloaded, RequestError, WorkerLost
+from transom_core.errors import RequestError
 
 
 def busy(api: Api) -> list[StubWorker]:
@@ -95,24 +95,6 @@ def texts(objects: list[dict[str, Any]]) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_events", "max_tokens", "max_lost_workers"),
-    [
-        (0, 12, 3),  # the second time before the first event of the resumed attempt
-        (3, 12, 3),  # the same position twice would be poison by the usual rule
-        (9, 26, FailoverConfig().max_lost_workers),  # each attempt brings more than 8 tokens: no poison
-    ],
-)
-async def test_a_stream_that_is_killed_twice(num_events: int, max_tokens: int, max_lost_workers: int) -> None:
-    failover = FailoverConfig(wait_s=120.0, max_lost_workers=max_lost_workers)
-    async with running_api(*stub_workers(3, max_events=num_events), failover=failover) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=max_tokens, stream=True))
-        await kill_one(api, healthy_from_now=False)
-        await kill_one(api)
-        objects, _ = without_ids((await answer).text)
-    assert texts(objects) == {0: LETTERS[:max_tokens]}
-
-
 async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted() -> None:
     async with running_api(*stub_workers(2, max_events=0), timings=timings(submit_grace_s=0.01), **PATIENT) as api:
         for worker in api.workers:
@@ -125,21 +107,6 @@ async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted()
         assert (await answer).json()["choices"][0]["text"] == LETTERS[:5]
         await first.until(lambda: first.submitted[0].request_id in first.aborted)
         assert first.num_running == 0
-
-
-@pytest.mark.parametrize("error", [WorkerLost("a rank died"), EngineDead("the step loop ended")])
-async def test_an_error_event_that_says_the_worker_is_lost_moves_the_request(error: Exception) -> None:
-    async with running_api(*stub_workers(2, max_events=2), **PATIENT) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=8))
-        first = await silent(api)
-        for worker in api.workers:
-            worker.max_events = None
-        request_id = first.submitted[0].request_id
-        first.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
-        first.push(
-            OutputEvent(request_id=request_id, position=2, finish_reason="error", error=ErrorInfo.of(error)),
-        )
-        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
 
 
 async def test_output_that_is_missing_is_computed_again() -> None:
@@ -164,21 +131,6 @@ async def test_an_error_that_is_no_loss_ends_the_request_whatever_its_position(p
         response = await answer
     assert (response.status_code, response.json()["error"]["message"]) == (400, "it has become too complex")
     assert sum(len(worker.submitted) for worker in api.workers) == 1
-
-
-async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() -> None:
-    async with running_api(
-        *stub_workers(1, max_events=3), timings=timings(first_reconnect_pause_s=0.0), **PATIENT
-    ) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=8))
-        await silent(api)
-        api.worker.max_events = None
-        api.worker.die()
-        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
-        first, second = api.worker.submitted
-        assert first.request_id != second.request_id  # so that events of the first can never be taken for the second's
-        assert second.resumed_output_ids == tuple(b"abc")
-        assert api.worker.aborted == [first.request_id]
 
 
 async def test_two_workers_that_die_together_make_no_poison() -> None:
@@ -216,21 +168,6 @@ async def test_resumes_are_bounded(num_events: int) -> None:
     else:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-
-
-async def test_a_resumed_stream_waits_where_all_are_full() -> None:
-    async with running_api(*stub_workers(2, max_events=3), timings=timings(retry_s=0.01), **PATIENT) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=8))
-        for worker in api.workers:
-            worker.admission_error = None
-        await until(lambda: busy(api))
-        (other,) = [w for w in api.workers if not w.num_running]
-        other.admission_error = ErrorInfo.of(Overloaded("full"))
-        await kill_one(api)
-        await until(lambda: len(api.router.queue) == 1 and other.submitted)
-        assert (await api.complete()).status_code == 503  # a new one is refused
-        other.admission_error = None
-        assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
 
 
 async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> None:

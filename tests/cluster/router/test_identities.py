@@ -11,7 +11,7 @@ from transom_cluster.openai.answer.writers import system_fingerprint
 from transom_cluster.router.failover import Loss
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
-from transom_core.contract import OutputEvent, Request, SamplingParams, WorkerLoad
+from transom_core.contract import Request, SamplingParams, WorkerLoad
 
 FULL = WorkerLoad(max_num_seqs=2, num_running=2)
 
@@ -68,20 +68,6 @@ async def test_a_stream_whose_model_is_gone_ends_with_a_clear_error() -> None:
         assert not newer.submitted
 
 
-async def test_a_stream_waits_while_its_worker_may_come_back() -> None:
-    """The connection broke, and the worker is still there: it has its model, whatever other workers have."""
-    first = v1("w0", max_events=2)
-    async with running_api(first, **PATIENT) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=6))
-        await until(lambda: first.num_silent and first.is_read)
-        await add(api, v2("w1"))
-        first.max_events = None
-        first.die()
-        response = await answer
-        assert response.json()["choices"][0]["text"] == "abcdef"
-        assert len(first.submitted) == 2
-
-
 async def test_an_answer_that_has_not_begun_goes_to_the_newer_model() -> None:
     first = v1("w0", max_events=0)
     async with running_api(first, **PATIENT) as api:
@@ -127,22 +113,6 @@ async def test_choices_wait_for_the_model_that_has_the_others_while_another_mode
         response = await api.complete(n=40)
         assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 40
         assert not old.submitted
-
-
-def test_all_choices_of_an_answer_are_of_one_model() -> None:
-    """It is chosen by the first choice that a worker gets, and again only if all leave their workers before there is any output."""
-    one = Request(request_id="a", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
-    output = OutputStream([one, one])
-    output.placed("v1")
-    output.placed("v1")
-    output.left_worker()
-    assert output.identity == "v1"
-    output.left_worker()
-    assert output.identity is None
-    output.placed("v2")
-    output.put(0, OutputEvent(request_id="a", position=0, token_ids=(1,)))
-    output.left_worker()
-    assert output.identity == "v2"
 
 
 async def test_a_worker_with_another_tokenizer_gets_no_requests() -> None:

@@ -17,7 +17,7 @@ from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_core.config import MAX_CHOICES, FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
 from transom_core.contract import ErrorInfo, Request, SamplingParams, Usage
-from transom_core.errors import Overloaded, RequestTooLarge, WorkerLost
+from transom_core.errors import RequestTooLarge, WorkerLost
 
 
 async def text(response: asyncio.Task) -> str:
@@ -62,16 +62,6 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
             assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * at_once
 
 
-async def test_a_full_worker_is_passed_over() -> None:
-    full, free = stub_workers(2)
-    full.admission_error = ErrorInfo.of(Overloaded("full"))
-    async with running_api(full, free, routing_policy="round_robin") as api:
-        for _ in range(4):
-            assert (await api.complete()).status_code == 200
-        assert len(free.submitted) == 4
-        assert full.submitted  # it was asked
-
-
 async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
     async with running_api(*stub_workers(3, max_running=0)) as api:
         for stream in (False, True):
@@ -104,15 +94,6 @@ async def test_what_one_worker_finds_wrong_no_other_is_asked() -> None:
         assert sum(len(worker.submitted) for worker in api.workers) == 1
 
 
-async def test_a_worker_that_starts_its_ranks_again_is_waited_for() -> None:
-    async with running_api(*stub_workers(1), timings=timings(retry_s=0.01), **PATIENT) as api:
-        api.worker.admission_error = ErrorInfo.of(WorkerLost("it starts its ranks again"))
-        answer = asyncio.create_task(api.complete())
-        await until(lambda: len(api.worker.submitted) >= 3)
-        api.worker.admission_error = None
-        assert await text(answer) == "abc"
-
-
 async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
     old, new = stub_workers(2, max_events=2)
     async with running_api(old, timings=timings(drain_s=20.0), **PATIENT) as api:
@@ -133,21 +114,6 @@ async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
         assert sample(api.router, "failovers_total", outcome="resumed") == 0
 
 
-async def test_what_takes_too_long_on_a_draining_worker_moves() -> None:
-    old, new = stub_workers(2, max_events=2)
-    async with running_api(old, failover=FailoverConfig(wait_s=120.0, max_resumes=0)) as api:  # a move is not a loss
-        answers = [asyncio.create_task(api.complete(max_tokens=5)) for _ in range(3)]
-        await until(lambda: old.num_silent == 3)
-        api.directory.remove(old)
-        new.go()
-        api.directory.add(new)
-        assert [await text(answer) for answer in answers] == ["abcde"] * 3
-        await until(lambda: set(api.router.connections) == {"w1"})
-        assert sorted(old.aborted) == sorted(request.request_id for request in old.submitted)
-        assert old.num_running == 0
-        assert sample(api.router, "drains_total", outcome="moved") == 1
-
-
 async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
     """A poison request must not go on for ever because the directory hears of deaths before the streams break."""
     values = {"failover": FailoverConfig(wait_s=120.0, max_resumes=0), "timings": timings(drain_s=20.0)}
@@ -160,15 +126,6 @@ async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
         assert (await answer).status_code == 503
         assert sample(api.router, "failovers_total", outcome="gave_up") == 1
         await until(lambda: not api.router.connections)
-
-
-async def test_a_worker_that_was_missing_for_a_moment_is_connected_again() -> None:
-    async with running_api(*stub_workers(1)) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: not api.router.is_ready)
-        api.directory.add(api.worker)
-        await until(lambda: api.router.is_ready)
-        assert (await api.complete()).status_code == 200
 
 
 async def test_a_directory_that_fails_is_asked_again() -> None:

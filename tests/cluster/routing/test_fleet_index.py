@@ -52,19 +52,6 @@ def mirror_alone() -> tuple[FleetPrefixIndex, PrefixIndexMirror]:
     return index, index.join(SHAPE)
 
 
-def test_it_searches_as_the_worker_does() -> None:
-    index, mirror = mirror_alone()
-    assert mirror.apply(WHOLE)
-    assert (mirror.version, mirror.num_blocks) == (10, 5)
-    assert find(index, [mirror], CHAIN, 33) == [12]
-    assert find(index, [mirror], CHAIN, 12) == [0]  # a token is left to compute, and the window of boundary 2 is gone
-    assert mirror.apply(update(10, added(0, 3), added(1, 3), removed(1, 1)))
-    assert (mirror.version, mirror.num_blocks) == (13, 6)
-    assert find(index, [mirror], CHAIN, 33) == [16]
-    assert mirror.apply(update(13, removed(0, 0)))
-    assert find(index, [mirror], CHAIN, 33) == [0]
-
-
 def test_a_gap_is_told_once_and_forgets_everything_until_the_whole_index_comes() -> None:
     index, mirror = mirror_alone()
     assert mirror.apply(update(7, added(0, 0, 1, 2), added(1, 1, 2)))  # before the first whole index
