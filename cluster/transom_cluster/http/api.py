@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from transom_cluster.http import (
@@ -24,7 +25,6 @@ from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PA
 from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, needs_admin_key
 from transom_cluster.http.client_limits import LimitSet
 from transom_cluster.http.client_threads import RequestThreads
-from transom_cluster.http.cross_origin import CrossOriginMiddleware
 from transom_cluster.http.openai_routes import OpenAiRoutes
 from transom_cluster.http.request_middleware import ErrorMiddleware, RequestMiddleware, error_response
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
@@ -65,7 +65,15 @@ def build_api(router: Router) -> FastAPI:
     api.add_middleware(AdmissionMiddleware, config=config, keys=keys, admins=admins, limits=limits)
     api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)
     if config.allowed_origins:
-        api.add_middleware(CrossOriginMiddleware, origins=config.allowed_origins)
+        # Outside the check of keys, since a browser asks without a key whether a page may send a request (a *preflight*), and
+        # outside the errors, which a page of an allowed origin may read.
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST", "OPTIONS"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     api.add_middleware(
         RequestMiddleware, metrics=router.metrics, tracing=router.tracing, logs_access=config.log_format == "json"
     )

@@ -2,7 +2,7 @@
 
 `http.api` puts the middleware, each of them plain ASGI, around the app in this order:
 
-    RequestMiddleware > CrossOriginMiddleware (with --allowed-origins) > ErrorMiddleware > AdmissionMiddleware > routes
+    RequestMiddleware > CORSMiddleware (with --allowed-origins) > ErrorMiddleware > AdmissionMiddleware > routes
 
 Response id: the id that this server gives a generation, such as `chatcmpl-...`; it is in the body, the header and all log lines.
 """

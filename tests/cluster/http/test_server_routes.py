@@ -98,7 +98,7 @@ async def test_another_origin_gets_no_permission():
     async with running_api(allowed_origins=(PAGE,)) as api:
         other = "https://evil.example.com"
         asked = await api.client.options(CHAT, headers={**PREFLIGHT, "origin": other})
-        assert other in problem(asked, 400)["message"]
+        assert asked.status_code == 400
         answer = await api.client.get("/v1/models", headers={"origin": other})
         for response in (asked, answer):
             assert "access-control-allow-origin" not in response.headers
