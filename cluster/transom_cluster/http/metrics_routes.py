@@ -13,7 +13,6 @@ import asyncio
 import functools
 import gzip
 import logging
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,33 +34,20 @@ PROCESS_PATH = "/metrics/process"
 GZIP_LEVEL = 1  # lines resemble each other, so higher levels save little for their time
 MIN_GZIP_BYTES = 1024  # smaller pages are sent uncompressed
 MAX_NAME_CHARS = 256  # of a process's name
-_HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
-_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
 def discovery(names: Iterable[str], request: Request, *, model: str) -> list[dict[str, Any]]:
-    """Build the discovery document for processes by their names (`router/ID`, `worker/ID`), at the API's address as clients outside
-    the cluster see it.
-
-    The address comes from a reverse proxy's headers, or from the request itself if there are none. The headers are
-    `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and `X-Forwarded-Proto`. If one has
-    several values, the first counts, which is the outermost proxy's. Values that do not look like a host or a path are ignored. A
-    client that forges these headers misleads only itself.
+    """Build the discovery document for processes by their names (`router/ID`, `worker/ID`), at the address of the request: its Host
+    header, and the prefix at which the app is mounted.
 
     The metrics pages have the labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin
-    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's `scheme` is used.
+    with `__meta_` are for relabelling. The scrape job says whether targets have TLS.
     """
-    host = _forwarded(request, "host", _HOST) or request.url.netloc
-    removed = _forwarded(request, "prefix", _PREFIX)
-    mounted_at = request.scope.get("root_path", "").rstrip("/")
-    # Ray Serve's `root_path` may already begin with the prefix that the header names, which must appear only once.
-    prefix = mounted_at if f"{mounted_at}/".startswith(f"{removed}/") else removed + mounted_at
+    prefix = request.scope.get("root_path", "").rstrip("/")
     shared = {"__metrics_path__": prefix + PROCESS_PATH, "__meta_transom_model": model}
-    if request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https"):
-        shared["__scheme__"] = "https"
     return [
         {
-            "targets": [host],
+            "targets": [request.url.netloc],
             "labels": {
                 **shared,
                 "__param_name": name,
@@ -72,11 +58,6 @@ def discovery(names: Iterable[str], request: Request, *, model: str) -> list[dic
         }
         for name in names
     ]
-
-
-def _forwarded(request: Request, name: str, shape: re.Pattern[str]) -> str:
-    value = request.headers.get(f"x-forwarded-{name}", "").partition(",")[0].strip().rstrip("/")
-    return value if shape.fullmatch(value) else ""
 
 
 _PROCESS_ERRORS: dict[int | str, dict[str, Any]] = {

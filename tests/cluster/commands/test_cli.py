@@ -60,11 +60,6 @@ def test_flags_are_settings(served_settings):
     }
 
 
-def test_the_api_key_may_come_from_the_environment(served_settings):
-    transom("serve", "smollm2", TRANSOM_API_KEY="secret")
-    assert served_settings[0][0].api_key == ("secret",)
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -10,12 +10,10 @@ import pytest
 
 from tests.cluster.conftest import PATIENT, make_router, num_in_flight, running, running_api, sample, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker, stub_workers
-from tests.how_many import num_examples
-from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_core.config import MAX_CHOICES, FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
+from transom_core.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
 from transom_core.contract import ErrorInfo, Request, SamplingParams, Usage
 from transom_core.errors import RequestTooLarge, WorkerLost
 
@@ -43,33 +41,6 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
         async with asyncio.timeout(120):
             response = await api.complete()
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-
-
-async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, num_waiting = num_examples(16, MAX_CHOICES), num_examples(64, request_queue.MAX_WAITING)
-    monkeypatch.setattr(request_queue, "MAX_WAITING", num_waiting)
-    async with running_api(*stub_workers(1), **PATIENT) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: not api.router.connections)
-        many = {"prompt": ["hi"] * 8, "n": at_once // 8, "max_tokens": 1}
-        waiting = [asyncio.create_task(api.complete(**many)) for _ in range(num_waiting // at_once)]
-        await until(lambda: len(api.router.queue) == num_waiting)
-        refused = await api.complete(stream=True)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json()["error"]["code"] == "overloaded"
-        api.directory.add(StubWorker(worker="w1"))
-        for answer in waiting:
-            assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * at_once
-
-
-async def test_if_all_are_full_the_client_is_told_when_to_come_back() -> None:
-    async with running_api(*stub_workers(3, max_running=0)) as api:
-        for stream in (False, True):
-            response = await api.complete(stream=stream)
-            assert response.status_code == 503
-            assert response.headers["retry-after"] == "3"
-            assert response.json()["error"]["code"] == "overloaded"
-        assert len(api.router.queue) == num_in_flight(api.router) == 0
 
 
 async def test_a_batch_larger_than_any_queue_is_spread() -> None:
@@ -277,14 +248,6 @@ async def test_a_new_request_does_not_overtake_one_that_a_full_worker_refused() 
         assert (await newcomer).status_code == 503
         full.go()
         assert [await text(answer) for answer in (begun, occupying)] == ["abc"] * 2
-
-
-async def test_a_gap_in_the_index_asks_for_all_of_it() -> None:
-    async with running_api(*stub_workers(2)) as api:
-        api.worker.skip_index_updates()
-        await until(lambda: api.worker.num_resyncs == 1)
-        assert api.workers[1].num_resyncs == 0
-        assert (await api.complete()).status_code == 200
 
 
 async def test_a_call_for_the_index_that_fails_is_made_again() -> None:

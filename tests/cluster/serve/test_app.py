@@ -84,11 +84,6 @@ def test_wrong_settings_are_refused_before_anything_is_deployed():
         app.build_app({"model": "smollm2", "no_such_flag": 1})
 
 
-def test_an_empty_key_is_refused():
-    with pytest.raises(ConfigError, match="--api-key is empty"):
-        app.build_app({"model": "smollm2", "api_key": ["a", " "]})
-
-
 @pytest.mark.parametrize("name", app.SERVE_PROXY_SETTINGS)
 def test_settings_of_serves_proxies_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
