@@ -115,13 +115,3 @@ async def test_a_lost_worker_changes_nothing_of_the_answer(lost: str, num_events
             one.max_events = None
         victim.kill()
         assert (await answer).json()["choices"][0]["text"] == LETTERS
-
-
-async def test_the_timeline_tells_the_handover() -> None:
-    async with running_api(*pair(), **PATIENT) as api:
-        answer_id = (await api.complete(prompt=LONG, max_tokens=5)).json()["id"]
-        report = (await api.client.get(f"/debug/requests/{answer_id}")).json()
-        kinds = [step["what"] for step in report["steps"]]
-        assert kinds.index("handed_over") < kinds.index("finished")
-        assert report["workers"] == ["p", "d"]
-        assert report["resumes"] == 0
