@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.request_state import STATE_KEY, RequestState, request_state, routed_path
 from transom_cluster.openai.answer.error_responses import wire_error
-from transom_cluster.openai.messages.messages_errors import is_messages_path, messages_error
+from transom_cluster.openai.messages.object_types import is_messages_path, messages_error
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing

@@ -13,8 +13,13 @@ import msgspec
 from pydantic import TypeAdapter
 
 from transom_cluster.openai.answer import response_types
-from transom_cluster.openai.messages.messages_errors import OVERLOADED_STATUS, is_messages_path
-from transom_cluster.openai.messages.object_types import MessageObject, MessagesErrorBody, MessageTokensCount
+from transom_cluster.openai.messages.object_types import (
+    OVERLOADED_STATUS,
+    MessageObject,
+    MessagesErrorBody,
+    MessageTokensCount,
+    is_messages_path,
+)
 from transom_cluster.openai.messages.request_body import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from transom_cluster.openai.request.body import BodyModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest

@@ -20,7 +20,7 @@ class OutputStream:
     """The events of one HTTP request's choices, in order of arrival. One task at a time may wait in `admitted` or `next`.
 
     `num_unfinished` counts the choices whose last event `next` has not returned yet. `identity` is the identity of the model that
-    computes the answer (`identities`). It is None until a choice is placed at a worker, and becomes None again if every choice
+    computes the answer (`eligibility`). It is None until a choice is placed at a worker, and becomes None again if every choice
     leaves its worker before there is any output.
     """
 

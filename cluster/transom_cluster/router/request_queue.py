@@ -6,11 +6,11 @@ the queue while no worker may take it.
 A worker may not take a request if
 
 - the worker is not connected, or it drains;
-- the worker has another model than the one that began the answer (`identities`);
+- the worker has another model than the one that began the answer (`eligibility`);
 - the worker refused the request since the last retry (every `RouterTimings.retry_s`);
 - the worker is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other
   workers are connected;
-- the quarantine forbids it, because the request or another one is a suspect (`failover`, `quarantine`): a worker has at most one.
+- the quarantine forbids it, because the request or another one is a suspect (`failover`, `eligibility`): a worker has at most one.
 
 The queue tries a new request once, and then waiting ones in **sweeps**: a sweep tries every waiting request once, at most
 `MAX_PLACED_AT_ONCE` per turn of the event loop. A sweep follows each event that may let a worker take a request (`place_soon`), and
@@ -27,10 +27,9 @@ from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.client_turns import TurnQueue, WaitingRequests, charge
-from transom_cluster.router.identities import MODEL_GONE, in_order_of_choice, is_gone
+from transom_cluster.router.eligibility import MODEL_GONE, Quarantine, in_order_of_choice, is_gone
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
-from transom_cluster.router.quarantine import Quarantine
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer

@@ -26,7 +26,7 @@ from zlib import crc32
 
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.error_responses import HttpError
-from transom_cluster.router.identities import by_identity
+from transom_cluster.router.eligibility import by_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.output_stream import OutputStream

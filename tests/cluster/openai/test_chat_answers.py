@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +200,9 @@ def test_a_stream_joined_is_the_whole_answer_and_both_are_the_published_ones(cas
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
     assert (message.get("reasoning", ""), message["content"], calls) == case.shown
     assert message.get("reasoning") == message.get("reasoning_content")
+    ids = [one["id"] for choice in answer["choices"] for one in choice["message"].get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("call_[0-9a-f]{24}", one) for one in ids)
     assert choice["finish_reason"] == case.finish_reason
     num_reasoning = 2 * (THINKING[1] in case.steps)
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * num_reasoning}  # hidden ones, too

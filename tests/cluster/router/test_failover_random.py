@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cluster.conftest import make_router, num_in_flight, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from tests.how_many import num_examples
-from transom_cluster.router.identities import MODEL_GONE
+from transom_cluster.router.eligibility import MODEL_GONE
 from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo, OutputEvent, Request, SamplingParams

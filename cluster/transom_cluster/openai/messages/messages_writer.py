@@ -20,8 +20,7 @@ from transom_cluster.openai.answer.chat_message import call_id
 from transom_cluster.openai.answer.error_responses import WireError
 from transom_cluster.openai.answer.opaque_reasoning import write_reasoning
 from transom_cluster.openai.answer.writers import Event, EventWriter, ResponseMetadata
-from transom_cluster.openai.messages.messages_errors import messages_error
-from transom_cluster.openai.messages.object_types import MessageObject, MessagesUsage, StopReason
+from transom_cluster.openai.messages.object_types import MessageObject, MessagesUsage, StopReason, messages_error
 from transom_core.contract import OutputEvent, Request
 from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
 

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import OpenModel, WireModel, any_json
+from transom_cluster.openai.request.body import OpenModel, WireModel, any_json, inlined_schema
 from transom_cluster.openai.request.field_rules import FieldRules
-from transom_cluster.openai.request.late_field import inlined_schema
 from transom_cluster.openai.request.sampling_fields import SharedFields, StopString
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, ReasoningEffort
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import BodyModel, WireModel, any_json
+from transom_cluster.openai.request.body import BodyModel, LateField, WireModel, any_json
 from transom_cluster.openai.request.kv_policy_field import KvPolicyField
-from transom_cluster.openai.request.late_field import LateField
 from transom_cluster.openai.request.structured_output_fields import FIELDS
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.body import LateField, WireModel, any_json
 from transom_cluster.openai.request.field_rules import is_one_of
-from transom_cluster.openai.request.late_field import LateField
 from transom_core.errors import RequestError
 from transom_core.grammar.dialects import lark_of_grammar, lark_of_structural_tag
 from transom_core.text.markup.context import (

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from msgspec import Raw
 
-from transom_cluster.openai.request.late_field import LateField
+from transom_cluster.openai.request.body import LateField
 from transom_core.errors import RequestError
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import WireModel, any_json, decode_field
-from transom_cluster.openai.request.late_field import LateField, inlined_schema
+from transom_cluster.openai.request.body import LateField, WireModel, any_json, decode_field, inlined_schema
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import ToolsDemand, ToolSpec
 

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.body import LateField, WireModel, any_json
 from transom_cluster.openai.request.field_rules import FieldRules
-from transom_cluster.openai.request.late_field import LateField
 from transom_cluster.openai.request.sampling_fields import SharedFields
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, ReasoningEffort, Verbosity
 from transom_core.contract import MAX_LOGPROBS
