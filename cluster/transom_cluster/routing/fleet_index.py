@@ -40,8 +40,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from transom_cluster.routing.hit_rules import HitRules
-from transom_cluster.routing.hit_search import Found, HitSearch
+from transom_cluster.routing.hit_search import Found, HitRules, HitSearch
 from transom_cluster.routing.index_code import NUM_PARTS, Integers
 from transom_cluster.routing.prefix_table import PrefixTable
 from transom_cluster.routing.prompt_hashes import PromptChain

@@ -2,7 +2,7 @@
 
 Clients decide what they send and how often (new texts, keys, sizes, bodies), and whether they read their answers. Every table or
 queue that keeps such data has a row in `client_bounds`. The rest of a router's memory is bounded by the operator's settings (keys),
-the model (the tokenizer's table of tokens; the starts of window repairs, `hit_rules.MAX_REPAIRS`), the workers (prefix index,
+the model (the tokenizer's table of tokens; the starts of window repairs, `hit_search.MAX_REPAIRS`), the workers (prefix index,
 metrics pages), or the request itself (an answer that is not read: its own tokens).
 
 A cache gives one client at most a quarter (`FairCache`); bodies give it half. A queue takes a client's new requests until it is

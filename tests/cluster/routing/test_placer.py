@@ -225,21 +225,6 @@ def test_requests_that_no_report_counts_come_on_top_of_the_reported_ones() -> No
     assert made.workers["a"].candidate(0).num_requests == 12
 
 
-def test_requests_end_move_and_go_with_their_worker() -> None:
-    made = placer(cached={"a": whole(PROMPT)})
-    assert made.place(request("r"), WORKERS).worker_id == "a"
-    made.remove_worker("a")
-    made.remove_worker("a")
-    assert made.update("a", WorkerMessage(load=load()))
-    assert made.place(request("r"), ("b",)).worker_id == "b"
-    assert made.place(request("r"), ("c",)).worker_id == "c"
-    assert [len(made.workers[name].requests) for name in "bc"] == [0, 1]
-    made.add_worker("c", info("c"))
-    assert not any(view.requests for view in made.workers.values())
-    made.ended("r")
-    made.ended("unknown")
-
-
 def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -> None:
     families = RouterFamilies(model="m", router="front")
     made = placer(cached={"a": whole(PROMPT, version=3)}, observer=RoutingMetrics(families))

@@ -131,17 +131,6 @@ async def test_the_client_decides_else_the_ratio(
     assert is_sampled(parent) == is_traced  # workers do as the router did
 
 
-async def test_choices_have_an_attempt_each(collector: Collector) -> None:
-    async with running_api(StubWorker(), tracing=traced(collector)) as api:
-        await ask(api, n=3)
-        parents = {request.trace_parent for request in api.worker.submitted}
-    [span] = named(collector, "POST /v1/completions")
-    attempts = named(collector, "worker")
-    assert sorted(one.attributes["transom.choice"] for one in attempts) == [0, 1, 2]
-    assert all(is_below(one, span) for one in attempts)
-    assert len(parents) == 3
-
-
 async def test_errors_set_the_status(collector: Collector) -> None:
     async with running_api(
         StubWorker(admission_error=ErrorInfo.of(Overloaded(MARK))), tracing=traced(collector)
