@@ -101,15 +101,6 @@ def test_the_table_has_the_same_integers(folder: Path) -> None:
     ]
 
 
-def test_the_plan_lists_each_ranks_share(folder: Path) -> None:
-    result = plan(folder, "--tensor-parallel-size", "3")
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.stdout.split())
-    assert "rank 0 of 3: query heads 0-3 of 8, KV heads 0-1 of 4;" in text
-    assert "rank 2 of 3: query heads 6-7 of 8, KV heads 3 of 4;" in text
-    assert "Several ranks hold alike: norms, routers." in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

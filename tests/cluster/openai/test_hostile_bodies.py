@@ -188,7 +188,7 @@ def test_a_long_list_is_read_in_pieces_and_names_the_wrong_element(monkeypatch):
 def test_lists_that_are_too_long_are_refused_before_any_id_is_read(monkeypatch):
     short = ModelLimits(max_model_len=1000, vocab_size=1000)
     monkeypatch.setattr(
-        "transom_cluster.openai.request.prompt_field.read_ids", lambda *_: pytest.fail("the ids were read")
+        "transom_cluster.openai.request.completion_request.read_ids", lambda *_: pytest.fail("the ids were read")
     )
     with pytest.raises(RequestError, match="2000 tokens"):
         PARSERS["/v1/completions"].parse(msgspec.json.encode({"prompt": [1] * 2000})).prompts(short)

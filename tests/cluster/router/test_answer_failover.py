@@ -179,15 +179,6 @@ async def test_a_death_at_every_token(server: Server, path: str, answer: str, st
             await server.check([text], cut, path=path, per_event=per_event, stream=stream)
 
 
-async def test_the_calm_message_is_what_the_text_says(server: Server) -> None:
-    (choice,) = json.loads(await server.response_to([MIXED]))["choices"]
-    message = choice["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Rain? 日本", "Let me look.")
-    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
-    assert calls == [("weather", {"city": "Zürich 🦜", "note": 'say "</tool_call>"'}), ("time", {})]
-    assert choice["finish_reason"] == "tool_calls"
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("answer", HARMONY)
 async def test_a_death_at_every_special_token_of_harmony(answer: str, stream: bool) -> None:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Raw
 
 from transom_cluster.openai.request.answer_options import AnswerOptions
-from transom_cluster.openai.request.body import BodyModel, any_json
+from transom_cluster.openai.request.body import BodyModel, any_json, decode_field
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
-from transom_cluster.openai.request.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
-from transom_cluster.openai.request.request_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits, check_choices, check_length, check_total
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.openai.request.structured_output_fields import FindMarker, read_answer_form
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables
+from transom_cluster.openai.request.token_id_lists import count_ids, read_id_lists, read_ids
 from transom_cluster.openai.request.tool_fields import TOOLS_SCHEMA, read_tools, template_tools
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+_STRING, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [_STRING, {"type": "array", "items": _STRING}, _IDS, {"type": "array", "items": _IDS}],
+    "examples": ["Once upon a time", ["One", "Two"], [72, 105]],
+}
+TOKENS_SCHEMA: dict[str, Any] = {**_IDS, "examples": [[72, 105]]}
+
+_TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_TEXTS: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
+_FIRST_ELEMENT = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -36,13 +49,35 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self, limits: ModelLimits) -> list[str] | list[list[int]]:
-        """Return the prompts of this batch: all texts, or all lists of token ids.
+        """Return the prompts of this batch: all texts, or all lists of token ids. Lists that are too long are refused before their
+        ids become objects.
 
         Raises:
             RequestError: there is no prompt, the field has another form, or there are too many choices or ids.
             PromptTooLong: a prompt of ids exceeds the model's length.
         """
-        return read_prompts(self.prompt, num_choices=self.n or 1, limits=limits)
+        num_choices, text = self.n or 1, bytes(self.prompt)
+        first = _FIRST_ELEMENT.match(text)
+        if text.startswith(b'"'):
+            return [decode_field(_TEXT, text, "prompt")]
+        if first is None:
+            shown = text[:80].decode(errors="replace")
+            raise RequestError(
+                f"prompt is {shown}; send a text, token ids, a list of texts, or a list of lists of token ids.",
+                param="prompt",
+            )
+        if first[1] == b"]":
+            raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
+        if first[1] == b'"':
+            texts = decode_field(_TEXTS, text, "prompt")
+            check_choices(len(texts), num_choices, limits, param="prompt")
+            return texts
+        if first[1] == b"[":
+            check_choices(text.count(b"[") - 1, num_choices, limits, param="prompt")
+            check_total(count_ids(text), num_choices, limits, param="prompt")
+            return read_id_lists(text, "prompt")
+        check_length(count_ids(text), None, limits, param="prompt")
+        return [read_ids(text, "prompt")]
 
     def params(self) -> SamplingParams:
         """Build the sampling parameters that the worker receives. With `echo_only` the engine computes one token, which the writer
@@ -104,5 +139,11 @@ class DetokenizeRequest(BodyModel, frozen=True, kw_only=True):
     tokens: Annotated[Raw, Meta(extra_json_schema=TOKENS_SCHEMA)]
 
     def token_ids(self, limits: ModelLimits) -> list[int]:
-        """Return the ids. Raises RequestError if the field is not a list of whole numbers, or has too many of them."""
-        return read_tokens(self.tokens, limits)
+        """Return the ids. Raises RequestError if the field is not a list of whole numbers, or has more than the model's length."""
+        text = bytes(self.tokens)
+        if (num_ids := count_ids(text)) > limits.max_model_len:
+            raise RequestError(
+                f"tokens has {num_ids:,} ids; at most {limits.max_model_len:,}, the model's length, are decoded at once.",
+                param="tokens",
+            )
+        return read_ids(text, "tokens")
