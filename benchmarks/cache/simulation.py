@@ -1,6 +1,6 @@
 """Prefix hits of every case by eviction policy, beside the published figures of vLLM.
 
-    python -m benchmarks.cache.simulation --configs DIR --traces DIR --json results.json
+    python -m benchmarks.cache.simulation --configs DIR --traces DIR
     python -m benchmarks.cache.simulation --configs DIR --traces DIR --only sessions --policy default --policy lru
     python -m benchmarks.cache.simulation --configs DIR --traces DIR --only synthetic --seed 0 --seed 1 --seed 2 --block-size 128
 
@@ -12,7 +12,6 @@ but are not what a server has by default.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -36,7 +35,6 @@ def main(
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a hash block.")] = 16,
     jobs: Annotated[int, typer.Option(min=1, help="Simulations at once, a process each.")] = 1,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every report here as well.")] = None,
 ) -> None:
     """Simulate every case under every policy."""
     policies = tuple(policy or POLICIES)
@@ -55,8 +53,6 @@ def main(
             reports.setdefault(run.policy, []).append(report)
             if sum(map(len, reports.values())) == len(policies) * len(seeds):
                 print_row(*case_row(run.case, reports, policies))
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 class Run(NamedTuple):

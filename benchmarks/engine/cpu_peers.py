@@ -24,23 +24,16 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import os
-import platform
-import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.peers.engine import Engine
 from benchmarks.engine.peers.transom_peer import Transom, Variant
 from benchmarks.engine.peers.turns import Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
-from benchmarks.json_child import ROOT
 
 SECTIONS = ("prefill", "decode")
 PREFERRED_BASE = "vllm"
-RESULTS = ROOT / "benchmarks" / "results" / "local"
 TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
 
 FULL_DECODE = tuple(
@@ -50,53 +43,28 @@ QUICK_DECODE = ((1, 16, 16), (8, 16, 16), (8, 512, 8))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is installed, print the table, and write it as JSON."""
+    """Measure what is installed, and print the table."""
     options = parse(arguments)
-    plan = plan_of(options)
     engines, left_out = choose(all_engines(options), options.engines)
     for name, reason in left_out.items():
         say(f"{name} is left out: {reason}")
     if not engines:
         print("No engine can run.")
         return 1
-    versions = {engine.name: engine.version() for engine in engines}
-    for name, version in versions.items():
-        say(f"{name}: {version}")
+    for engine in engines:
+        say(f"{engine.name}: {engine.version()}")
     names = [engine.name for engine in engines]
     base = PREFERRED_BASE if PREFERRED_BASE in names else names[0]
-    report = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": machine(options.threads),
-        "engines": versions,
-        "left_out": left_out,
-        "base": base,
-        "plan": asdict(plan),
-    }
-    file: Path = options.json or RESULTS / time.strftime("%Y-%m-%d-%H%M-cpu-peers.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-
-    def save() -> None:
-        figures = bench.figures.as_json(base)
-        file.write_text(one_line_a_figure(report | {"failures": bench.failures}, figures))
-
-    bench = Bench(engines, plan, on_progress=save)
+    bench = Bench(engines, plan_of(options))
     try:
         bench.run()
     except KeyboardInterrupt:
         bench.failures.append("the run was interrupted")
-    save()
     for line in bench.figures.table(names, base):
         print(line)
     for failure in bench.failures:
         print(f"failed: {failure}")
     return 1 if bench.failures else 0
-
-
-def one_line_a_figure(report: dict[str, Any], figures: list[dict[str, Any]]) -> str:
-    """The report as JSON that is read and compared line by line."""
-    rows = ",\n".join("  " + json.dumps(figure) for figure in figures)
-    entries = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
-    return "{\n" + ",\n".join([*entries, f' "figures": [\n{rows}\n ]']) + "\n}\n"
 
 
 def all_engines(options: argparse.Namespace) -> list[Engine]:
@@ -135,16 +103,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def machine(num_threads: int) -> dict[str, Any]:
-    """The processor and the system."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": names[0].split(": ")[-1] if names else platform.processor(),
-        "threads": num_threads,
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
 
@@ -168,9 +126,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of few, short cases, to see that all works")
     parser.add_argument("--rounds", type=int, default=0, help="3 if unset, with --quick 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--json", type=Path, help="file for all values of all rounds; in benchmarks/results/local if unset"
-    )
     return parser.parse_args(arguments)
 
 

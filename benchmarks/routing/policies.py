@@ -1,6 +1,6 @@
 """Routing policies on fleets in virtual time: how much prefill each computes, how often it hits, and how soon first tokens come.
 
-    python -m benchmarks.routing.policies --config DIR --workers 3,8 [--json FILE]
+    python -m benchmarks.routing.policies --config DIR --workers 3,8
 
 DIR holds a model's config.json. Two routers share every fleet. The table is Markdown, as in docs/routing.md, which has the last
 figures.
@@ -8,7 +8,6 @@ figures.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -55,10 +54,8 @@ def main(
     policy: Annotated[list[str] | None, typer.Option(help="Some policies; all if unset.")] = None,
     load: Annotated[float, typer.Option(help="How many times as fast arrivals come.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Every policy on every workload and fleet."""
-    rows = []
     print_row(*COLUMNS)
     print_row("---", *["---:"] * (len(COLUMNS) - 1))
     for name in workload or WORKLOADS:
@@ -67,10 +64,8 @@ def main(
                 begin_s = time.perf_counter()
                 row = simulate(config, memory, name, num_workers, one, load=load, seed=seed)
                 spent_s = time.perf_counter() - begin_s
-                rows.append({"workload": name, "workers": num_workers, "policy": one, **row, "spent_s": spent_s})
-                print_row(*(column.format(**rows[-1]) for column in COLUMNS.values()))
-    if json_path is not None:
-        json_path.write_text(json.dumps(rows, indent=1) + "\n")
+                cells = {"workload": name, "workers": num_workers, "policy": one, **row, "spent_s": spent_s}
+                print_row(*(column.format(**cells) for column in COLUMNS.values()))
 
 
 def simulate(

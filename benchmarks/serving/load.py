@@ -1,7 +1,7 @@
-"""Load on any OpenAI-compatible server: first token, gaps between tokens, throughput, as a table and as JSON.
+"""Load on any OpenAI-compatible server: first token, gaps between tokens, throughput.
 
     python -m benchmarks.serving.load
-    python -m benchmarks.serving.load http://127.0.0.1:8000 --concurrency 1,4,16 --json load.json
+    python -m benchmarks.serving.load http://127.0.0.1:8000 --concurrency 1,4,16
     python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --shared-prefix 256
 
 Closed loop: `--concurrency` clients, each sending its next request when its answer is complete. Open loop: requests arrive at
@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 import httpx
 import typer
@@ -36,8 +33,7 @@ from rich.table import Table
 
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
-from benchmarks.serving.load_client import Load, LoadClient
-from benchmarks.serving.load_requests import Workload
+from benchmarks.serving.load_client import Load, LoadClient, Workload
 
 TABLE_WIDTH = 140
 START_S = 400.0
@@ -56,7 +52,6 @@ def main(
     model: Annotated[str, typer.Option(help="The first that the server lists, if empty.")] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY")] = "",
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest answer, in seconds.")] = 300.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure an OpenAI-compatible server under load."""
     workload = Workload(
@@ -81,8 +76,6 @@ def main(
     for summary in summaries:
         for message, count in summary.errors.items():
             console.print(f"{summary.load}: {count} x {message}", markup=False)
-    if json_path is not None:
-        write_json(json_path, workload, summaries)
     if any(summary.errors for summary in summaries):
         raise SystemExit(1)
 
@@ -176,17 +169,6 @@ def three(figures: Percentiles) -> str:
     return " / ".join(
         f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in (figures.p50, figures.p90, figures.p99)
     )
-
-
-def write_json(path: Path, workload: Workload, summaries: list[Summary]) -> None:
-    """The figures with all that is needed to repeat them."""
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
-    figures: dict[str, Any] = {
-        "workload": asdict(workload),
-        "client": machine,
-        "levels": [asdict(summary) for summary in summaries],
-    }
-    path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

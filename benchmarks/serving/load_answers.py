@@ -22,9 +22,7 @@ class Answer:
     first_token_s: float
     end_to_end_s: float
     gaps_s: tuple[float, ...]
-    num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +44,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One load level's figures. `wall_s` is from the first request sent to the last answer's end."""
+    """One load level's figures, of the time from the first request sent to the last answer's end."""
 
     load: str
     num_answers: int
     errors: dict[str, int]
-    wall_s: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
     num_output_tokens: int
     output_tokens_per_s: float
     requests_per_s: float
@@ -82,9 +77,6 @@ def summarise(load: str, raws: Sequence[RawAnswer], *, client_cpu_s: float) -> S
         load=load,
         num_answers=len(answers),
         errors=dict(errors),
-        wall_s=wall_s,
-        num_prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
-        num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
         num_output_tokens=num_output_tokens,
         output_tokens_per_s=num_output_tokens / wall_s,
         requests_per_s=len(answers) / wall_s,
@@ -113,9 +105,7 @@ def read_answer(raw: RawAnswer) -> Answer:
         first_token_s=times_s[0] - raw.sent_s,
         end_to_end_s=raw.done_s - raw.sent_s,
         gaps_s=tuple(after - before for before, after in pairwise(times_s)),
-        num_prompt_tokens=usage.get("prompt_tokens", 0),
         num_output_tokens=usage.get("completion_tokens", len(times_s)),
-        num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
     )
 
 

@@ -41,8 +41,7 @@ from rich.console import Console
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.load import TABLE_WIDTH, table
 from benchmarks.serving.load_answers import Summary, summarise
-from benchmarks.serving.load_client import PATH, Load, LoadClient
-from benchmarks.serving.load_requests import Workload
+from benchmarks.serving.load_client import PATH, Load, LoadClient, Workload
 
 START_S = 400.0
 SETTLE_S = 3.0  # the other client is at work for so long before the victim's clock starts

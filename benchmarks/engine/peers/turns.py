@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.engine.peers.engine import ChildRun, Engine
 from benchmarks.json_child import ChildError
@@ -64,15 +64,6 @@ class Figure:
         ratios = [a / b for a, b in pairs if a and b]
         return statistics.median(ratios) if ratios else None
 
-    def as_json(self, base: str) -> dict[str, Any]:
-        """The figure as JSON values."""
-        return {
-            "label": self.label,
-            "median": {engine: self.median(engine) for engine in self.values},
-            "ratio": {engine: self.ratio(engine, base) for engine in self.values if engine != base},
-            "rounds": self.values,
-        }
-
 
 class Figures:
     """All rows, in the order in which they were first asked for."""
@@ -92,10 +83,6 @@ class Figures:
             lines.append(f"| {row.label}, tokens/s | " + " | ".join(cells) + " |")
         return lines
 
-    def as_json(self, base: str) -> list[dict[str, Any]]:
-        """The rows as JSON values."""
-        return [row.as_json(base) for row in self._rows.values()]
-
 
 def _cell(row: Figure, engine: str, base: str) -> str:
     median = row.median(engine)
@@ -106,10 +93,10 @@ def _cell(row: Figure, engine: str, base: str) -> str:
 
 
 class Bench:
-    """Takes the figures of some engines. `on_progress` is called after each decode case."""
+    """Takes the figures of some engines."""
 
-    def __init__(self, engines: list[Engine], plan: Plan, *, on_progress: Callable[[], None]) -> None:
-        self.engines, self.plan, self._on_progress = engines, plan, on_progress
+    def __init__(self, engines: list[Engine], plan: Plan) -> None:
+        self.engines, self.plan = engines, plan
         self.figures = Figures()
         self.failures: list[str] = []
 
@@ -127,7 +114,6 @@ class Bench:
             if "decode" in self.plan.sections:
                 for case in self.plan.decode:
                     self._decode(runs, *case)
-                    self._on_progress()
         finally:
             for run in runs.values():
                 run.stop()
