@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from benchmarks.cache.eviction_policies import POLICIES
 from transom_core.config import SchedulerConfig
@@ -16,7 +17,7 @@ UNIT = 16
 PROMPT_UNITS = 4
 
 
-def hit_tokens(policy: str, prompts: list[tuple[Run, ...]], *, num_pages: int) -> int:
+def hit_tokens(policy: str, prompts: Sequence[tuple[Run, ...]], *, num_pages: int) -> int:
     """Of prompts with answers of one token, one at a time, on a model with one full group, whose pages have one block each."""
     spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=UNIT)
     group = GroupLayout(spec=spec, block_bytes=256, stride_bytes=256, layers=())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import jobs
-from benchmarks.gpu.jobs import JobChild, Part, arguments_of, promise_rows, run_part, tally
+from benchmarks.gpu.jobs import Part, arguments_of, promise_rows, run_part
 from tests.benchmarks import gpu_part
 
 
@@ -51,14 +51,6 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (found["one"]["status"], found["hang"]["status"]) == ("passed", "timed out")
 
 
-def test_children_side_by_side_answer_every_job_once(tmp_path: Path) -> None:
-    asked = ("one", "exit", "two", "three", "break", "four")
-    _, found = run(tmp_path, "--at-once", "3", **only(*asked))
-    assert list(found) == list(asked)
-    assert found["exit"]["status"] == "crashed"
-    assert all(found[job]["status"] == "passed" for job in ("one", "two", "three", "four"))
-
-
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = only("one", "two", "fail")
     assert run(tmp_path, "--in-process", "--only", "one", **names)[0] == 0
@@ -72,27 +64,6 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     run(tmp_path, "--in-process", "--again", **names)
     assert "one passed" in capsys.readouterr().out
-
-
-def test_what_the_budget_does_not_reach_is_listed_and_asked_next_time(tmp_path: Path) -> None:
-    class Late(jobs.Asking):
-        def first(self) -> dict[str, Any]:
-            self._end_s = 0.0
-            return {"status": "passed"}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "Asking", Late)
-        code, found = run(tmp_path, **only("one", "two"))
-    assert (code, tally(list(found.values()))) == (0, "2 skipped")
-    assert tally(list(run(tmp_path, "--in-process", **only("one", "two"))[1].values())) == "2 passed"
-
-
-def test_an_error_that_shows_only_after_its_job_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "device_error", lambda: "AcceleratorError: CUDA error")
-    child = JobChild(gpu_part.PART, arguments_of(gpu_part.PART, None).parse_args([]))
-    found = child.answer("one", {"speed": 1.0})
-    assert (found["status"], found["fatal"]) == ("failed", True)
-    assert child.answer("spoil", {})["status"] == "passed"
 
 
 def test_the_worst_case_decides_a_promise() -> None:

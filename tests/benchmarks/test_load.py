@@ -50,7 +50,7 @@ async def test_refusals_and_broken_streams_are_errors_not_figures():
     gone = await client(server).stream(next(bodies()))
     summary = summarise("closed 1", [*raws, gone], client_cpu_s=0.0)
     assert summary.num_answers == 0
-    refused, absent, broken = sorted(summary.errors)
+    absent, refused, broken = sorted(summary.errors)
     assert (refused, broken) == ('HTTP 429: {"error": "slow down"}', "the stream ended before [DONE]")
     assert absent.startswith("ConnectionRefusedError")
 

@@ -57,28 +57,6 @@ def answer(text: str, **changes) -> Answer:
     return Answer(status=200, choices={0: Choice(text, "length")}, usage=usage, is_whole=True, **changes)
 
 
-def test_a_whole_answer_and_a_streamed_one_read_alike() -> None:
-    whole, streamed = Answer(status=200), Answer(status=200)
-    logprobs = {"tokens": ["a", "b"], "token_logprobs": [-1.0, None]}
-    usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    whole.read_body(
-        json.dumps(
-            {"choices": [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": logprobs}], "usage": usage}
-        ).encode()
-    )
-    for chunk in (
-        {"choices": [{"index": 0, "text": "a", "finish_reason": None, "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}}]},
-        {"choices": [{"index": 0, "text": "b", "finish_reason": "stop", "logprobs": {"tokens": ["b"], "token_logprobs": [None]}}]},
-        {"choices": [], "usage": usage},
-    ):  # fmt: skip
-        streamed.read_line("data: " + json.dumps(chunk))
-        assert not streamed.is_good
-    streamed.read_line("data: [DONE]")
-    assert whole.is_good
-    assert streamed.is_good
-    assert difference(streamed, whole) is None
-
-
 def test_an_answer_that_differs_anywhere_is_another() -> None:
     want = answer("four tokens")
     assert difference(answer("four tokens"), want) is None
@@ -90,37 +68,32 @@ def test_an_answer_that_differs_anywhere_is_another() -> None:
     assert not is_beginning(answer("our"), want)
 
 
-def test_pages_that_equal_the_clients_counts_break_nothing(journal: Journal) -> None:
+@pytest.mark.parametrize(
+    ("right", "wrong", "promise"),
+    [
+        ('output_tokens_total{router="r"} 12', 'output_tokens_total{router="r"} 13', promises.SUMS),
+        ('reason=""} 10', 'reason=""} 9', promises.SUMS),
+        ('state="cached"} 380', 'state="cached"} 420', promises.BLOCKS),
+    ],
+    ids=["a token too many", "a token without an outcome", "more blocks than pages"],
+)
+def test_sums_that_do_not_add_up_break_promises(journal: Journal, right: str, wrong: str, promise: str) -> None:
     tally = Tally()
     for _ in range(3):
         tally.add("/v1/completions", answer("text"))
-    compare(EMPTY, Page.read(PAGE), tally, journal, exact=True)
-    check_page(Page.read(PAGE), journal)
-    assert not list(in_use(Page.read(PAGE)))
-    assert not journal.broken
-
-
-def test_a_token_too_many_breaks_a_promise(journal: Journal) -> None:
-    tally = Tally()
-    for _ in range(3):
-        tally.add("/v1/completions", answer("text"))
-    page = PAGE.replace('output_tokens_total{router="r"} 12', 'output_tokens_total{router="r"} 13')
-    compare(EMPTY, Page.read(page), tally, journal, exact=True)
-    assert broken(journal) == [promises.SUMS]
-    tally.left("/v1/completions")  # whose client may have been sent the token
+    for page, expected in ((PAGE, []), (PAGE.replace(right, wrong), [promise])):
+        compare(EMPTY, Page.read(page), tally, journal, exact=True)
+        check_page(Page.read(page), journal)
+        assert broken(journal) == expected
     journal.broken.clear()
-    compare(EMPTY, Page.read(page), tally, journal, exact=False)
+    tally.left("/v1/completions")  # whose client may have been sent more tokens
+    compare(EMPTY, Page.read(PAGE.replace(" 12", " 13")), tally, journal, exact=False)
     assert not journal.broken
 
 
-def test_blocks_and_tokens_that_do_not_add_up_break_promises(journal: Journal) -> None:
-    page = PAGE.replace('state="cached"} 380', 'state="cached"} 420').replace(
-        'outcome="hit",reason=""} 10', 'outcome="hit",reason=""} 9'
-    )
-    check_page(Page.read(page), journal)
-    assert sorted(broken(journal)) == sorted([promises.BLOCKS, promises.SUMS])
-    active = PAGE.replace('state="active"} 0', 'state="active"} 2')
-    assert list(in_use(Page.read(active))) == ["2 active blocks"]
+def test_active_blocks_are_in_use() -> None:
+    assert not list(in_use(Page.read(PAGE)))
+    assert list(in_use(Page.read(PAGE.replace('state="active"} 0', 'state="active"} 2')))) == ["2 active blocks"]
 
 
 def test_blocks_in_the_folder_of_another_model_break_a_promise(tmp_path: Path, journal: Journal) -> None:
