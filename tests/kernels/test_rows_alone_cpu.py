@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
+from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.test_latent_attention import latent_inputs
 from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case, tokens_of
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
@@ -17,6 +18,8 @@ from transom_kernels import layer_norm as layer_norm_kernel
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.gated_mlp import op as gated_mlp_kernel
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project
+from transom_kernels.kv_write import Preparation, QkvInputs
+from transom_kernels.kv_write.cpu import prepare_qkv_cpu
 from transom_kernels.latent_attention.cpu import latent_attention_cpu
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.linear import linear, pack_weight
@@ -73,6 +76,22 @@ def rotations() -> Rows:
         tables, turned = rotary_tables(positions[rows], frequency, sign, F32), x[rows].clone()
         rotary_(turned, *tables)
         return [*tables, turned]
+
+    return Rows(x, compute)
+
+
+def keys_and_values() -> Rows:
+    """Of more heads than an item has; with what lands in the cache."""
+    x, tables = torch.randn(9, 60, 100), (torch.randn(9, 100), torch.randn(9, 100))
+
+    def compute(rows: slice) -> Sequence[torch.Tensor]:
+        q, k, v = x[rows].split_with_sizes((40, 10, 10), dim=1)
+        caches, slots = empty_caches(Shape(kv_heads=10, size=100), 3), torch.arange(9)[rows]
+        inputs = QkvInputs(
+            q=q, k=k, v=v, k_cache=caches[0], v_cache=caches[1], slots=slots,
+            tables=(tables[0][rows], tables[1][rows]), preparation=Preparation(norm=True, value_norm=True),
+        )  # fmt: skip
+        return [prepare_qkv_cpu(inputs), *(cache[slots // 4, slots % 4] for cache in caches)]
 
     return Rows(x, compute)
 
@@ -161,6 +180,7 @@ OPERATORS: dict[str, Callable[[], Rows]] = {
     "layer norms": layer_norms,
     "activations": activations,
     "rotations": rotations,
+    "keys and values": keys_and_values,
     "products in float32": lambda: products(F32),
     "products in bfloat16": lambda: products(BF16),
     "products in int8": lambda: quantised_products("int8"),
