@@ -26,8 +26,8 @@ test: $(DEV) ## Run the daily tests (ARGS='-k sampling')
 test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too; those that cannot run here say why
 	@scripts/test_all $(ARGS)
 
-test-processors: $(DEV) ## Run the numeric tests as other processors and numbers of threads would (ARGS='--only AVX2')
-	@$(BIN)/python scripts/test_processors.py $(ARGS)
+test-processors: $(DEV) ## Run the numeric tests as other processors and numbers of threads would (ARGS='tests/kernels -k route')
+	@scripts/test_processors $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
