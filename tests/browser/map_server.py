@@ -36,8 +36,6 @@ class MapServer:
         self.key: str | None = None
         self.on_open: Callable[[], list[str]] = list
         self.demo = b""
-        self.description: dict[str, Any] = {}
-        self.described: list[dict[str, str]] = []
         self.stream_queries: list[dict[str, str]] = []
         self.periods: tuple[float, list[str]] | None = None  # seconds between events and the events, over and over
         self._streams: set[asyncio.Queue[str | None]] = set()
@@ -78,7 +76,6 @@ class MapServer:
                 Route("/blocks/assets/{name}", self._asset),
                 Route("/blocks/demo.bin", self._demo),
                 Route("/blocks/stream", self._stream),
-                Route("/blocks/describe", self._describe),
             ]
         )
 
@@ -90,10 +87,6 @@ class MapServer:
 
     async def _demo(self, request: Request) -> Response:
         return Response(self.demo, status_code=200 if self.demo else 404)
-
-    async def _describe(self, request: Request) -> Response:
-        self.described.append(dict(request.query_params))
-        return JSONResponse(self.description)
 
     async def _stream(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":

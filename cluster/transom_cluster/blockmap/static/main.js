@@ -1,7 +1,7 @@
 /** Binds the modules to the page's elements and starts them. */
 
 import { App } from "./app.js";
-import { Describer, Inspector, lineOf, Tooltip } from "./block_details.js";
+import { Inspector, lineOf, Tooltip } from "./block_details.js";
 import { GroupHues, Theme } from "./colours.js";
 import { Cursor } from "./cursor.js";
 import { FilterControls, Filters } from "./filters.js";
@@ -36,7 +36,6 @@ const map = new MapView({
   },
 });
 const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
-const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onRows: (rows) => inspector.showDetails(rows) });
 const tooltip = new Tooltip({ tip: find("tooltip"), box: find("map-box") });
 const cursor = new Cursor({ map, outline: find("cursor"), onChange: showTarget });
 const legend = new Legend(find("legend"), DEVICE_LOOKS);
@@ -91,7 +90,6 @@ function drawStrip() {
 function showTarget(how) {
   const { target } = cursor;
   inspector.show(target);
-  describer.lookAt(app.isConnected && app.timeline.isLive && !target?.worker.presence.isGone ? target : null);
   const hasTooltip = target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas;
   tooltip.show(hasTooltip ? target : null, rectOnScreen(target));
   if (how === "keyboard") announcer.say(lineOf(target));
