@@ -35,7 +35,6 @@ class MapServer:
         self.url = ""
         self.key: str | None = None
         self.on_open: Callable[[], list[str]] = list
-        self.demo = b""
         self.stream_queries: list[dict[str, str]] = []
         self.periods: tuple[float, list[str]] | None = None  # seconds between events and the events, over and over
         self._streams: set[asyncio.Queue[str | None]] = set()
@@ -74,7 +73,6 @@ class MapServer:
             routes=[
                 Route("/blocks", self._page),
                 Route("/blocks/assets/{name}", self._asset),
-                Route("/blocks/demo.bin", self._demo),
                 Route("/blocks/stream", self._stream),
             ]
         )
@@ -84,9 +82,6 @@ class MapServer:
 
     async def _asset(self, request: Request) -> Response:
         return FileResponse(f"{STATIC}/{request.path_params['name']}", headers={"cache-control": "no-cache"})
-
-    async def _demo(self, request: Request) -> Response:
-        return Response(self.demo, status_code=200 if self.demo else 404)
 
     async def _stream(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":

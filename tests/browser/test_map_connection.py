@@ -1,8 +1,6 @@
-"""Streams that need a key, break, or skip a frame; and the demo, which needs no stream."""
+"""Streams that need a key, break, or skip a frame."""
 
 from __future__ import annotations
-
-import struct
 
 import pytest
 
@@ -83,31 +81,6 @@ def test_a_worker_that_refuses_a_watcher_is_named(block_map: MapPage) -> None:
 def test_the_address_chooses_worker_and_period(block_map: MapPage) -> None:
     block_map.open("?worker=w7&period_s=2")
     assert block_map.server.stream_queries == [{"worker": "w7", "period_s": "2"}]
-
-
-def test_the_demo_replays_a_trace_in_a_loop(block_map: MapPage, worker: FakeWorker) -> None:
-    frames = []
-    for number in range(4):
-        worker.put(0, number, ACTIVE, references=1)
-        frames.append(worker.frame(whole=number == 0, after_s=0.05))
-    block_map.server.demo = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
-    block_map.open("?demo", waits_for_stream=False)
-    block_map.wait_for_frames(6)
-    assert block_map.text("#status").endswith("Demo: a recorded trace")
-    assert block_map.server.stream_queries == []
-    block_map.page.keyboard.press("Space")
-    block_map.hover(0, 0)
-    assert block_map.text("#tooltip") == "full block 0: active"
-    is_now = "Math.abs(transomBlockMap.workers.get('w0').live.time_s - Date.now() / 1000) < 60"
-    assert block_map.evaluate(is_now), "a recorded trace happens now"
-
-
-def test_a_server_without_a_trace_says_so(block_map: MapPage) -> None:
-    block_map.open("?demo", waits_for_stream=False)
-    block_map.page.wait_for_selector("#status[data-kind=failed]")
-    assert "There is no recorded trace" in block_map.text("#status-message")
-    assert len(block_map.errors) == 1, "the browser's own note of the 404"
-    block_map.errors.clear()
 
 
 def test_nothing_comes_from_elsewhere(block_map: MapPage, worker: FakeWorker) -> None:

@@ -1,10 +1,8 @@
-"""The page's modules on their own: decoder, server-sent events, history, geometry, layout, the recorded trace; 100,000 blocks."""
+"""The page's modules on their own: decoder, server-sent events, history, geometry, layout; 100,000 blocks."""
 
 from __future__ import annotations
 
 import base64
-import gzip
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
 from tests.browser.busy_worker import BusyWorker
 from tests.browser.map_page import MapPage
-from tests.browser.map_server import STATIC, event
+from tests.browser.map_server import event
 
 pytestmark = pytest.mark.browser
 
@@ -151,32 +149,6 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     const { states, geometry } = worker.live, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
     assert run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
-
-
-LOOK = """async () => {
-  const { decodeFrame, splitTrace } = await import("/blocks/assets/frames.js");
-  const { Worker } = await import("/blocks/assets/workers.js");
-  const worker = new Worker("demo");
-  let numWrong = 0;
-  for (const bytes of splitTrace(await (await fetch("/blocks/demo.bin")).arrayBuffer())) {
-    const frame = decodeFrame(bytes);
-    if (!worker.takeFrame(frame, bytes, frame.header.time_s)) numWrong += 1;
-    const { live } = worker, states = live.states.subarray(0, live.geometry.groups[0].num_blocks);
-    const leased = states.filter(Boolean).length, isUsed = (state, i) => [2, 5, 6].includes(state) && live.references[i] > 0;
-    const { active, held, loose, empty } = frame.header.counts[0];
-    if (leased - live.evicted.filter(([g, b]) => g === 0 && live.owners[live.geometry.pageOf(g, b)] !== 1).length
-        !== active + held + loose + empty) numWrong += 1;
-    if (states.filter(isUsed).length !== active || live.numBlocks(0, 2) !== active) numWrong += 1;
-  }
-  return numWrong;
-}"""
-
-
-def test_the_recorded_trace_holds_together(block_map: MapPage) -> None:
-    """No frame is missing, and blocks add up to the header's counts."""
-    block_map.server.demo = gzip.decompress(Path(STATIC, "demo.bin.gz").read_bytes())
-    block_map.open()
-    assert block_map.evaluate(LOOK) == 0
 
 
 NUM_DIFFS = 12

@@ -12,13 +12,11 @@ from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
 PAGE = "index.html"
-DEMO = "demo.bin.gz"
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".gz": "application/octet-stream",  # of the demo, which browsers unpack
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HEADERS = {
@@ -26,12 +24,9 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-_HEADERS_OF = {
-    DEMO: {"content-encoding": "gzip"},
-    PAGE: {
-        "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-        "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
-    },
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
 }
 
 
@@ -45,7 +40,7 @@ def file_response(name: str, request: Request) -> Response | None:
     except OSError:
         return None
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "etag": tag, **_HEADERS_OF.get(name, {})}
+    headers = {**_HEADERS, "etag": tag, **(_PAGE_HEADERS if name == PAGE else {})}
     if tag in [given.strip().removeprefix("W/") for given in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers=headers)
     return Response(content, headers={**headers, "content-type": kind})

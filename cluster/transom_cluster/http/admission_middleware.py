@@ -18,7 +18,7 @@ from transom_core.config import ServerConfig
 from transom_core.errors import RateLimited
 
 # These paths need no key: Kubernetes' probes of /health send none, and the page that draws the KV blocks has no data.
-OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
+OPEN_PATHS = frozenset({"/health", "/blocks"})
 TIMELINES_PATH = "/debug/requests"
 COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the router asks other processes for the answer
 BLOCK_STREAM_PATH = "/blocks/stream"

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.blockmap.feed import Feed, Outbox, sse_json
-from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
+from transom_cluster.blockmap.static_files import PAGE, file_response
 from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.openai.answer.error_responses import HttpError
@@ -40,10 +40,6 @@ def _add_file_routes(api: FastAPI) -> None:
     @api.get("/blocks/assets/{name}", include_in_schema=False)
     def asset(name: str, request: Request) -> Response:
         return _file(name, request)
-
-    @api.get("/blocks/demo.bin", include_in_schema=False)
-    def demo(request: Request) -> Response:
-        return _file(DEMO, request)
 
 
 def _file(name: str, request: Request) -> Response:

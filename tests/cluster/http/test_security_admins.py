@@ -83,10 +83,7 @@ def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
     paths = {route.path for route in cast("list[Route]", build_api(make_router(StubWorker())).routes)}
     shared = {path for path in paths if needs_admin_key(path, has_keys=False, has_admins=True)}
     assert shared == {path.split("?")[0] for path in (*SHARED, MEASURE)}
-    assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {
-        "/blocks/assets/{name}",
-        "/blocks/demo.bin",
-    }
+    assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {"/blocks/assets/{name}"}
 
 
 @pytest.mark.parametrize("path", ["/metrics%0A", "/metrics/sd%0A", "/blocks/stream%0A?worker=none"])

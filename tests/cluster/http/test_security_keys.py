@@ -23,7 +23,7 @@ from transom_core.settings.settings import Settings
 
 KEYS = ("first", "second", "dritter Schlüssel")
 VARIABLES = ("TRANSOM_API_KEY_FILE", "TRANSOM_ADMIN_API_KEY_FILE")
-OPEN = {"/health", "/blocks", "/blocks/demo.bin", "/blocks/assets/{name}"}  # as in docs/security.md
+OPEN = {"/health", "/blocks", "/blocks/assets/{name}"}  # as in docs/security.md
 
 
 def bearer(key: str) -> dict[bytes, bytes]:

@@ -22,7 +22,7 @@ export class App {
     });
     this.numFrames = 0;
     this.parts = null;
-    this.source = null; // a Connection; null in the demo
+    this.source = null; // a Connection
     this.isConnected = false;
     this.connected_s = null; // since when the stream is open: a worker's silence counts from then
     this.knownGone = new Set(); // ids of departed workers
@@ -90,13 +90,13 @@ export class App {
     else if (event === "problem") this.#takeProblem(JSON.parse(data));
   }
 
-  takeFrame(bytes, shift_s = 0) {
+  takeFrame(bytes) {
     const at_s = this.timeline.momentOf(Date.now() / 1000);
-    const frame = decodeFrame(bytes, shift_s);
+    const frame = decodeFrame(bytes);
     const id = frame.header.worker;
     const worker = this.list.present(id, Date.now() / 1000);
-    if (!worker.takeFrame(frame, bytes, at_s, shift_s)) {
-      this.source?.restart();
+    if (!worker.takeFrame(frame, bytes, at_s)) {
+      this.source.restart();
       return;
     }
     this.hues.of(worker.live.geometry);

@@ -1,16 +1,13 @@
 /**
- * Where frames come from: the live stream of server-sent events, with an API key and reconnection, or a recorded trace.
+ * Where frames come from: the live stream of server-sent events, with an API key and reconnection.
  *
- * Both call `onStatus({kind, message, retry_s})`, where `kind` is connecting, live, lost, key, demo or failed.
+ * It calls `onStatus({kind, message, retry_s})`, where `kind` is connecting, live, lost or key.
  */
-
-import { decodeFrame, splitTrace } from "./frames.js";
 
 const KEY_STORAGE_NAME = "transom.api_key";
 const FIRST_RETRY_S = 0.5;
 const MAX_RETRY_S = 10;
 const MAX_SILENCE_S = 25; // the server sends something every 5 s
-const PAUSE_BETWEEN_LOOPS_S = 1; // of the trace
 
 /** The API key, kept for this tab only. */
 export class ApiKeyStore {
@@ -162,27 +159,6 @@ export class Connection {
     } finally {
       clearTimeout(silence);
     }
-  }
-}
-
-/** Replay a recorded trace in a loop, with the recorded intervals and present times. `onFrame(bytes, shift_s)` gets each frame. */
-export async function replayTrace(url, { onFrame, onStatus }) {
-  onStatus({ kind: "connecting" });
-  const response = await fetch(url);
-  if (!response.ok) {
-    onStatus({ kind: "failed", message: `There is no recorded trace at ${url} (the server answered ${response.status}).` });
-    return;
-  }
-  const frames = splitTrace(await response.arrayBuffer());
-  const times_s = frames.map((bytes) => decodeFrame(bytes).header.time_s);
-  onStatus({ kind: "demo" });
-  for (;;) {
-    const shift_s = Date.now() / 1000 - times_s[0];
-    for (let i = 0; i < frames.length; i++) {
-      await sleep(Math.max(0, times_s[i] + shift_s - Date.now() / 1000));
-      onFrame(frames[i], shift_s);
-    }
-    await sleep(PAUSE_BETWEEN_LOOPS_S);
   }
 }
 

@@ -3,12 +3,11 @@
 const HEADER_START_BYTE = 4;
 const utf8 = new TextDecoder();
 
-/** Decode a frame. `shift_s` is added to all its times: the demo replays a trace with present times. */
-export function decodeFrame(bytes, shift_s = 0) {
+/** Decode a frame. */
+export function decodeFrame(bytes) {
   const headerBytes = readHeaderLength(bytes);
   const headerEnd = HEADER_START_BYTE + headerBytes;
   const header = JSON.parse(utf8.decode(bytes.subarray(HEADER_START_BYTE, headerEnd)));
-  if (shift_s) shiftTimes(header, shift_s);
   const arrays = {};
   let offset = (headerEnd + 3) & ~3;
   for (const [name, length] of header.arrays) {
@@ -28,23 +27,6 @@ export function fromBase64(text) {
   return bytes;
 }
 
-/** The frames of a recorded trace, each preceded by its length. They share the trace's buffer. */
-export function splitTrace(buffer) {
-  const view = new DataView(buffer);
-  const frames = [];
-  let offset = 0;
-  while (offset + 4 <= buffer.byteLength) {
-    const length = view.getUint32(offset, true);
-    offset += 4;
-    if (offset + length > buffer.byteLength) {
-      throw new Error(`The trace ends inside frame ${frames.length}: ${buffer.byteLength - offset} of ${length} bytes are there.`);
-    }
-    frames.push(new Uint8Array(buffer, offset, length));
-    offset += length;
-  }
-  return frames;
-}
-
 function readHeaderLength(bytes) {
   if (bytes.byteLength < HEADER_START_BYTE) throw new Error(`A frame has at least 4 bytes, this one has ${bytes.byteLength}.`);
   const length = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength).getUint32(0, true);
@@ -61,10 +43,4 @@ function u32View(bytes, offset, length, name) {
   const start = bytes.byteOffset + offset;
   if (start % 4 === 0) return new Uint32Array(bytes.buffer, start, length);
   return new Uint32Array(bytes.slice(offset, offset + 4 * length).buffer); // a view must be aligned
-}
-
-function shiftTimes(header, shift_s) {
-  header.time_s += shift_s;
-  for (const event of header.events) event.time_s += shift_s;
-  for (const entry of header.history ?? []) entry[0] += shift_s;
 }

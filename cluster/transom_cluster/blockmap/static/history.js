@@ -27,8 +27,8 @@ export class History {
   }
 
   /** Keep a frame that came at `at_s`; `state` is the worker's after it. */
-  push(bytes, frame, state, at_s, shift_s = 0) {
-    const entry = { at_s, bytes, shift_s, whole: frame.header.whole, key: null, numBytes: bytes.byteLength + 100 };
+  push(bytes, frame, state, at_s) {
+    const entry = { at_s, bytes, whole: frame.header.whole, key: null, numBytes: bytes.byteLength + 100 };
     this.#placeKey(entry, frame, state);
     this.entries.push(entry);
     this.numBytes += entry.numBytes;
@@ -77,8 +77,7 @@ export class History {
   }
 
   #frame(index) {
-    const { bytes, shift_s } = this.entries[index];
-    return decodeFrame(bytes, shift_s);
+    return decodeFrame(this.entries[index].bytes);
   }
 
   #standsAlone(index) {

@@ -5,7 +5,7 @@ import { Inspector, lineOf, Tooltip } from "./block_details.js";
 import { GroupHues, Theme } from "./colours.js";
 import { Cursor } from "./cursor.js";
 import { FilterControls, Filters } from "./filters.js";
-import { ApiKeyStore, askForKey, Connection, replayTrace } from "./frame_sources.js";
+import { ApiKeyStore, askForKey, Connection } from "./frame_sources.js";
 import { Keyboard } from "./keyboard.js";
 import { MapView, stateOf } from "./map_view.js";
 import { Counters, DEVICE_LOOKS, EventLog, HOST_LOOKS, Legend, RequestsPanel } from "./panels.js";
@@ -166,14 +166,10 @@ function streamAddress() {
 }
 
 function start() {
-  const onStatus = (status) => app.setStatus(status);
-  if (parameters.has("demo")) {
-    replayTrace(new URL("demo.bin", ADDRESS), { onFrame: (bytes, shift_s) => app.takeFrame(bytes, shift_s), onStatus });
-    return;
-  }
   const onEvent = (event, data) => app.takeEvent(event, data);
   app.source = new Connection({
-    url: streamAddress(), keys, onEvent, onStatus, askForKey: (wasRefused) => askForKey(find("key-dialog"), wasRefused),
+    url: streamAddress(), keys, onEvent, onStatus: (status) => app.setStatus(status),
+    askForKey: (wasRefused) => askForKey(find("key-dialog"), wasRefused),
   });
   app.source.run();
 }

@@ -6,7 +6,6 @@ import { ACTIVE, EVICTABLE, PINNED, REPAIR } from "./worker_state.js";
 const SUMMARY_EVERY_S = 30;
 const STATUS_TEXTS = {
   connecting: "Connecting", live: "Connected", lost: "Connection lost", key: "API key wanted",
-  demo: "Demo: a recorded trace", failed: "No demo",
 };
 
 /** Writes into `region`, a live region that screen readers read out. */
@@ -31,7 +30,7 @@ export class Announcer {
   }
 }
 
-/** Shows a status {kind, message, retry_s} of the stream or the demo (frame_sources.js). */
+/** Shows a status {kind, message, retry_s} of the stream (frame_sources.js). */
 export class StatusLine {
   constructor({ pill, message, announcer }) {
     Object.assign(this, { pill, message, announcer });

@@ -97,13 +97,13 @@ export class Worker {
   }
 
   /** Apply a decoded frame and keep its bytes; false if a frame before it is missing. */
-  takeFrame(frame, bytes, at_s, shift_s = 0) {
+  takeFrame(frame, bytes, at_s) {
     const { header } = frame;
     if (!header.whole && (this.live === null || header.sequence !== this.nextSequence)) return false;
     this.presence.framed(at_s);
     this.nextSequence = header.sequence + 1;
     this.#apply(frame);
-    this.history.push(bytes, frame, this.live, at_s, shift_s);
+    this.history.push(bytes, frame, this.live, at_s);
     this.series.takeFrame(header);
     this.#rememberTotals(header.totals);
     this.problem = null;
