@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 RECT = """([worker, group, block]) => {
   const app = transomBlockMap, w = app.workers.get(worker);
-  const rect = app.map.rectOf({ worker: w, page: w.shown.geometry.pageOf(group, block), group, block });
+  const rect = app.map.rectOf({ worker: w, page: w.state.geometry.pageOf(group, block), group, block });
   return [rect[0], rect[1] - app.map.scrollPx, rect[2], rect[3]];
 }"""
 PIXELS = """([x, y, w, h]) => {
@@ -42,7 +42,6 @@ class MapPage:
         self.server = server
         self.errors: list[str] = []
         self.num_sent = 0
-        self.time_s = 0.0
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
 
@@ -58,24 +57,11 @@ class MapPage:
         self.send(*(worker.frame(whole=True) for worker in workers))
 
     def send(self, *frames: bytes) -> None:
-        """Send frames one by one, each a moment of its own, and wait until the last is drawn."""
+        """Send frames one by one, and wait until each is drawn."""
         for frame in frames:
-            self.page.evaluate("transomBlockMap.timeline.lastArrival_s = -Infinity")
             self.server.send(frame)
             self.num_sent += 1
             self.wait_for_frames(self.num_sent)
-
-    def freeze_clock(self) -> None:
-        """From now on, and before `open`, the page's clock stands but for `pass_time`; its timers run on."""
-        self.time_s = 1_700_000_000.0
-        self.page.clock.set_fixed_time(self.time_s)
-
-    def pass_time(self, seconds: float) -> None:
-        """Set the clock on, let the page notice, and wait until it is drawn."""
-        self.time_s += seconds
-        self.page.clock.set_fixed_time(self.time_s)
-        self.page.evaluate("transomBlockMap.tick()")
-        self.settle()
 
     def wait_for_frames(self, number: int) -> None:
         """Wait until this number of frames was taken and drawn."""

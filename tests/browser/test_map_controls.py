@@ -91,18 +91,9 @@ def test_the_group_filter_dims_and_the_worker_filter_hides(block_map: MapPage, w
 def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
     press = block_map.page.keyboard.press
     block_map.show(worker)
-    worker.put(0, 9, EVICTABLE)
-    block_map.send(worker.frame())
     press("Space")
     assert block_map.text("#moment").startswith("Paused")
-    assert block_map.text("#announcer").startswith("Paused")
-    press("ArrowLeft")
-    block_map.settle()
-    assert block_map.evaluate("transomBlockMap.timeline.shown_s === transomBlockMap.timeline.oldest_s")
-    press(".")
-    assert block_map.evaluate("transomBlockMap.timeline.shown_s === transomBlockMap.timeline.newest_s")
-    press("l")
-    block_map.settle()
+    press("Space")
     assert block_map.text("#moment").startswith("Live")
     press("f")
     block_map.page.keyboard.type("b l")  # letters are text here, not shortcuts
@@ -160,10 +151,6 @@ def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker:
         reached.add(block_map.evaluate("document.activeElement.id"))
     assert {
         "toggle",
-        "back",
-        "forth",
-        "slider",
-        "go-live",
         "worker-filter",
         "group-filter",
         "request-filter",

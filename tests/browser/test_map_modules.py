@@ -1,4 +1,4 @@
-"""The page's modules on their own: decoder, server-sent events, history, geometry, layout; 100,000 blocks."""
+"""The page's modules on their own: decoder, server-sent events, geometry, layout; 100,000 blocks."""
 
 from __future__ import annotations
 
@@ -67,54 +67,6 @@ def test_server_sent_events_come_in_any_pieces(modules: MapPage, size: int) -> N
     ]
 
 
-def test_history_stays_within_its_memory_and_minutes(modules: MapPage) -> None:
-    busy = BusyWorker(num_pages=20)
-    frames = [text(busy.whole()), *(text(busy.diff(0.1)) for _ in range(120))]
-    body = """const worker = new Worker("w0"), limits = { maxBytes: argument.maxBytes, maxAge_s: argument.maxAge_s };
-    Object.assign(worker.history, limits);
-    let most = 0;
-    argument.frames.forEach((text, i) => {
-      const bytes = fromBase64(text);
-      worker.takeFrame(decodeFrame(bytes), bytes, i);
-      most = Math.max(most, worker.history.numBytes);
-    });
-    const { entries, numBytes } = worker.history, last = worker.history.stateAt(entries.length - 1);
-    const names = ["states", "references", "logical", "hashes", "born", "owners", "tally"];
-    const same = names.every(name => last[name].join() === worker.live[name].join());
-    const standsAlone = entries[0].whole || entries[0].key !== null;
-    const sum = entries.reduce((total, entry) => total + entry.numBytes, 0) === numBytes;
-    return { most, count: entries.length, oldest: entries[0].at_s, same, sum, standsAlone };"""
-    names = "workers:Worker frames:decodeFrame,fromBase64"
-    roomy = run(modules, names, body, {"frames": frames, "maxBytes": 1e9, "maxAge_s": 60})
-    assert roomy["same"]
-    assert roomy["sum"]
-    assert roomy["standsAlone"]
-    assert 50 <= roomy["oldest"] <= 60, "a minute is there, and hardly more"
-    tight = run(modules, names, body, {"frames": frames, "maxBytes": 200_000, "maxAge_s": 300})
-    assert tight["same"]
-    assert tight["most"] < 300_000, "over the limit by no more than the run up to the next key"
-    assert 1 < tight["count"] < roomy["count"]
-
-
-def test_any_moment_of_the_history_is_what_the_live_state_was(modules: MapPage) -> None:
-    busy = BusyWorker(num_pages=6, blocks_per_page=50)
-    frames = [text(busy.whole()), *(text(busy.diff(0.3)) for _ in range(20))]
-    body = """const worker = new Worker("w0"), then = [];
-    const names = ["states", "references", "logical", "hashes", "born", "owners", "tally"];
-    const print = state => JSON.stringify([
-      names.map(name => state[name].join()), [...state.sequences.keys()], state.time_s, state.evicted]);
-    argument.forEach((text, i) => {
-      const bytes = fromBase64(text);
-      worker.takeFrame(decodeFrame(bytes), bytes, i);
-      then.push(print(worker.live));
-    });
-    const same = then.map((was, i) => was === print(worker.history.stateAt(i)));
-    return [same, worker.history.entries.filter(e => e.key).length];"""
-    same, num_keys = run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, frames)
-    assert same == [True] * 21
-    assert num_keys > 0, "key states were tried as well"
-
-
 def test_the_middle_of_every_cell_belongs_to_its_block(modules: MapPage) -> None:
     fake = FakeWorker(page_bytes=1000, num_pages=17, strides={"odd": 96, "wide": 490, "even": 250})
     body = """const { header } = decodeFrame(fromBase64(argument)), geometry = new Geometry(header), wrong = [];
@@ -145,10 +97,10 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     fake._changed_pages.add(0)
     second = text(fake.frame())  # says nothing about blocks
     body = """const worker = new Worker("w0");
-    argument.forEach((text, i) => { const bytes = fromBase64(text); worker.takeFrame(decodeFrame(bytes), bytes, i); });
-    const { states, geometry } = worker.live, [, second] = geometry.offsets;
+    for (const text of argument) worker.takeFrame(decodeFrame(fromBase64(text)));
+    const { states, geometry } = worker.state, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
-    assert run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
+    assert run(modules, "app:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
 
 
 NUM_DIFFS = 12
@@ -163,14 +115,8 @@ def test_a_hundred_thousand_blocks_keep_up(block_map: MapPage) -> None:
     block_map.wait_for_frames(1 + NUM_DIFFS)
     shown = block_map.evaluate(
         """() => {
-          const { live, history, nextSequence } = transomBlockMap.workers.get("w0");
-          const numBlocks = live.states.reduce((sum, state) => sum + (state > 0), 0);
-          return [numBlocks, history.entries.length, nextSequence];
+          const { state, nextSequence } = transomBlockMap.workers.get("w0");
+          return [state.states.reduce((sum, each) => sum + (each > 0), 0), nextSequence];
         }"""
     )
-    assert shown == [100_000, 1 + NUM_DIFFS, 1 + NUM_DIFFS]
-    live = block_map.all_pixels()
-    block_map.page.keyboard.press(",")
-    assert block_map.all_pixels() != live
-    block_map.page.keyboard.press(".")
-    assert block_map.all_pixels() == live
+    assert shown == [100_000, 1 + NUM_DIFFS]

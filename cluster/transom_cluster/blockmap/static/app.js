@@ -1,87 +1,75 @@
 /**
  * The page's state: takes frames and events of the stream, knows which workers are shown, and draws at most once for each time that
- * the screen is refreshed. Terms of workers, such as departed and silent: workers.js.
+ * the screen is refreshed.
  */
 
 import { decodeFrame, fromBase64 } from "./frames.js";
+import { UtilisationSeries } from "./strip.js";
 import { formatTime } from "./text.js";
-import { Timeline } from "./timeline.js";
-import { AWAY, JUST_GONE, PRESENT, WorkerList } from "./workers.js";
+import { WorkerState } from "./worker_state.js";
 
 const STRIP_EVERY_MS = 1000;
+
+/** One worker: what the stream says about it, the state of its blocks (null before its first frame), and its utilisation. */
+export class Worker {
+  constructor(id) {
+    this.id = id;
+    this.info = { worker: id, model: "", state: "" };
+    this.state = null;
+    this.problem = "";
+    this.series = new UtilisationSeries();
+    this.nextSequence = null;
+  }
+
+  /** Apply a decoded frame; false if a frame before it is missing. */
+  takeFrame(frame) {
+    const { header } = frame;
+    if (!header.whole && (this.state === null || header.sequence !== this.nextSequence)) return false;
+    this.nextSequence = header.sequence + 1;
+    if (this.state === null) this.state = WorkerState.fromWhole(frame);
+    else this.state.apply(frame);
+    this.series.takeFrame(header);
+    this.problem = "";
+    return true;
+  }
+}
 
 /** `parts` are the functions and objects that draw the page; main.js sets them. */
 export class App {
   constructor({ filters, hues }) {
-    this.list = new WorkerList();
-    this.workers = this.list.workers;
+    this.workers = new Map(); // by id
     this.filters = filters;
     this.hues = hues;
-    this.timeline = new Timeline({
-      workers: () => [...this.workers.values()], recorded: () => this.recordedWorkers(), onChange: () => this.requestRender(true),
-    });
     this.numFrames = 0;
     this.parts = null;
     this.source = null; // a Connection
-    this.isConnected = false;
-    this.connected_s = null; // since when the stream is open: a worker's silence counts from then
-    this.knownGone = new Set(); // ids of departed workers
-    this.tickKey = "";
     this.isRenderDue = false;
     this.isStripDue = true;
     this.lastStrip_ms = -Infinity;
   }
 
-  /** The workers, present or departed, that have sent a frame and that the filter shows. */
-  recordedWorkers() {
-    return [...this.workers.values()].filter((worker) => worker.live !== null && this.filters.shows(worker));
-  }
-
-  /** The recorded workers that are on the map at the moment on the screen. */
+  /** The workers that have sent a frame and that the filter shows. */
   visibleWorkers() {
-    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) !== AWAY);
-  }
-
-  /** The recorded workers that were present at the moment on the screen, so that their blocks and requests count. */
-  presentWorkers() {
-    return this.recordedWorkers().filter((worker) => this.#presenceOf(worker) === PRESENT);
-  }
-
-  /** Whether a worker had just left at the moment on the screen. */
-  isJustGone(worker) {
-    return this.#presenceOf(worker) === JUST_GONE;
-  }
-
-  /** What is wrong with a worker, for its heading; "" if all is well. */
-  noteOf({ presence, problem }) {
-    if (presence.isGone) return `gone since ${formatTime(presence.goneSince_s)}`;
-    const silence_s = presence.silence_s(Date.now() / 1000, this.connected_s);
-    return [problem, silence_s && `nothing for ${Math.floor(silence_s)} s`].filter(Boolean).join("; ");
-  }
-
-  /** A function (record, group) that says whether a block of a tier's state is dimmed, or null if none is. */
-  dimmer(worker, state) {
-    return this.isJustGone(worker) ? () => true : this.filters.dimmer(worker, state);
-  }
-
-  /** Why the map is empty. */
-  whyEmpty() {
-    if (!this.timeline.isLive) return "No worker was present at this moment.";
-    const gone = this.recordedWorkers().filter(({ presence }) => presence.isGone);
-    if (!gone.length) return "No blocks yet: waiting for a worker.";
-    return `${gone.map((worker) => `${worker.id} is ${this.noteOf(worker)}`).join("; ")}. Step back to see the time before.`;
+    return [...this.workers.values()].filter((worker) => worker.state !== null && this.filters.shows(worker));
   }
 
   /** What is wrong with workers that have no heading, because they have sent no frame. */
   problemsWithoutHeading() {
-    const notes = [...this.workers.values()].filter(({ live }) => live === null).map((worker) => [worker.id, this.noteOf(worker)]);
-    return notes.filter(([, note]) => note).map(([id, note]) => `${id}: ${note}`);
+    const silent = [...this.workers.values()].filter(({ state, problem }) => state === null && problem);
+    return silent.map(({ id, problem }) => `${id}: ${problem}`);
   }
 
   /** The names of the groups of workers in the order of their hues. */
-  groupNames(workers = this.visibleWorkers()) {
-    const names = new Set(workers.flatMap((worker) => worker.shown.geometry.groups.map(({ name }) => name)));
+  groupNames() {
+    const names = new Set(this.visibleWorkers().flatMap(({ state }) => state.geometry.groups.map(({ name }) => name)));
     return [...names].sort((a, b) => this.hues.indexOf(a) - this.hues.indexOf(b));
+  }
+
+  /** The moment on the screen in words. */
+  moment() {
+    const times_s = this.visibleWorkers().map(({ state }) => state.time_s);
+    if (!times_s.length) return "No frames yet";
+    return `${this.source.isPaused ? "Paused at" : "Live,"} ${formatTime(Math.max(...times_s))}`;
   }
 
   takeEvent(event, data) {
@@ -91,36 +79,21 @@ export class App {
   }
 
   takeFrame(bytes) {
-    const at_s = this.timeline.momentOf(Date.now() / 1000);
     const frame = decodeFrame(bytes);
-    const id = frame.header.worker;
-    const worker = this.list.present(id, Date.now() / 1000);
-    if (!worker.takeFrame(frame, bytes, at_s)) {
+    const worker = this.#workerOf(frame.header.worker);
+    if (!worker.takeFrame(frame)) {
       this.source.restart();
       return;
     }
-    this.hues.of(worker.live.geometry);
-    this.parts.eventLog.take(worker, frame.header, at_s);
+    this.hues.of(worker.state.geometry);
+    this.parts.eventLog.take(worker, frame.header);
     this.numFrames += 1;
     this.requestRender(frame.header.whole);
   }
 
   setStatus(status) {
-    this.isConnected = status.kind === "live";
-    this.connected_s = this.isConnected ? Date.now() / 1000 : null;
     this.parts.status.show(status);
     this.requestRender(false);
-  }
-
-  /** Each second, update what changes without a frame. */
-  tick() {
-    this.list.prune(Date.now() / 1000, this.timeline.position_s);
-    this.#clearFilterOfGone();
-    this.#announceSilent();
-    const lines = [...this.workers.values()].map((worker) => `${worker.id} ${this.#presenceOf(worker)} ${this.noteOf(worker)}`);
-    const key = lines.join("\n");
-    if (key !== this.tickKey) this.requestRender(true);
-    this.tickKey = key;
   }
 
   /** Draw before the screen's next refresh; the strip too if `withStrip`, else it is drawn once a second. */
@@ -142,33 +115,18 @@ export class App {
     }
   }
 
-  #presenceOf({ presence }) {
-    return this.timeline.isLive ? presence.now(Date.now() / 1000) : presence.at(this.timeline.position_s);
+  #workerOf(id) {
+    if (!this.workers.has(id)) this.workers.set(id, new Worker(id));
+    return this.workers.get(id);
   }
 
-  #announceSilent() {
-    const isNew = ({ presence }) => !presence.isSilenceAnnounced && presence.silence_s(Date.now() / 1000, this.connected_s) > 0;
-    const silent = [...this.workers.values()].filter(isNew);
-    for (const { presence } of silent) presence.isSilenceAnnounced = true;
-    if (silent.length) this.parts.announcer.say(silent.map((worker) => `${worker.id}: ${this.noteOf(worker)}.`).join(" "));
-  }
-
+  /** Keep the listed workers; those that are not listed have gone. */
   #takeWorkers(list) {
-    this.list.take(list, Date.now() / 1000, this.timeline.position_s);
-    this.#clearFilterOfGone();
+    const ids = new Set(list.map(({ worker }) => worker));
+    for (const id of this.workers.keys()) if (!ids.has(id)) this.workers.delete(id);
+    for (const info of list) this.#workerOf(info.worker).info = info;
+    if (this.filters.worker && !ids.has(this.filters.worker)) this.filters.set({ worker: "" });
     this.requestRender(true);
-  }
-
-  /**
-   * Clear the filter of a worker that leaves while time is live, since the map would be empty. A filter that the user sets later is
-   * for stepping back.
-   */
-  #clearFilterOfGone() {
-    const { worker: id } = this.filters;
-    const gone = new Set([...this.workers.values()].filter(({ presence }) => presence.isGone).map((worker) => worker.id));
-    const hasLeft = gone.has(id) && !this.knownGone.has(id) && this.timeline.isLive;
-    this.knownGone = gone;
-    if (id && (hasLeft || !this.workers.has(id))) this.filters.set({ worker: "" });
   }
 
   #takeProblem({ worker, message }) {

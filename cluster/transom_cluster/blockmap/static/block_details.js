@@ -67,7 +67,7 @@ export class Inspector {
 
   #showRequests(target) {
     const found = target === null ? [] : stateOf(target).sequencesOf(target.group, target.block);
-    const blockSize = target?.worker.shown.geometry.groups[target.group].block_size;
+    const blockSize = target?.worker.state.geometry.groups[target.group].block_size;
     const lines = found.map(({ sequence, logical }) => [sequence, `${logical === null ? "" : ` tokens ${tokenRange(logical, blockSize)},`} ${sequence.phase}`]);
     const key = JSON.stringify(lines.map(([sequence, text]) => [sequence.id, sequence.request, text]));
     if (key === this.requestsKey) return; // a button that is replaced loses the focus

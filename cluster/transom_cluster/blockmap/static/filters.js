@@ -36,8 +36,8 @@ export class Filters {
 
   /** The records that the request filter chooses, computed once for each state. */
   #recordsOf(worker, state) {
-    const { time_s } = worker.shown;
-    const key = `${state === worker.shown ? "device" : "host"} ${worker.id}`;
+    const { time_s } = worker.state;
+    const key = `${state === worker.state ? "device" : "host"} ${worker.id}`;
     const known = this.chosen.get(key);
     if (known?.state === state && known.time_s === time_s && known.request === this.request) return known.records;
     const records = state.recordsOfRequests(this.request);

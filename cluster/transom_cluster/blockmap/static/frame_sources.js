@@ -1,7 +1,7 @@
 /**
  * Where frames come from: the live stream of server-sent events, with an API key and reconnection.
  *
- * It calls `onStatus({kind, message, retry_s})`, where `kind` is connecting, live, lost or key.
+ * It calls `onStatus({kind, message, retry_s})`, where `kind` is connecting, live, paused, lost or key.
  */
 
 const KEY_STORAGE_NAME = "transom.api_key";
@@ -96,21 +96,39 @@ export class Connection {
     Object.assign(this, { url, keys, onEvent, onStatus, askForKey });
     this.retry_s = FIRST_RETRY_S;
     this.abort = null;
+    this.isPaused = false;
+    this.wake = null; // ends the waiting of a paused connection
   }
 
   async run() {
     for (;;) {
+      if (this.isPaused) await this.#waitForResume();
       const why = await this.#readOnce();
-      if (why === null) continue; // the user gave a key: connect at once
+      if (why === null || this.isPaused) continue; // null: the user gave a key: connect at once
       this.onStatus({ kind: "lost", message: why, retry_s: this.retry_s });
       await sleep(this.retry_s);
       this.retry_s = Math.min(2 * this.retry_s, MAX_RETRY_S);
     }
   }
 
+  /** Close the stream, so that nothing on the page changes, or open it again; the frames between are lost. */
+  toggle() {
+    this.isPaused = !this.isPaused;
+    if (this.isPaused) this.abort?.abort(new Error("Paused."));
+    else this.wake?.();
+  }
+
   /** Close the stream and open it again, because a frame is missing. */
   restart() {
     this.abort?.abort(new Error("A frame was missed."));
+  }
+
+  async #waitForResume() {
+    this.onStatus({ kind: "paused" });
+    await new Promise((resolve) => {
+      this.wake = resolve;
+    });
+    this.wake = null;
   }
 
   /** Read one stream to its end: why it ended, or null if the server wanted a key. */

@@ -170,7 +170,7 @@ export function placeSections(workers, zoom, { widthPx, heightPx, pixelRatio }) 
 
 /** The largest cells with which all host tiers together take half of the window; the smallest if none do. */
 function fittingHostLevel(workers, { widthPx, heightPx, pixelRatio }) {
-  const hosts = workers.flatMap(({ shown }) => (shown.host ? [shown.host.geometry] : []));
+  const hosts = workers.flatMap(({ state }) => (state.host ? [state.host.geometry] : []));
   for (let level = LARGEST_FIT; level > 0; level--) {
     const cellPx = Math.max(1, Math.round(CELL_SIDES_CSS_PX[level] * pixelRatio));
     const heights = hosts.map((geometry) => layoutPages(geometry, widthPx, cellPx).heightPx);
@@ -195,8 +195,8 @@ function placeAt(workers, sideCssPx, hostSideCssPx, widthPx, pixelRatio) {
     top = bottom + marginPx;
   };
   for (const worker of workers) {
-    add(worker, "device", worker.shown.geometry, sidePx(sideCssPx));
-    if (worker.shown.host) add(worker, "host", worker.shown.host.geometry, sidePx(hostSideCssPx));
+    add(worker, "device", worker.state.geometry, sidePx(sideCssPx));
+    if (worker.state.host) add(worker, "host", worker.state.host.geometry, sidePx(hostSideCssPx));
   }
   return { sections, heightPx: top, hostPx };
 }

@@ -37,13 +37,6 @@ export class HostState {
     return new HostState(new Geometry({ ...header, num_pages, groups }), sequences);
   }
 
-  static restore({ geometry, counts, freePages, runs }, sequences) {
-    const state = new HostState(geometry, sequences);
-    Object.assign(state, { counts, freePages });
-    for (const [group, first, count, blockState] of runs) state.#put(group, first, count, blockState);
-    return state;
-  }
-
   apply({ header, hostBlocks }) {
     this.counts = header.host.counts;
     this.freePages = header.host.free_pages;
@@ -93,21 +86,6 @@ export class HostState {
       });
     }
     return chosen;
-  }
-
-  /** A compact copy for `restore`. */
-  snapshot() {
-    const { geometry, counts, freePages, states } = this;
-    const runs = [];
-    geometry.groups.forEach((group, g) => {
-      const begin = geometry.offsets[g];
-      for (let first = 0, end; first < group.num_blocks; first = end) {
-        const state = states[begin + first];
-        for (end = first + 1; end < group.num_blocks && states[begin + end] === state; ) end++;
-        if (state !== UNLEASED) runs.push([g, first, end - first, state]);
-      }
-    });
-    return { geometry, counts, freePages, runs };
   }
 
   #put(group, first, count, state) {

@@ -5,7 +5,7 @@ const MAP_MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], Ar
 const TEXT_INPUTS = "input:not([type=range]):not([type=checkbox]), textarea, select";
 const USES_SPACE = "button, input, select, summary, a";
 
-/** `actions` is what the keys do. On the element `map` arrow keys move the cursor instead of the time; `off` is the checkbox. */
+/** `actions` is what the keys do. On the element `map` arrow keys move the cursor; `off` is the checkbox. */
 export class Keyboard {
   constructor({ map, off, actions }) {
     Object.assign(this, { map, off, actions });
@@ -28,7 +28,6 @@ export class Keyboard {
     if (target === this.map && this.#mapAction(key)) return this.#mapAction(key);
     if (target.matches?.(TEXT_INPUTS) || this.off.checked) return null;
     if (key === " ") return target.matches?.(USES_SPACE) ? null : actions.toggle;
-    if (key === "ArrowLeft" || key === "ArrowRight") return () => actions.step(key === "ArrowLeft" ? -1 : 1);
     return this.#letterAction(key);
   }
 
@@ -45,7 +44,7 @@ export class Keyboard {
   #letterAction(key) {
     const { actions } = this;
     const found = {
-      ",": () => actions.step(-1), ".": () => actions.step(1), l: actions.goLive, f: actions.focusFilter, m: actions.focusMap,
+      f: actions.focusFilter, m: actions.focusMap,
       "+": () => actions.zoom(1), "=": () => actions.zoom(1), "-": () => actions.zoom(-1), 0: () => actions.zoom(0),
       t: actions.switchTheme, s: actions.saySummary, "?": actions.help,
     };

@@ -12,7 +12,6 @@ import { Counters, DEVICE_LOOKS, EventLog, HOST_LOOKS, Legend, RequestsPanel } f
 import { Announcer, StatusLine } from "./status.js";
 import { Strip } from "./strip.js";
 import { setText } from "./text.js";
-import { TimeControls } from "./timeline.js";
 
 const ADDRESS = new URL("../", import.meta.url); // of /blocks/, under any path prefix
 const parameters = new URLSearchParams(location.search);
@@ -31,8 +30,7 @@ const chooseRequest = (request) => {
 const map = new MapView({
   scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
   view: {
-    workers: () => app.visibleWorkers(), dimmer: (worker, state) => app.dimmer(worker, state), hues, noteOf: (worker) => app.noteOf(worker),
-    isJustGone: (worker) => app.isJustGone(worker),
+    workers: () => app.visibleWorkers(), dimmer: (worker, state) => filters.dimmer(worker, state), hues,
   },
 });
 const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
@@ -43,11 +41,7 @@ const hostLegend = new Legend(find("host-legend"), HOST_LOOKS);
 const counters = new Counters({ table: find("counters"), requests: find("request-counts") });
 const requestsPanel = new RequestsPanel({ list: find("requests"), suggestions: find("request-ids"), onRequest: chooseRequest });
 const eventLog = new EventLog({ list: find("events"), onRequest: chooseRequest });
-const strip = new Strip({ box: find("strip"), onSeek: (time_s) => app.timeline.seek(time_s) });
-const timeControls = new TimeControls({
-  toggle: find("toggle"), back: find("back"), forth: find("forth"), slider: find("slider"), live: find("go-live"), label: find("moment"),
-  timeline: app.timeline,
-});
+const strip = new Strip(find("strip"));
 const filterControls = new FilterControls({
   worker: find("worker-filter"), group: find("group-filter"), request: find("request-filter"), clear: find("clear-filters"), filters,
 });
@@ -59,31 +53,37 @@ function draw() {
   if (paintedTheme !== theme.version) map.setStyles(theme.styles);
   paintedTheme = theme.version;
   const workers = app.visibleWorkers();
-  const present = app.presentWorkers();
   find("nothing").hidden = workers.length > 0;
-  setText(find("nothing"), app.whyEmpty());
   setText(find("problems"), app.problemsWithoutHeading().join(" "));
   map.paint();
   cursor.refresh();
   showTarget("frame");
-  timeControls.update();
+  showTime(workers.length > 0);
   filterControls.update([...app.workers.keys()], app.groupNames());
-  counters.update(present);
-  legend.update(app.groupNames(), present.map(({ shown }) => shown), theme.styles, theme.version);
-  const hosts = present.flatMap(({ shown }) => (shown.host ? [shown.host] : []));
+  counters.update(workers);
+  legend.update(app.groupNames(), workers.map(({ state }) => state), theme.styles, theme.version);
+  const hosts = workers.flatMap(({ state }) => (state.host ? [state.host] : []));
   find("host-panel").hidden = !hosts.length;
   hostLegend.update(app.groupNames(), hosts, theme.styles, theme.version);
-  requestsPanel.update(present, filters.request);
-  eventLog.update(app.timeline.isLive ? Infinity : app.timeline.shown_s, filters);
-  announcer.update(present, timeControls.describe(), Date.now() / 1000);
-  document.title = app.timeline.isLive ? "Transom blocks" : "Paused: Transom blocks";
+  requestsPanel.update(workers, filters.request);
+  eventLog.update(filters);
+  announcer.update(workers, app.moment(), Date.now() / 1000);
+}
+
+/** An empty map cannot be paused. */
+function showTime(hasBlocks) {
+  const { isPaused } = app.source;
+  const toggle = find("toggle");
+  toggle.disabled = !hasBlocks;
+  toggle.dataset.icon = isPaused ? "play" : "pause";
+  setText(toggle.querySelector("[data-word]"), isPaused ? "Resume" : "Pause");
+  find("moment").classList.toggle("paused", isPaused);
+  setText(find("moment"), app.moment());
+  document.title = isPaused ? "Paused: Transom blocks" : "Transom blocks";
 }
 
 function drawStrip() {
-  const workers = app.recordedWorkers();
-  const visible = app.visibleWorkers();
-  const shown_s = app.timeline.isLive || !visible.length ? null : Math.max(...visible.map(({ shown }) => shown.time_s));
-  strip.update({ groups: app.groupNames(workers), workers, hues, colours: theme.colours, shown_s, chosenGroup: filters.group });
+  strip.update({ groups: app.groupNames(), workers: app.visibleWorkers(), hues, colours: theme.colours, chosenGroup: filters.group });
 }
 
 /** Show the cursor's target. `how` is why it may have changed: "pointer", "click", "keyboard" or "frame". */
@@ -116,14 +116,10 @@ function zoom(by) {
   app.requestRender(true);
 }
 
-function step(direction) {
-  app.timeline.step(direction);
-  announcer.say(timeControls.describe());
-}
-
 function toggle() {
-  app.timeline.toggle();
-  announcer.say(timeControls.describe());
+  app.source.toggle();
+  app.requestRender(false);
+  announcer.say(app.moment());
 }
 
 function clear() {
@@ -143,6 +139,7 @@ function bindMap() {
 }
 
 function bindButtons() {
+  find("toggle").addEventListener("click", toggle);
   find("zoom-in").addEventListener("click", () => zoom(1));
   find("zoom-out").addEventListener("click", () => zoom(-1));
   find("zoom-fit").addEventListener("click", () => zoom(0));
@@ -150,9 +147,9 @@ function bindButtons() {
   new Keyboard({
     map: map.canvas, off: find("no-shortcuts"),
     actions: {
-      toggle, step, clear, zoom, goLive: () => app.timeline.goLive(), focusFilter: () => find("request-filter").focus(),
+      toggle, clear, zoom, focusFilter: () => find("request-filter").focus(),
       focusMap: () => map.canvas.focus(), switchTheme: () => theme.toggle(), help: () => find("help").showModal(),
-      saySummary: () => announcer.saySummary(app.presentWorkers(), timeControls.describe(), Date.now() / 1000),
+      saySummary: () => announcer.saySummary(app.visibleWorkers(), app.moment(), Date.now() / 1000),
       move: (dx, dy) => cursor.move(dx, dy), movePage: (direction) => cursor.movePage(direction),
       moveToEnd: (isLast) => cursor.moveToEnd(isLast), chooseRequest: chooseRequestOfTarget,
     },
@@ -182,5 +179,4 @@ app.cursor = cursor;
 bindMap();
 bindButtons();
 start();
-setInterval(() => app.tick(), 1000);
 app.requestRender(true);

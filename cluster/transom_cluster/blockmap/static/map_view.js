@@ -15,12 +15,12 @@ const IDENTITY_DIGITS = 16; // as in `system_fingerprint`
 
 /** The state of the blocks of a hit's tier at the moment on the screen; null where the worker has no such tier then. */
 export function stateOf({ worker, tier }) {
-  return tier === "host" ? worker.shown.host : worker.shown;
+  return tier === "host" ? worker.state.host : worker.state;
 }
 
 /**
  * The element `scroller` has `world`, which has the canvas. `view` is what to show:
- * {workers(), dimmer(worker, state), hues, noteOf(worker), isJustGone(worker)}.
+ * {workers(), dimmer(worker, state), hues}.
  */
 export class MapView {
   constructor({ scroller, world, canvas, view }) {
@@ -28,7 +28,7 @@ export class MapView {
     this.zoom = new Zoom();
     this.pixels = new Pixels(canvas);
     this.painter = new Painter(this.pixels);
-    this.headings = new SectionHeadings(world, view);
+    this.headings = new SectionHeadings(world);
     this.placed = { sections: [], heightPx: 0 };
     this.placedKey = "";
     this.styles = null;
@@ -109,7 +109,7 @@ export class MapView {
   #place() {
     const workers = this.view.workers();
     const { width: widthPx, height: heightPx } = this.pixels;
-    const parts = workers.map(({ id, shown }) => `${id}/${shown.geometry.key}/${shown.host?.geometry.key}`);
+    const parts = workers.map(({ id, state }) => `${id}/${state.geometry.key}/${state.host?.geometry.key}`);
     const key = `${widthPx},${heightPx},${this.pixelRatio},${this.zoom.level},${parts.join()}`;
     if (key === this.placedKey) return;
     this.placedKey = key;
@@ -137,9 +137,8 @@ export class MapView {
 
 /** The line above each worker's pages: its id, its problem, its model and that one's identity, its free pages and its requests. */
 class SectionHeadings {
-  constructor(world, view) {
+  constructor(world) {
     this.world = world;
-    this.view = view;
     this.headings = new Map();
   }
 
@@ -157,9 +156,8 @@ class SectionHeadings {
       const heading = this.#headingOf(nameOf(section));
       if (hasNew) this.world.append(heading); // screen readers read the headings in the sections' order
       heading.style.top = `${top / pixelRatio}px`;
-      heading.classList.toggle("just-gone", this.view.isJustGone(worker));
-      setText(heading.children[1], tier === "host" ? "" : this.view.noteOf(worker));
-      setText(heading.children[2], tier === "host" ? hostSummaryOf(worker.shown) : summaryOf(worker));
+      setText(heading.children[1], tier === "host" ? "" : worker.problem);
+      setText(heading.children[2], tier === "host" ? hostSummaryOf(worker.state) : summaryOf(worker));
     }
   }
 
@@ -186,8 +184,8 @@ function hostSummaryOf({ host, sequences }) {
   return [pages, ...blocks, `${of("loading")} loading, ${of("swapped")} swapped`].join(" · ");
 }
 
-function summaryOf({ info, shown }) {
-  const { geometry, freePages, running, waiting } = shown;
+function summaryOf({ info, state }) {
+  const { geometry, freePages, running, waiting } = state;
   const pages = `${formatCount(freePages)} of ${formatNoun(geometry.numPages, "page")} free (${formatBytes(geometry.pageBytes)} each)`;
   const identity = geometry.identity && `identity ${geometry.identity.slice(0, IDENTITY_DIGITS)}`;
   const parts = [geometry.model || info.model, identity, info.state, pages, `${running} running, ${waiting} waiting`];

@@ -78,27 +78,25 @@ export class Legend {
   }
 }
 
-/** What was counted over the workers shown, since they started and since the page was opened. */
+/** What was counted over the workers shown since they started. */
 export class Counters {
   constructor({ table, requests }) {
     this.requests = requests;
     this.cells = new Map();
     for (const [name, title] of COUNTERS) {
-      const cells = [element("td"), element("td")];
-      this.cells.set(name, cells);
-      table.tBodies[0].append(element("tr", {}, element("th", { scope: "row" }, title), ...cells));
+      const cell = element("td");
+      this.cells.set(name, cell);
+      table.tBodies[0].append(element("tr", {}, element("th", { scope: "row" }, title), cell));
     }
   }
 
   update(workers) {
-    const opened = sumByName(workers.map((worker) => worker.totalsSinceOpened()));
-    const totals = sumByName(workers.map(({ shown }) => shown.totals));
-    for (const [name, [sinceOpened, total]] of this.cells) {
-      setText(sinceOpened, formatCount(opened[name] ?? 0));
+    const totals = sumByName(workers.map(({ state }) => state.totals));
+    for (const [name, total] of this.cells) {
       setText(total, formatCount(totals[name] ?? 0));
       total.parentElement.hidden = !(name in totals) && name.endsWith("_blocks"); // without a host tier
     }
-    const { running = 0, waiting = 0 } = sumByName(workers.map(({ shown: { running, waiting } }) => ({ running, waiting })));
+    const { running = 0, waiting = 0 } = sumByName(workers.map(({ state: { running, waiting } }) => ({ running, waiting })));
     setText(this.requests, `${formatCount(running)} running, ${formatCount(waiting)} waiting`);
   }
 }
@@ -112,7 +110,7 @@ export class RequestsPanel {
 
   /** `filter` is the request filter's text. */
   update(workers, filter) {
-    const sequences = workers.flatMap(({ id, shown }) => [...shown.sequences.values()].map((sequence) => [`${id}/${sequence.id}`, sequence]));
+    const sequences = workers.flatMap(({ id, state }) => [...state.sequences.values()].map((sequence) => [`${id}/${sequence.id}`, sequence]));
     const kept = new Map(sequences.slice(0, MAX_REQUESTS));
     this.#removeOthers(kept);
     for (const [key, sequence] of kept) this.#show(key, sequence, filter);
@@ -147,7 +145,7 @@ export class RequestsPanel {
   }
 }
 
-/** The last events up to the moment on the screen, newest first. */
+/** The last events, newest first. */
 export class EventLog {
   constructor({ list, onRequest }) {
     this.list = list;
@@ -157,20 +155,20 @@ export class EventLog {
     this.shownKey = "";
   }
 
-  take(worker, { events, dropped_events, time_s }, at_s) {
-    const { groups } = worker.live.geometry;
-    for (const event of events) this.#add({ ...event, worker, at_s, groupName: groups[event.group]?.name ?? null });
+  take(worker, { events, dropped_events, time_s }) {
+    const { groups } = worker.state.geometry;
+    for (const event of events) this.#add({ ...event, worker, groupName: groups[event.group]?.name ?? null });
     if (!dropped_events) return;
-    this.#add({ kind: "dropped", count: dropped_events, time_s, worker, at_s, request: null, groupName: null, detail: "" });
+    this.#add({ kind: "dropped", count: dropped_events, time_s, worker, request: null, groupName: null, detail: "" });
   }
 
-  /** Show the events at or before a moment, of the workers and the group that the filters show. */
-  update(shown_s, filters) {
-    const key = `${this.numTaken} ${Number.isFinite(shown_s) ? shown_s : "live"} ${filters.worker} ${filters.group}`;
+  /** Show the events of the workers and the group that the filters show. */
+  update(filters) {
+    const key = `${this.numTaken} ${filters.worker} ${filters.group}`;
     if (key === this.shownKey || this.list.contains(document.activeElement)) return; // a button that is replaced loses the focus
     this.shownKey = key;
-    const isShown = ({ at_s, worker, groupName }) =>
-      at_s <= shown_s && filters.shows(worker) && (!filters.group || !groupName || groupName === filters.group);
+    const isShown = ({ worker, groupName }) =>
+      filters.shows(worker) && (!filters.group || !groupName || groupName === filters.group);
     const shown = [];
     for (let i = this.entries.length - 1; i >= 0 && shown.length < MAX_EVENTS_SHOWN; i--) {
       if (isShown(this.entries[i])) shown.push(this.entries[i]);

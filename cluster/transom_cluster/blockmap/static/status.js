@@ -5,7 +5,7 @@ import { ACTIVE, EVICTABLE, PINNED, REPAIR } from "./worker_state.js";
 
 const SUMMARY_EVERY_S = 30;
 const STATUS_TEXTS = {
-  connecting: "Connecting", live: "Connected", lost: "Connection lost", key: "API key wanted",
+  connecting: "Connecting", live: "Connected", paused: "Paused", lost: "Connection lost", key: "API key wanted",
 };
 
 /** Writes into `region`, a live region that screen readers read out. */
@@ -48,8 +48,8 @@ export class StatusLine {
 }
 
 function summaryOf(workers) {
-  const count = (...columns) => formatCount(sum(workers.map(({ shown }) => numBlocksOf(shown, columns))));
-  const running = sum(workers.map(({ shown }) => shown.running));
+  const count = (...columns) => formatCount(sum(workers.map(({ state }) => numBlocksOf(state, columns))));
+  const running = sum(workers.map(({ state }) => state.running));
   const blocks = `${count(ACTIVE)} blocks active, ${count(EVICTABLE, PINNED)} cached, ${count(REPAIR)} in repair`;
   return `${formatNoun(workers.length, "worker")}, ${formatNoun(running, "running request")}, ${blocks}.`;
 }

@@ -5,20 +5,22 @@
  */
 
 import { bandColours, toCss } from "./colours.js";
-import { BANDS, SPAN_S, sumOfGroup } from "./history.js";
 import { element, formatCount, setText } from "./text.js";
 
-/** Fills `box` with a row a group. A click calls `onSeek(time_s)` with the time at that place. */
+const SPAN_S = 300;
+const BANDS = ["active", "pinned", "evictable", "free"]; // in the order of a frame's `history`
+const COUNT_NAMES = ["active", "held", "loose", "empty"]; // the bands in a frame's `counts`
+
+/** Fills `box` with a row a group. */
 export class Strip {
-  constructor({ box, onSeek }) {
+  constructor(box) {
     this.box = box;
-    this.onSeek = onSeek;
     this.rows = new Map();
     this.newest_s = null;
   }
 
-  /** `colours` is {theme, ground, text, accent}; `shown_s` is the time on the screen, null when live. */
-  update({ groups, workers, hues, colours, shown_s, chosenGroup }) {
+  /** `colours` is {theme, ground, text}. */
+  update({ groups, workers, hues, colours, chosenGroup }) {
     const seconds = workers.map(({ series }) => series.newestSecond).filter((second) => second !== null);
     if (!seconds.length) return;
     this.newest_s = Math.max(...seconds);
@@ -27,21 +29,13 @@ export class Strip {
       const row = this.#rowOf(name);
       row.element.classList.toggle("dimmed", chosenGroup !== "" && chosenGroup !== name);
       const columns = this.#columnsOf(workers, name);
-      drawStack(row.canvas, columns, bandColours(colours.theme, hues.indexOf(name), colours.ground), colours, this.#markAt(shown_s));
-      setText(row.label, describe(columns, shown_s === null ? SPAN_S - 1 : this.#indexOf(shown_s)));
+      drawStack(row.canvas, columns, bandColours(colours.theme, hues.indexOf(name), colours.ground), colours);
+      setText(row.label, describe(columns));
     }
   }
 
   #columnsOf(workers, name) {
     return Array.from({ length: SPAN_S }, (_, i) => sumOfGroup(workers, name, this.newest_s - SPAN_S + 1 + i));
-  }
-
-  #indexOf(time_s) {
-    return Math.min(SPAN_S - 1, Math.max(0, Math.floor(time_s) - this.newest_s + SPAN_S - 1));
-  }
-
-  #markAt(shown_s) {
-    return shown_s === null ? null : (this.#indexOf(shown_s) + 0.5) / SPAN_S;
   }
 
   #removeOthers(groups) {
@@ -56,7 +50,7 @@ export class Strip {
     let row = this.rows.get(name);
     if (row === undefined) {
       const title = `Blocks of ${name} by state over the last five minutes`;
-      const canvas = element("canvas", { role: "img", "aria-label": title, click: (event) => this.#seek(event) });
+      const canvas = element("canvas", { role: "img", "aria-label": title });
       const label = element("span");
       row = { canvas, label, element: element("div", { class: "strip-row" }, element("p", {}, element("b", {}, name), " ", label), canvas) };
       this.rows.set(name, row);
@@ -64,13 +58,66 @@ export class Strip {
     }
     return row;
   }
+}
 
-  #seek({ offsetX, target }) {
-    this.onSeek(this.newest_s - SPAN_S + 1 + Math.ceil((offsetX / target.clientWidth) * SPAN_S));
+/** One worker's numbers of blocks, a sample a second: [free pages, [a number for each of BANDS] of each group]. */
+export class UtilisationSeries {
+  #newest; // second
+
+  constructor() {
+    this.samples = new Map();
+  }
+
+  takeFrame(header) {
+    for (const [time_s, ...sample] of header.history ?? []) this.#put(time_s, sample);
+    this.#put(header.time_s, [header.free_pages, ...header.counts.map((counts) => COUNT_NAMES.map((name) => counts[name]))]);
+  }
+
+  /** The sample of a second. The newest sample counts until there is another, since an idle worker sends few frames. */
+  at(second) {
+    return this.samples.get(Math.min(second, this.#newest)) ?? null;
+  }
+
+  get newestSecond() {
+    return this.#newest ?? null;
+  }
+
+  #put(time_s, sample) {
+    const second = Math.floor(time_s);
+    this.#repeatUntil(second);
+    this.samples.set(second, sample);
+    if (this.#newest === undefined || second > this.#newest) {
+      this.#newest = second;
+      this.#trim();
+    }
+  }
+
+  #repeatUntil(second) {
+    const newest = this.samples.get(this.#newest);
+    for (let between = Math.max(this.#newest + 1, second - SPAN_S); between < second; between++) this.samples.set(between, newest);
+  }
+
+  #trim() {
+    for (const second of this.samples.keys()) {
+      if (second >= this.#newest - SPAN_S) break; // the map is in the order of time
+      this.samples.delete(second);
+    }
   }
 }
 
-function drawStack(canvas, columns, bands, { ground, text, accent }, mark) {
+/** The sum of the workers' samples of a second, for the group of a name: a number for each of BANDS; null without samples. */
+function sumOfGroup(workers, groupName, second) {
+  let sum = null;
+  for (const worker of workers) {
+    const sample = worker.series.at(second);
+    const index = worker.state.geometry.groups.findIndex((group) => group.name === groupName);
+    if (sample === null || index < 0) continue;
+    sum = sample[1 + index].map((count, band) => count + (sum ? sum[band] : 0));
+  }
+  return sum;
+}
+
+function drawStack(canvas, columns, bands, { ground, text }) {
   const ratio = window.devicePixelRatio || 1;
   const [width, height] = [Math.round(canvas.clientWidth * ratio), Math.round(canvas.clientHeight * ratio)];
   if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
@@ -79,10 +126,6 @@ function drawStack(canvas, columns, bands, { ground, text, accent }, mark) {
   context.fillRect(0, 0, width, height);
   const highest = Math.max(1, ...columns.map((column) => (column ? sum(column) : 0)));
   columns.forEach((column, i) => column && drawColumn(context, column, i, { width, height, highest, bands, text }));
-  if (mark !== null) {
-    context.fillStyle = accent;
-    context.fillRect(Math.round(mark * width) - ratio, 0, 2 * ratio, height);
-  }
 }
 
 function drawColumn(context, column, i, { width, height, highest, bands, text }) {
@@ -101,9 +144,9 @@ function drawColumn(context, column, i, { width, height, highest, bands, text })
   context.globalAlpha = 1;
 }
 
-/** The numbers at one place of the strip, or the newest ones where there is no sample. */
-function describe(columns, index) {
-  const column = columns[index] ?? columns.findLast((candidate) => candidate !== null);
+/** The newest numbers. */
+function describe(columns) {
+  const column = columns.findLast((candidate) => candidate !== null);
   if (!column) return "";
   const leased = sum(column);
   const shares = BANDS.map((band, b) => `${leased ? Math.round((100 * column[b]) / leased) : 0} % ${band}`);

@@ -1,5 +1,5 @@
 /**
- * The state of every block of one worker at one moment. Frames change it; a snapshot restores it.
+ * The state of every block of one worker at one moment. Frames change it.
  *
  * Record: what is known about a block: state, references, logical index, hash, and since when it is in this state. The records of
  * all groups lie one after the other in flat arrays. Birth: the time at which a block came into its state.
@@ -19,7 +19,7 @@ const RECORD_WORDS = 5;
 
 /** All blocks, pages, sequences and numbers of a worker. */
 export class WorkerState {
-  /** Callers use `fromWhole` or `restore`. Births are tenths of a second after `epoch_s`, so that they fit 32 bits. */
+  /** Callers use `fromWhole`. Births are tenths of a second after `epoch_s`, so that they fit 32 bits. */
   constructor(geometry, epoch_s) {
     this.geometry = geometry;
     this.epoch_s = epoch_s;
@@ -32,23 +32,12 @@ export class WorkerState {
     return state;
   }
 
-  static restore(snapshot) {
-    const state = new WorkerState(snapshot.geometry, snapshot.epoch_s);
-    state.owners.set(snapshot.owners);
-    state.#setNumbers(snapshot.numbers);
-    state.evicted = snapshot.evicted;
-    for (const sequence of snapshot.sequences) state.sequences.set(sequence.id, sequence);
-    state.host = snapshot.host && HostState.restore(snapshot.host, state.sequences);
-    state.#putRecords(snapshot);
-    return state;
-  }
-
   /** Apply a frame. A whole frame replaces everything. */
   apply(frame) {
     const { header } = frame;
     if (header.whole) this.#reset(header);
     const { time_s, counts, free_pages: freePages, running, waiting, totals } = header;
-    this.#setNumbers({ time_s, counts, freePages, running, waiting, totals });
+    Object.assign(this, { time_s, counts, freePages, running, waiting, totals });
     this.evicted = [];
     this.#applyPages(frame.pages);
     this.#applyBlocks(frame.blocks);
@@ -106,18 +95,6 @@ export class WorkerState {
     return chosen;
   }
 
-  /** A compact copy of all that can change, for `restore`. Blocks in pages that no group leases are left out. */
-  snapshot() {
-    const used = this.#usedRecords();
-    const pick = (array) => used.map((record) => array[record]);
-    return {
-      epoch_s: this.epoch_s, geometry: this.geometry, numbers: this.numbers, owners: this.owners.slice(),
-      used, states: Uint8Array.from(pick(this.states)), references: Uint16Array.from(pick(this.references)),
-      logical: pick(this.logical), hashes: pick(this.hashes), born: Int32Array.from(pick(this.born)),
-      evicted: this.evicted, sequences: [...this.sequences.values()], host: this.host && this.host.snapshot(),
-    };
-  }
-
   #allocate() {
     const { numRecords, numPages, groups } = this.geometry;
     this.states = new Uint8Array(numRecords);
@@ -137,11 +114,6 @@ export class WorkerState {
     if (geometry.key !== this.geometry.key) this.geometry = geometry;
     this.epoch_s = header.time_s;
     this.#allocate();
-  }
-
-  #setNumbers(numbers) {
-    this.numbers = numbers;
-    Object.assign(this, numbers);
   }
 
   #applyPages(pages) {
@@ -205,29 +177,4 @@ export class WorkerState {
     this.tally[group * TALLY_COLUMNS + state] += change;
     if (this.isShared(record)) this.tally[group * TALLY_COLUMNS + SHARED] += change;
   }
-
-  #usedRecords() {
-    let numUsed = 0;
-    for (const state of this.states) numUsed += state !== UNLEASED;
-    const used = new Uint32Array(numUsed);
-    for (let record = 0, next = 0; record < this.states.length; record++) {
-      if (this.states[record] !== UNLEASED) used[next++] = record;
-    }
-    return used;
-  }
-
-  #putRecords({ used, states, references, logical, hashes, born }) {
-    const { offsets } = this.geometry;
-    let group = 0;
-    for (let i = 0; i < used.length; i++) {
-      while (group + 1 < offsets.length && used[i] >= offsets[group + 1]) group++; // `used` ascends
-      this.#put(used[i], group, states[i], references[i], logical[i], hashes[i], born[i]);
-    }
-  }
-}
-
-/** The approximate memory of a snapshot: 19 bytes a record, and an estimate for sequences and runs of the host tier. */
-export function snapshotBytes(snapshot) {
-  const hostRuns = snapshot.host ? snapshot.host.runs.length : 0;
-  return snapshot.used.length * 19 + snapshot.owners.length + snapshot.sequences.length * 400 + hostRuns * 64 + 500;
 }
