@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ ANNOTATIONS = {  # name: (colour, query, labels that become tags)
 class Board:
     """One dashboard. `variables` are those that its panels use; the others are kept for the links, without being shown.
 
-    `sections`: title -> panels, from left to right. A title that names a variable has the section once for each of its values.
+    `sections`: title -> panels, from left to right.
     """
 
     uid: str
@@ -78,9 +77,7 @@ class Board:
 
 def _place(board: dashboard.Dashboard, title: str, panels: Sequence[Panel], *, first_id: int, top: int) -> int:
     """Put a section on the grid; the first line below it. Ids count from the section's own, so that other sections may grow."""
-    row = dashboard.Row(title).id(first_id).grid_pos(GridPos(h=1, w=GRID_COLUMNS, x=0, y=top))
-    variable = re.search(r"\$(\w+)", title)
-    board.with_row(row if variable is None else row.repeat(variable[1]))
+    board.with_row(dashboard.Row(title).id(first_id).grid_pos(GridPos(h=1, w=GRID_COLUMNS, x=0, y=top)))
     left, line, height = 0, top + 1, 0
     for number, panel in enumerate(panels, start=1):
         size = panel.build().grid_pos

@@ -6,12 +6,10 @@ from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
 from dashboards.kv_tiers import DISK, POLICIES, TRANSFERS
-from dashboards.panels import Panel, grid, high_is_bad, lines, low_is_bad, number
-from dashboards.queries import GROUP, WORKER, each_of, or_zero, rate, ratio, split, total
+from dashboards.panels import Panel, high_is_bad, lines, low_is_bad, number
+from dashboards.queries import GROUP, WORKER, each_of, or_zero, rate, split, total
 
 UID = "transom-kv-cache"
-PAGES = total("transom_kv_pages", WORKER)
-FREE_SHARE = ratio(total("transom_kv_pages", f'{WORKER},state="free"'), PAGES)
 HEADROOM_OF = 'transom_kv_headroom_requests{%s,length="%s"}'
 HEADROOM = f"sum ({HEADROOM_OF % (WORKER, 1024)} or on (model, worker) {HEADROOM_OF % (WORKER, 'max')})"
 USED_BY_WORKER = total("transom_kv_utilization_ratio", WORKER, "worker")
@@ -25,14 +23,6 @@ NOW = [
         shows="Share of the pool that running requests use, of the fullest worker. Orange from 80 %, red from 95 %.",
         act="Near 100 % with preemptions: add workers or memory, or lower `--max-num-seqs`.",
         limits=high_is_bad(0.8, 0.95),
-    ),
-    number(
-        "Free pages",
-        FREE_SHARE,
-        "percentunit",
-        shows="Share of the arena's pages that no group has leased. "
-        "Zero is normal in a warm cache: cached blocks fill it.",
-        act="Nothing by itself; *Headroom* counts cached blocks as room.",
     ),
     number(
         "Headroom",
@@ -73,15 +63,6 @@ NOW = [
         act="Lower `--max-num-seqs`, add memory (`--kv-cache-memory-bytes`) or workers.",
         limits=high_is_bad(0.1, 1),
     ),
-    number(
-        "Fragmentation",
-        f"max(transom_kv_fragmentation_ratio{{{WORKER}}})",
-        "percentunit",
-        shows="Bytes in empty blocks over those of leased pages, of the worst worker. Orange from 20 %, red from 40 %.",
-        act="Compaction moves blocks when an allocation needs it. "
-        "High for long: groups take turns; watch *Pages by state*.",
-        limits=high_is_bad(0.2, 0.4),
-    ),
 ]
 
 
@@ -104,7 +85,7 @@ POOL: list[Panel] = [
         "Cached bytes by worker",
         split(total, "transom_kv_bytes", f'{GROUP},state="cached"', "worker"),
         "bytes",
-        shows="What could be hit at each worker; the sections at the end have the other states.",
+        shows="What could be hit at each worker.",
         act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. "
         "One falls to zero: it was started again.",
         stack=True,
@@ -118,15 +99,6 @@ POOL: list[Panel] = [
         act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
         stack=True,
         maximum=1,
-    ),
-    lines(
-        "Blocks by group and state",
-        split(total, "transom_kv_blocks", GROUP, "group", "state"),
-        "short",
-        shows="Numbers of blocks; a group's blocks all have one size.",
-        act="Active blocks of a window group grow with the length of requests: its window does not slide.",
-        stack=True,
-        shades=BLOCK_STATES,
     ),
     lines(
         "Pinned cached blocks",
@@ -172,22 +144,6 @@ POOL: list[Panel] = [
         shows="What a token takes in a group's blocks on the first rank, with the scales of fp8, int8 and int4.",
         act="Two formats of one group: workers have different --kv-cache-dtype, or a redeploy is under way.",
     ),
-    grid(
-        "In use, worker by worker",
-        USED_BY_WORKER,
-        "percentunit",
-        shows="A row for each worker; a cell's colour is the share of its pool that running requests use.",
-        act="One row near 100 % and others not: see *Router*, placements. All: add workers or memory.",
-        legend="{{worker}}",
-    ),
-    grid(
-        "In use, group by group",
-        total("transom_kv_utilization_ratio", GROUP, "worker", "group"),
-        "percentunit",
-        shows="A row for each worker's groups; a cell's colour is the share of the pool that its active blocks take.",
-        act="A window group with as much as the full one: windows are wide for the prompts; `transom plan` has figures.",
-        legend="{{worker}} {{group}}",
-    ),
 ]
 
 
@@ -205,7 +161,6 @@ BOARD = Board(
         "Checkpoints": kv_reuse.CHECKPOINTS,
         "Shortage and repairs": kv_shortage.SHORTAGE,
         "KV policies": POLICIES,
-        "Worker $worker": kv_shortage.EACH_WORKER,
         "Transfers between workers": TRANSFERS,
         "Disk tier": DISK,
     },

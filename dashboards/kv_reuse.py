@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.colors import OUTCOMES
 from dashboards.panels import Panel, heat, lines
-from dashboards.queries import GROUP, WORKER, buckets, mean, quantile, rate, ratio, split, total
+from dashboards.queries import GROUP, WORKER, buckets, quantile, rate, ratio, split, total
 
 PREFIX = "transom_prefix_tokens_total"
 FOUND = f'{WORKER},outcome=~"hit|repaired"'
@@ -96,13 +96,6 @@ EVICTION: list[Panel] = [
         "s",
         shows="Median age at eviction and at a hit, by group.",
         act="Eviction below hit: blocks are evicted sooner than requests return.",
-    ),
-    lines(
-        "Ages, mean",
-        {"{{group}} evicted": mean(RESIDENCY, GROUP, "group"), "{{group}} hit": mean(REUSE, GROUP, "group")},
-        "s",
-        shows="Mean age at eviction and at a hit, by group; far from the median where a few blocks stay long.",
-        act="As for the median.",
     ),
 ]
 

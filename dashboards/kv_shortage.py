@@ -1,8 +1,8 @@
-"""The KV cache dashboard's sections about what a lack of memory costs, and about each worker by itself."""
+"""The KV cache dashboard's section about what a lack of memory costs."""
 
 from __future__ import annotations
 
-from dashboards.colors import BLOCK_STATES, OUTCOMES, PHASES
+from dashboards.colors import PHASES
 from dashboards.panels import high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, each_of, rate, ratio, split, total
 
@@ -97,32 +97,5 @@ SHORTAGE = [
         shows="Blocks moved to let an allocation succeed, a second, by worker.",
         act="Constant: groups compete for pages; more memory ends it.",
         width=12,
-    ),
-]
-
-
-EACH_WORKER = [
-    lines(
-        "Blocks' bytes of $worker",
-        {
-            "{{group}} {{state}}": total("transom_kv_bytes", GROUP, "group", "state"),
-            "pool": total("transom_kv_pool_bytes", WORKER),
-        },
-        "bytes",
-        shows="Active, cached and empty bytes of this worker by group. Dashed: its pool.",
-        act="Compare with the other workers: a cold one has just started, or gets no traffic.",
-        stack=True,
-        unstacked=["pool"],
-        shades=BLOCK_STATES,
-        width=16,
-    ),
-    lines(
-        "Outcomes at $worker",
-        split(rate, "transom_prefix_tokens_total", WORKER, "outcome"),
-        "short",
-        shows="Prompt tokens of this worker, a second: hit, repaired, missed.",
-        act="Fewer hits than elsewhere: it lost its cache (a restart), or gets the requests without hits.",
-        stack=True,
-        colors=OUTCOMES,
     ),
 ]

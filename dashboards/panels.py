@@ -156,15 +156,6 @@ def bars(
     return panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
 
 
-def grid(title: str, query: str, unit: str, *, legend: str, width: int = 12, **words: Unpack[Words]) -> heatmap.Panel:
-    """A row of cells for each series, coloured by its value, a share from 0 to 1."""
-    panel = _common(heatmap.Panel(), title, {legend: query}, unit, words).span(width).height(8)
-    panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_value(shapes.VisibilityMode.NEVER)
-    panel.color(_heat_colors().min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
-    panel.filter_values(heatmap.FilterValueRange().le(-1))  # zeros are cells too: idle is not absent
-    return panel.y_axis(heatmap.YAxisConfig().axis_placement(shapes.AxisPlacement.LEFT))
-
-
 def heat(
     title: str, query: str, unit: str, *, cells: str = "short", width: int = 12, **words: Unpack[Words]
 ) -> heatmap.Panel:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dashboards import router_fleet
 from dashboards.board import Board
 from dashboards.colors import CALL_OUTCOMES
-from dashboards.panels import Panel, heat, high_is_bad, lines, number
+from dashboards.panels import Panel, high_is_bad, lines, number
 from dashboards.queries import (
     PLACED,
     ROUTER,
-    buckets,
     happening,
     increase,
     or_zero,
@@ -17,7 +16,6 @@ from dashboards.queries import (
     quantiles,
     rate,
     ratio,
-    seen,
     split,
     total,
 )
@@ -46,20 +44,6 @@ NOW = [
         limits=high_is_bad(1, 10),
     ),
     number(
-        "Workers open",
-        seen("transom_router_workers", f'{ROUTER},state="open"'),
-        "short",
-        shows="Workers that take requests.",
-        act="Fewer than wanted for minutes: runbook of TransomScaleUpStuck.",
-    ),
-    number(
-        "Workers wanted",
-        seen("transom_router_desired_workers", ROUTER),
-        "short",
-        shows="What the autoscaling policy would ask for; `off` without autoscaling.",
-        act="Above *Workers open* for long: hosts or devices are missing.",
-    ).no_value("off"),
-    number(
         "Prediction off by",
         OFF,
         "percentunit",
@@ -85,16 +69,6 @@ NOW = [
         limits=high_is_bad(1, 100),
         decimals=0,
     ),
-    number(
-        "Dropped scrapes",
-        increase("transom_router_dropped_scrapes_total", ROUTER),
-        "short",
-        shows="Pages of workers and routers that came too late for a scrape, in the time range. Orange from 1.",
-        act="Runbook of TransomScrapesDropped: figures have gaps until it ends.",
-        instant=True,
-        limits=high_is_bad(1, 100),
-        decimals=0,
-    ),
 ]
 
 
@@ -105,14 +79,6 @@ PLACEMENT = [
         "reqps",
         shows="Requests sent to each worker, a second.",
         act="One worker has most: one prefix has most of the traffic; see *In flight by worker* for whether it copes.",
-        stack=True,
-    ),
-    lines(
-        "Placements by policy",
-        split(rate, "transom_router_placements_total", PLACED, "policy"),
-        "reqps",
-        shows="Requests sent, a second, by the policy that chose.",
-        act="Another policy than `--routing-policy` names: routers were started with different settings.",
         stack=True,
     ),
     lines(
@@ -130,15 +96,6 @@ PLACEMENT = [
         shows="From request to worker, hashing the prompt included. Dashed: 5 ms and 20 ms.",
         act="Compare with *CPU of routers*: near one core, add routers (`--router-replicas`).",
         limits=high_is_bad(0.005, 0.02),
-        width=12,
-    ),
-    lines(
-        "Waiting requests by router",
-        split(total, "transom_router_waiting_requests", ROUTER, "router"),
-        "short",
-        shows="Requests that no worker has, by router.",
-        act="All routers: no worker has room. One router: it does not see the workers; restart it if that lasts.",
-        stack=True,
         width=12,
     ),
 ]
@@ -164,22 +121,6 @@ PREDICTION: list[Panel] = [
         "on the device, in the worker's host tier, on its disk, or at a peer from which the worker fetched it.",
         act="`disk` predicted and not there: files were removed or broken since the worker listed them. "
         "`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
-    ),
-    lines(
-        "Prediction off by, over time",
-        {"off by": OFF},
-        "percentunit",
-        shows="Tokens between predicted and actual hit, over the greater of both. Dashed: 10 % and 25 %.",
-        act="Runbook of TransomHitPredictionOff; look for resyncs below at the same time.",
-        limits=OFF_LIMITS,
-    ),
-    heat(
-        "Error of predictions",
-        buckets("transom_router_hit_error_tokens", ROUTER),
-        "short",
-        shows="Requests by how many tokens predicted and actual hit lie apart; the lowest row is exact.",
-        act="A band far up: whole prefixes were gone. Compare with *KV cache*, age at eviction.",
-        width=8,
     ),
 ]
 

@@ -117,14 +117,6 @@ FLEET = [
 COLUMNS = ("model", "router", "version", "python", "ray")
 ROUTERS: list[Panel] = [
     lines(
-        "Requests by router",
-        split(rate, "transom_router_requests_total", ROUTER, "router"),
-        "reqps",
-        shows="HTTP requests, a second, scrapes and health checks included.",
-        act="One router has none: the balancer does not know it.",
-        stack=True,
-    ),
-    lines(
         "First token by router (p95)",
         {"{{router}}": quantile(0.95, "transom_router_first_token_seconds", ROUTER, "router")},
         "s",

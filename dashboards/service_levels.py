@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dashboards import kv_cache, workers
-from dashboards.board import to_board
-from dashboards.colors import REQUESTS, WORKER_STATES
+from dashboards.colors import REQUESTS
 from dashboards.panels import Panel, heat, high_is_bad, lines
 from dashboards.queries import (
     API,
     ROUTER,
     WORKER,
     buckets,
-    or_zero,
     quantile,
     quantiles,
-    rate,
     ratio,
-    seen,
-    split,
     total,
 )
 
@@ -95,13 +89,6 @@ LATENCY: list[Panel] = [
         act="Two bands: some wait and others do not, as with one slow worker or one client's long prompts; "
         "see *Workers*, queue and prefill by worker.",
     ),
-    heat(
-        "Time of whole requests, spread",
-        buckets("transom_router_request_seconds", f"{ROUTER},{API}"),
-        "s",
-        shows="Requests to `/v1` by how long they took.",
-        act="A row on top that stays: requests hang or have very long answers; `/debug/requests` lists what runs.",
-    ),
 ]
 
 
@@ -147,37 +134,6 @@ SATURATION = [
         limits=high_is_bad(0.8, 0.95),
         maximum=1,
     ),
-    lines(
-        "Workers by state",
-        split(seen, "transom_router_workers", ROUTER, "state"),
-        "short",
-        shows="Open ones take requests; closed ones start or are lost; draining ones end what they have.",
-        act="Closed for long: a worker does not start. Its log says why; *Router* has joins and losses.",
-        stack=True,
-        colors=WORKER_STATES,
-    ),
-    lines(
-        "Open streams",
-        split(total, "transom_router_open_streams", ROUTER, "router"),
-        "short",
-        shows="Streamed answers that are being sent, by router.",
-        act="Constant though no tokens go out: clients read slowly, or a worker hangs; see *Workers*, steps.",
-        stack=True,
-    ),
-    lines(
-        "Preemptions",
-        {"preempted": or_zero(rate("transom_preemptions_total", WORKER))},
-        "ops",
-        shows="Requests sent back to the queue for want of KV blocks, a second.",
-        act="More than now and then: the pool is too small for the batch. Lower `--max-num-seqs` or add memory.",
-    ).links([to_board(kv_cache.UID, "KV cache")]),
-    lines(
-        "Steps",
-        split(rate, "transom_steps_total", WORKER, "worker"),
-        "ops",
-        shows="Steps a second, by worker.",
-        act="None while requests run: that worker hangs. Runbook of TransomWorkerStalled.",
-    ).links([to_board(workers.UID, "Workers")]),
     lines(
         "Batches and queues in use",
         {"batches": _of_limit("running"), "queues": _of_limit("waiting")},

@@ -48,14 +48,6 @@ RANKS: list[Panel] = [
         colors=MEMORY,
     ),
     lines(
-        "Memory by rank",
-        {"{{worker}}/{{rank}}": total("transom_rank_memory_bytes", WORKER, *BY)},
-        "bytes",
-        shows="All bytes of a rank: device memory, or its process' on CPUs. *Memory by kind* says what for.",
-        act="One grows for hours: a leak, worth a report. "
-        "Ranks differ: heads do not divide evenly, `transom plan` says how.",
-    ),
-    lines(
         "Rank restarts by worker",
         {"{{worker}}": f"sum by (worker) (increase(transom_rank_restarts_total{{{WORKER}}}[10m]))"},
         "short",

@@ -57,15 +57,6 @@ REQUESTS = [
         colors=BREAKS,
         width=12,
     ),
-    lines(
-        "Preemptions by worker",
-        split(rate, "transom_preemptions_total", WORKER, "worker"),
-        "ops",
-        shows="Running requests that each worker put back into its queue to free memory, a second.",
-        act="One worker alone: it has the long requests; see *Router*, placements. "
-        "All: the pool is too small for the batch; runbook of TransomCacheThrashing.",
-        width=12,
-    ),
 ]
 
 

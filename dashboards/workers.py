@@ -6,8 +6,8 @@ from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board
 from dashboards.colors import PARTS as PART_COLORS
 from dashboards.colors import PHASES
-from dashboards.panels import Panel, heat, high_is_bad, lines, number
-from dashboards.queries import WORKER, buckets, each_of, increase, mean, quantile, quantiles, rate, split
+from dashboards.panels import Panel, lines, number
+from dashboards.queries import WORKER, each_of, mean, quantile, quantiles, rate, split
 
 UID = "transom-workers"
 STEP_RATE = rate("transom_steps_total", WORKER)
@@ -21,14 +21,6 @@ NOW = [
         "short",
         shows="Workers that Prometheus hears of.",
         act="Fewer than *Router* has open: their pages come too late; see *Router*, dropped scrapes.",
-        width=4,
-    ),
-    number(
-        "Steps",
-        STEP_RATE,
-        "ops",
-        shows="Steps of all workers, a second.",
-        act="None while requests run: runbook of TransomWorkerStalled.",
         width=4,
     ),
     number(
@@ -55,17 +47,6 @@ NOW = [
         shows="Tokens of answers, a second.",
         act="It falls while requests run: see *Step time by part*.",
         width=4,
-    ),
-    number(
-        "Rank restarts",
-        increase("transom_rank_restarts_total", WORKER),
-        "short",
-        shows="Times that a worker's ranks were started again, in the time range. Orange from 1, red from 3.",
-        act="Runbook of TransomRanksRestart: the worker's log has the reason.",
-        instant=True,
-        limits=high_is_bad(1, 3),
-        width=4,
-        decimals=0,
     ),
 ]
 
@@ -126,24 +107,6 @@ BATCHES: list[Panel] = [
         "short",
         shows="How many requests share a step.",
         act="At `--max-num-seqs` with requests waiting: raise it if the pool has headroom.",
-    ),
-    heat(
-        "Tokens a step, spread",
-        buckets("transom_step_tokens", WORKER),
-        "short",
-        shows="Steps by how many tokens they compute: small ones generate, large ones take prompts.",
-        act="Only the top row: prompts fill every step, answers wait for them.",
-    ),
-    lines(
-        "Prompt and answer tokens by worker",
-        {
-            "{{worker}} prompt": rate("transom_prompt_tokens_total", WORKER, "worker"),
-            "{{worker}} answer": rate("transom_output_tokens_total", WORKER, "worker"),
-        },
-        "short",
-        shows="Prompt tokens admitted and tokens generated, a second.",
-        act="One worker has far more: see *Router*, placements.",
-        width=12,
     ),
 ]
 
