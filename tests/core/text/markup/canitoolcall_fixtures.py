@@ -56,7 +56,6 @@ PARSERS: dict[str, tuple[str, str | None]] = {
     "glm53-compact": ("glm47", "glm45"),
     "kimi-k2-thinking": ("kimi_k2", "kimi_k2"),
     "kimi-k2-instruct": ("kimi_k2", None),
-    "kimi-k3-xtml": ("kimi_k3", "kimi_k3"),
 }
 
 _ORDINARY_ID = 7  # the id of all ordinary pseudo-tokens

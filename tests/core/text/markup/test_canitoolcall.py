@@ -36,8 +36,7 @@ _ORDINARY_TEXTS = {
         "to=functions.get_time <|constrain|>json<|message|>{}<|end|>"
     ),
 }
-_ORDINARY_TEXTS["kimi/k3-control-marker-text-in-value"] = "<|close|>argument<|sep|> is how args end"
-_FIRST_SPECIAL_IDS = {"gpt-oss": 199_998, "kimi": 163_584}
+_FIRST_SPECIAL_ID = 199_998
 _FIXTURES = [
     fixture for fixture in all_fixtures() if parsers_of(fixture) and fixture.id not in (_OTHER_RULES | _ORDINARY_TEXTS)
 ]
@@ -72,9 +71,8 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     tokens = tokenizer.cut(before, shows_special=False) + FixtureTokenizer(()).cut(ordinary, shows_special=False)
     tokens += tokenizer.cut(after, shows_special=False)
     assert ordinary
-    first_special = _FIRST_SPECIAL_IDS[fixture.family]
     assert sum(map(tokenizer.is_special, [i for i, _ in tokens])) == sum(
-        i >= first_special for i in fixture.output_token_ids or ()
+        i >= _FIRST_SPECIAL_ID for i in fixture.output_token_ids or ()
     )
     result = parse_result(read_answer(answer_format(*parsers).parser(tokenizer, fixture_context(fixture)), tokens))
     assert fixture.expected is not None

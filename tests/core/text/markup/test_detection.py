@@ -26,7 +26,6 @@ _HERMES = '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-objec
         ("gemma4", "<|channel>thought <|tool_call>call:", ("gemma4", "gemma4")),
         ("kimi_k2", "<|tool_calls_section_begin|>", ("kimi_k2", None)),
         ("kimi_k2", "<think></think> <|tool_calls_section_begin|>", ("kimi_k2", "kimi_k2")),
-        ("kimi_k3", "<|open|>think<|sep|> <|close|>", ("kimi_k3", "kimi_k3")),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> \\n```json", ("deepseek_v3", None)),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> </think>", ("deepseek_v31", "deepseek_v3")),
         ("deepseek_v41", "<｜DSML｜ calls>", ("deepseek_v41", "deepseek_v4")),

@@ -37,7 +37,6 @@ class Family(NamedTuple):
     markers: tuple[str, ...] = MARKERS
     call: str = ""
     before: str = "Let me see. "
-    prompt_end: str = ""
     may_be_text: bool = True  # its markers may be ordinary text, too
 
     @property
@@ -62,7 +61,6 @@ KIMI_K2 = (
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 )
 GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
-KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 HARMONY = tuple(["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"])
 DSML = (*THINK, "｜DSML｜")
 FAMILIES = [
@@ -79,13 +77,6 @@ FAMILIES = [
     Family("glm45", "glm45", GLM, call="<tool_call>"),
     Family("glm47", "glm45", GLM, call="<tool_call>"),
     Family("kimi_k2", "kimi_k2", KIMI_K2, call="<|tool_calls_section_begin|>"),
-    Family(
-        *("kimi_k3", "kimi_k3", KIMI_K3),
-        call="<|close|>response<|sep|><|open|>tools<|sep|>",
-        before="Rain?<|close|>think<|sep|><|open|>response<|sep|>Let me see.",
-        prompt_end="<|open|>think<|sep|>",
-        may_be_text=False,
-    ),
     Family("deepseek_v3", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
     Family("deepseek_v31", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
     Family("deepseek_v32", "deepseek_v32", DSML, call="<｜DSML｜function_calls>"),
@@ -194,7 +185,7 @@ def walks(
     ordinary: bool = False,
     message: MessageDemand,
     tools: ToolsDemand | None = None,
-    prompt_end: str | None = None,
+    prompt_end: str = "",
     begin: str = "",
 ) -> list[list[AnswerPart]]:
     """The parts of complete random answers, which begin with `begin`."""
@@ -203,7 +194,7 @@ def walks(
         TOOLS,
         parses_tools=tools is not None,
         parses_reasoning=family.reasoning is not None,
-        prompt_end=family.prompt_end if prompt_end is None else prompt_end,
+        prompt_end=prompt_end,
     )
     form = answer_format(family.tools, family.reasoning)
     grammar = form.grammar(tokenizer, context, message=message, tools=tools)
@@ -253,7 +244,7 @@ def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> No
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_message_is_json_or_a_call(family: Family) -> None:
-    prompts = [None] if family.call or family.reasoning is None else [None, "<think>\n", "<think>\n\n</think>\n\n"]
+    prompts = [""] if family.call or family.reasoning is None else ["", "<think>\n", "<think>\n\n</think>\n\n"]
     for prompt_end in prompts:
         for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES), prompt_end=prompt_end):
             if not check_calls(parts, TOOLS):

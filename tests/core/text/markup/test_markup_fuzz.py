@@ -72,12 +72,6 @@ _OWN_PIECES = {
         *_split("<|tool_call_argument_begin|> functions.f:0"),
         *("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", *_THINK),
     ),
-    "kimi_k3": (
-        *_split("""<|open|> <|close|> <|sep|> <|end_of_msg|> <|open|>tools<|sep|> think<|sep|> response<|sep|>"""),
-        *_split("""<|open|>call~tool="f"~index="1"<|sep|> <|open|>argument~key="a"~type="string"<|sep|>"""),
-        *_split("""<|open|>argument~key="b"~type="number"<|sep|> <|close|>argument<|sep|> <|close|>call<|sep|>"""),
-        *_split("<|close|>tools<|sep|> message<|sep|>"),
-    ),
     "deepseek_v3": _SECTIONS,
     "deepseek_v31": _SECTIONS,
     "deepseek_v32": _DSML,

@@ -29,7 +29,6 @@ def _is_type(*model_types: str) -> Callable[[str, str], bool]:
 _TOOL_RULES = (
     _Rule("openai", _is_type("gpt_oss"), "<|channel|>"),
     _Rule("gemma4", _template_has("<|tool_call>")),
-    _Rule("kimi_k3", _template_has("<|open|>", "<|close|>", "<|sep|>")),
     _Rule("kimi_k2", _template_has("<|tool_calls_section_begin|>")),
     _Rule("deepseek_v32", _template_has("<｜DSML｜function_calls>")),
     _Rule("deepseek_v4", _template_has("<｜DSML｜tool_calls>")),
@@ -48,7 +47,6 @@ _TOOL_RULES = (
 _REASONING_RULES = (
     _Rule("openai_gptoss", _is_type("gpt_oss"), "<|channel|>"),
     _Rule("gemma4", _template_has("<|channel>")),
-    _Rule("kimi_k3", _template_has("<|open|>", "<|close|>", "<|sep|>")),
     _Rule("kimi_k2", _template_has("<|tool_calls_section_begin|>", "<think>")),
     _Rule("deepseek_v4", _template_has("｜DSML｜")),
     _Rule("deepseek_v3", _template_has("<｜tool▁calls▁begin｜>", "</think>")),

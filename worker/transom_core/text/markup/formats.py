@@ -13,7 +13,6 @@ from transom_core.text.markup.families.glm import GlmTools
 from transom_core.text.markup.families.harmony import HarmonyFormat
 from transom_core.text.markup.families.json_calls import GraniteTools, HermesTools, Llama3JsonTools
 from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
-from transom_core.text.markup.families.kimi_k3 import KimiK3Format
 from transom_core.text.markup.families.mistral import MistralTools
 from transom_core.text.markup.families.pythonic import Llama4Tools, PythonicTools
 from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools
@@ -58,7 +57,6 @@ _REASONING: Mapping[str, ReasoningMarkup] = {
 _WHOLE: Mapping[str, type[AnswerFormat]] = {
     "openai": HarmonyFormat,
     "openai_gptoss": HarmonyFormat,
-    "kimi_k3": KimiK3Format,
 }
 
 TOOL_PARSERS: tuple[str, ...] = (*_TOOLS, *(name for name in _WHOLE if name not in _TOOLS))

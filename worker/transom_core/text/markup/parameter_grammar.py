@@ -33,15 +33,14 @@ class ParameterMarkup:
     Example: in `<parameter=city>Paris</parameter>`, these are `<parameter=`, city, `>`, Paris, `</parameter>` and nothing.
 
     All are expressions of a grammar, except `end`, which is the text of the marker after a value. `before_value` returns the
-    expression for a value's JSON type. `write_name` spells a name in the markup; only names that match `names` can be written. The
-    parser also takes a match of the regular expression `other_ends` for a value's end, so no string may contain one.
+    expression for a value's JSON type. Only names that match `names` can be written. The parser also takes a match of the regular
+    expression `other_ends` for a value's end, so no string may contain one.
     """
 
     before_name: str
     before_value: Callable[[str], str]
     end: str
     after: str = ""
-    write_name: Callable[[str], str] = str
     names: re.Pattern[str] = _NAMES
     other_ends: str = ""
 
@@ -60,7 +59,7 @@ def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], marku
     """Return an expression for the arguments of one kind of object, in the schema's order; optional ones may be missing."""
     rules = []
     for name, value in schema.properties.items():
-        rule = _argument(lark, lark.literal(markup.write_name(name)), value, root, markup)
+        rule = _argument(lark, lark.literal(name), value, root, markup)
         rules.append(rule if name in schema.required else f"{rule}?")
     if not rules and schema.additional is not False:  # only one, because a grammar cannot say that two names differ
         name = lark.terminal("name", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
