@@ -112,8 +112,6 @@ def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWo
     cells = rows.locator("td:nth-child(2)").all_inner_texts()
     assert cells == [str(n) for n in (5, 2, 1, counts["held"], counts["loose"], counts["empty"], 3)]
     assert counts["active"] == 5
-    block_map.page.keyboard.press("s")
-    assert "5 blocks active" in (block_map.page.locator("#announcer").text_content() or "")
 
 
 def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
@@ -125,16 +123,8 @@ def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(1, first, ACTIVE, references=1)
     worker.put(0, 48, EVICTED)
     block_map.send(worker.frame())
-    assert block_map.colours(1, first) == {VERMILLION, WHITE}, "in use: its own hue with a cross"
-    crossed, free = block_map.cell(1, first + 1), block_map.cell(1, first + 2)
-    assert crossed[0] == free[0], "its own look"
-    assert {pixel for row in crossed for pixel in row} == {TEXT, *free[0]}, "with a cross"
-    assert len({pixel for row in free for pixel in row}) == 1, "where nothing was evicted there is no mark"
-    del worker.records[0, 48]
-    worker._changed.add((0, 48))
-    block_map.send(worker.frame())
     assert block_map.colours(1, first) == {VERMILLION}
-    assert block_map.colours(1, first + 1) == set(free[0])
+    assert len(block_map.colours(1, first + 1)) == 1, "an eviction is not shown in another group's page"
 
 
 def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:
@@ -192,15 +182,11 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
     )
 
 
-def test_dark_mode_follows_the_system_and_the_button(block_map: MapPage, worker: FakeWorker) -> None:
+def test_the_theme_is_the_systems(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 0, ACTIVE, references=1)
     block_map.page.emulate_media(color_scheme="dark")
     block_map.show(worker)
     assert block_map.colours(0, 0) == {"#56b4e9"}
-    block_map.page.click("#theme")
+    block_map.page.emulate_media(color_scheme="light")
     block_map.settle()
     assert block_map.colours(0, 0) == {BLUE}
-    block_map.page.emulate_media(color_scheme="light")
-    block_map.page.reload()
-    block_map.page.click("#theme")
-    assert block_map.evaluate("document.documentElement.dataset.theme") == "dark"

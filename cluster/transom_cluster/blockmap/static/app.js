@@ -91,11 +91,6 @@ export class App {
     this.requestRender(frame.header.whole);
   }
 
-  setStatus(status) {
-    this.parts.status.show(status);
-    this.requestRender(false);
-  }
-
   /** Draw before the screen's next refresh; the strip too if `withStrip`, else it is drawn once a second. */
   requestRender(withStrip) {
     this.isStripDue ||= withStrip;

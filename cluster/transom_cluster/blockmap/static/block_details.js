@@ -14,8 +14,8 @@ const STATE_NAMES = {
 };
 const TOOLTIP_OFFSET_CSS_PX = 14;
 
-/** One line about a hit: what the tooltip and screen readers say. */
-export function lineOf({ worker, tier, page, group, block }) {
+/** One line about a hit. */
+function lineOf({ worker, tier, page, group, block }) {
   const state = stateOf({ worker, tier });
   if (block === null) return pageLine(state, page);
   const [first, ...others] = state.sequencesOf(group, block).map(({ sequence }) => sequence.request);
@@ -58,7 +58,7 @@ export class Inspector {
 
   show(target) {
     const hasBlock = target !== null && target.block !== null;
-    const hint = target === null ? "Point at a block, or press an arrow key on the map." : pageLine(stateOf(target), target.page);
+    const hint = target === null ? "Point at a block to read what it is. A click keeps it, a double click shows the blocks of its request only." : pageLine(stateOf(target), target.page);
     setText(this.hint, hasBlock ? "" : hint);
     this.hint.hidden = hasBlock;
     fillRows(this.rows, hasBlock ? blockRows(target) : []);

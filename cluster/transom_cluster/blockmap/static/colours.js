@@ -1,5 +1,5 @@
 /**
- * What colours mean: the hue is the group, lightness and marks are the state. The page's theme, light or dark, chooses the colours.
+ * What colours mean: the hue is the group, lightness and marks are the state. The system's theme, light or dark, chooses the colours.
  *
  * Style: the whole look of a cell as one number. Kind: the part of a style that comes from the block's state.
  *
@@ -24,7 +24,6 @@ export const HUES = {
 export const REPAIR_SHARED = 8; // kinds beside the states of worker_state.js
 export const EVICTED_IN_USE = 9; // evicted, and a request uses it again
 
-const STORAGE_NAME = "transom.blocks.theme";
 const FADE_EDGES_S = [5, 20, 60, 180, 600]; // at each of these ages a cached block gets paler
 const FADED_MIX = [0.56, 0.48, 0.41, 0.35, 0.29, 0.24];
 const FRAME_MIX = [1, 0.94, 0.88, 0.82, 0.76, 0.7];
@@ -124,37 +123,22 @@ export class GroupHues {
   }
 }
 
-/** Light or dark: the system's choice until the user chooses. `onChange` is called when the colours have changed. */
+/** The system's theme, light or dark. `onChange` is called when the colours have changed. */
 export class Theme {
-  constructor({ button, onChange }) {
-    this.root = document.documentElement;
-    this.button = button;
+  constructor(onChange) {
     this.onChange = onChange;
     this.version = 0;
-    this.chosen = localStorage.getItem(STORAGE_NAME);
-    this.darkSystem = matchMedia("(prefers-color-scheme: dark)");
-    button.addEventListener("click", () => this.toggle());
-    this.darkSystem.addEventListener("change", () => this.#apply());
-    this.#apply();
-  }
-
-  get name() {
-    return this.chosen ?? (this.darkSystem.matches ? "dark" : "light");
-  }
-
-  toggle() {
-    this.chosen = this.name === "dark" ? "light" : "dark";
-    localStorage.setItem(STORAGE_NAME, this.chosen);
+    this.isDark = matchMedia("(prefers-color-scheme: dark)");
+    this.isDark.addEventListener("change", () => this.#apply());
     this.#apply();
   }
 
   #apply() {
-    this.root.dataset.theme = this.name;
-    this.button.textContent = this.name === "dark" ? "Light" : "Dark";
-    const read = (name) => getComputedStyle(this.root).getPropertyValue(name); // the style sheet defines the ground
-    const [ground, text] = [parseColour(read("--ground")), parseColour(read("--text"))];
-    this.styles = buildStyles(this.name, ground, text);
-    this.colours = { theme: this.name, ground, text, accent: read("--accent").trim() };
+    const name = this.isDark.matches ? "dark" : "light";
+    const style = getComputedStyle(document.documentElement); // the style sheet defines the ground
+    const [ground, text] = ["--ground", "--text"].map((variable) => parseColour(style.getPropertyValue(variable)));
+    this.styles = buildStyles(name, ground, text);
+    this.colours = { theme: name, ground, text };
     this.version += 1;
     this.onChange();
   }

@@ -43,15 +43,6 @@ export class Geometry {
     return Math.floor((block * this.groups[group].stride_bytes) / this.pageBytes);
   }
 
-  /** The blocks of the group `other` in the page of a block that share bytes with that block. */
-  blocksOver(group, block, other) {
-    const page = this.pageOf(group, block);
-    const [stride, otherStride] = [this.groups[group].stride_bytes, this.groups[other].stride_bytes];
-    const first = Math.max(this.firstBlocks[other][page], Math.floor((block * stride) / otherStride));
-    const end = Math.min(this.endBlocks[other][page], Math.ceil(((block + 1) * stride) / otherStride));
-    return Array.from({ length: Math.max(0, end - first) }, (_, i) => first + i);
-  }
-
   /** For each page the first block inside it (side 0), or the first block after that (side 1). */
   #edges(group, side) {
     const edges = new Uint32Array(this.numPages);

@@ -22,7 +22,6 @@ export class HostState {
     this.states = new Uint8Array(geometry.numRecords);
     this.references = new Uint16Array(0); // not told
     this.owners = new Uint8Array(geometry.numPages); // 0 free, else group + 1
-    this.evicted = [];
     this.counts = geometry.groups.map(() => ({}));
     this.freePages = geometry.numPages;
     this.numMoved = geometry.groups.map(() => 0); // in the last frame

@@ -1,19 +1,18 @@
 /** Binds the modules to the page's elements and starts them. */
 
 import { App } from "./app.js";
-import { Inspector, lineOf, Tooltip } from "./block_details.js";
+import { Inspector, Tooltip } from "./block_details.js";
 import { GroupHues, Theme } from "./colours.js";
 import { Cursor } from "./cursor.js";
 import { FilterControls, Filters } from "./filters.js";
 import { ApiKeyStore, askForKey, Connection } from "./frame_sources.js";
-import { Keyboard } from "./keyboard.js";
 import { MapView, stateOf } from "./map_view.js";
 import { Counters, DEVICE_LOOKS, EventLog, HOST_LOOKS, Legend, RequestsPanel } from "./panels.js";
-import { Announcer, StatusLine } from "./status.js";
 import { Strip } from "./strip.js";
 import { setText } from "./text.js";
 
 const ADDRESS = new URL("../", import.meta.url); // of /blocks/, under any path prefix
+const STATUS_TEXTS = { connecting: "Connecting", live: "Connected", paused: "Paused", lost: "Connection lost", key: "API key wanted" };
 const parameters = new URLSearchParams(location.search);
 const find = (id) => document.getElementById(id);
 
@@ -21,11 +20,7 @@ const keys = new ApiKeyStore();
 const filters = new Filters(() => app.requestRender(true));
 const hues = new GroupHues();
 const app = new App({ filters, hues });
-const announcer = new Announcer(find("announcer"));
-const chooseRequest = (request) => {
-  filters.set({ request });
-  announcer.say(`Showing the blocks of ${request} only.`);
-};
+const chooseRequest = (request) => filters.set({ request });
 
 const map = new MapView({
   scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
@@ -45,7 +40,7 @@ const strip = new Strip(find("strip"));
 const filterControls = new FilterControls({
   worker: find("worker-filter"), group: find("group-filter"), request: find("request-filter"), clear: find("clear-filters"), filters,
 });
-const theme = new Theme({ button: find("theme"), onChange: () => app.requestRender(true) });
+const theme = new Theme(() => app.requestRender(true));
 
 let paintedTheme = 0;
 
@@ -57,7 +52,7 @@ function draw() {
   setText(find("problems"), app.problemsWithoutHeading().join(" "));
   map.paint();
   cursor.refresh();
-  showTarget("frame");
+  showTarget();
   showTime(workers.length > 0);
   filterControls.update([...app.workers.keys()], app.groupNames());
   counters.update(workers);
@@ -67,7 +62,6 @@ function draw() {
   hostLegend.update(app.groupNames(), hosts, theme.styles, theme.version);
   requestsPanel.update(workers, filters.request);
   eventLog.update(filters);
-  announcer.update(workers, app.moment(), Date.now() / 1000);
 }
 
 /** An empty map cannot be paused. */
@@ -86,13 +80,19 @@ function drawStrip() {
   strip.update({ groups: app.groupNames(), workers: app.visibleWorkers(), hues, colours: theme.colours, chosenGroup: filters.group });
 }
 
-/** Show the cursor's target. `how` is why it may have changed: "pointer", "click", "keyboard" or "frame". */
-function showTarget(how) {
+/** Show what the cursor points at. */
+function showTarget() {
   const { target } = cursor;
   inspector.show(target);
-  const hasTooltip = target === cursor.hovered || how === "keyboard" || document.activeElement === map.canvas;
-  tooltip.show(hasTooltip ? target : null, rectOnScreen(target));
-  if (how === "keyboard") announcer.say(lineOf(target));
+  tooltip.show(target === cursor.hovered ? target : null, rectOnScreen(target));
+}
+
+/** Show a status {kind, message, retry_s} of the stream (frame_sources.js). */
+function showStatus({ kind, message = "", retry_s = null }) {
+  find("status").dataset.kind = kind;
+  setText(find("status"), STATUS_TEXTS[kind]);
+  setText(find("status-message"), retry_s === null ? message : `${message} Trying again in ${retry_s} s.`);
+  app.requestRender(false);
 }
 
 function rectOnScreen(target) {
@@ -107,7 +107,6 @@ function chooseRequestOfTarget() {
   if (target === null || target.block === null) return;
   const [found] = stateOf(target).sequencesOf(target.group, target.block);
   if (found) chooseRequest(found.sequence.request);
-  else announcer.say("No request uses this block.");
 }
 
 function zoom(by) {
@@ -119,7 +118,6 @@ function zoom(by) {
 function toggle() {
   app.source.toggle();
   app.requestRender(false);
-  announcer.say(app.moment());
 }
 
 function clear() {
@@ -133,7 +131,6 @@ function bindMap() {
   canvas.addEventListener("pointerleave", () => cursor.hover(null));
   canvas.addEventListener("click", () => cursor.choose());
   canvas.addEventListener("dblclick", chooseRequestOfTarget);
-  canvas.addEventListener("blur", () => showTarget("frame"));
   scroller.addEventListener("scroll", () => app.requestRender(false));
   new ResizeObserver(() => app.requestRender(true)).observe(scroller);
 }
@@ -143,16 +140,8 @@ function bindButtons() {
   find("zoom-in").addEventListener("click", () => zoom(1));
   find("zoom-out").addEventListener("click", () => zoom(-1));
   find("zoom-fit").addEventListener("click", () => zoom(0));
-  find("help-button").addEventListener("click", () => find("help").showModal());
-  new Keyboard({
-    map: map.canvas, off: find("no-shortcuts"),
-    actions: {
-      toggle, clear, zoom, focusFilter: () => find("request-filter").focus(),
-      focusMap: () => map.canvas.focus(), switchTheme: () => theme.toggle(), help: () => find("help").showModal(),
-      saySummary: () => announcer.saySummary(app.visibleWorkers(), app.moment(), Date.now() / 1000),
-      move: (dx, dy) => cursor.move(dx, dy), movePage: (direction) => cursor.movePage(direction),
-      moveToEnd: (isLast) => cursor.moveToEnd(isLast), chooseRequest: chooseRequestOfTarget,
-    },
+  document.addEventListener("keydown", ({ key }) => {
+    if (key === "Escape") clear();
   });
 }
 
@@ -165,14 +154,12 @@ function streamAddress() {
 function start() {
   const onEvent = (event, data) => app.takeEvent(event, data);
   app.source = new Connection({
-    url: streamAddress(), keys, onEvent, onStatus: (status) => app.setStatus(status),
-    askForKey: (wasRefused) => askForKey(find("key-dialog"), wasRefused),
+    url: streamAddress(), keys, onEvent, onStatus: showStatus, askForKey: (wasRefused) => askForKey(find("key-dialog"), wasRefused),
   });
   app.source.run();
 }
 
-const status = new StatusLine({ pill: find("status"), message: find("status-message"), announcer });
-app.parts = { draw, drawStrip, eventLog, announcer, status };
+app.parts = { draw, drawStrip, eventLog };
 globalThis.transomBlockMap = app; // for the console and the tests
 app.map = map;
 app.cursor = cursor;

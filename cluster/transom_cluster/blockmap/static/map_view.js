@@ -57,11 +57,7 @@ export class MapView {
 
   /** The hit at a point of the canvas (CSS pixels), null where there is no page. */
   hit(xCss, yCss) {
-    return this.hitWorld(xCss * this.pixelRatio, yCss * this.pixelRatio + this.scrollPx);
-  }
-
-  /** The hit at a point of the world (device pixels), null where there is no page. */
-  hitWorld(x, y) {
+    const [x, y] = [xCss * this.pixelRatio, yCss * this.pixelRatio + this.scrollPx];
     const section = this.placed.sections.find((candidate) => y >= candidate.pagesTop && y < candidate.bottom);
     if (section === undefined) return null;
     const { worker, tier, layout, pagesTop } = section;
@@ -82,15 +78,6 @@ export class MapView {
     const [left, top, w, h] =
       block === null ? [x, y, layout.innerW, layout.innerH] : blockRect(layout, stateOf(section).geometry, group, block);
     return [left, top + pagesTop, w, h];
-  }
-
-  /** Scroll only as far as is needed to make a rectangle visible. */
-  reveal([, top, , height]) {
-    const topCss = top / this.pixelRatio;
-    const bottomCss = (top + height) / this.pixelRatio;
-    const { scrollTop, clientHeight } = this.scroller;
-    if (topCss < scrollTop) this.scroller.scrollTop = topCss - 40;
-    else if (bottomCss > scrollTop + clientHeight) this.scroller.scrollTop = bottomCss - clientHeight + 20;
   }
 
   /** Fit the canvas to its scroller. */

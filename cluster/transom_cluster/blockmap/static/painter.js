@@ -6,7 +6,7 @@
  */
 
 import { EVICTED_IN_USE, fadeOf, REPAIR_SHARED, styleNumber } from "./colours.js";
-import { blockRect, gapOf, pageCorner } from "./geometry.js";
+import { gapOf, pageCorner } from "./geometry.js";
 import { EVICTABLE, EVICTED, MOVED, PINNED, REPAIR, SHARED } from "./worker_state.js";
 
 const NOT_PAINTED = 0xffff;
@@ -32,7 +32,6 @@ export class Painter {
         this.#paintPage(part, p, page++, cell, styles);
         cell += part.layout.maxSlots;
       }
-      this.#paintEvictedElsewhere(part, page - (part.endPage - part.firstPage), styles);
     }
     this.pixels.flush();
   }
@@ -87,39 +86,6 @@ export class Painter {
     }
   }
 
-  /**
-   * Show evictions in pages that the evicted block's group no longer leases, for one frame. A free page has no cells: the evicted
-   * block is drawn over it. In a page of another group the cells that have the block's bytes get a cross.
-   */
-  #paintEvictedElsewhere(part, firstPageSlot, styles) {
-    const { state } = part;
-    for (const [group, block] of state.evicted) {
-      const page = state.geometry.pageOf(group, block);
-      if (page < part.firstPage || page >= part.endPage || state.owners[page] === group + 1) continue;
-      if (state.owners[page] === 0) this.#paintEvicted(part, group, block, styles);
-      else this.#paintSuccessors(part, group, block, state.owners[page] - 1, styles);
-      this.paintedOwners[firstPageSlot + page - part.firstPage] = NOT_PAINTED;
-    }
-  }
-
-  #paintEvicted(part, group, block, styles) {
-    const { geometry } = part.state;
-    const [x, y, w, h] = blockRect(part.layout, geometry, group, block);
-    this.pixels.cell(x + part.x, y + part.y, w, h, styleOf(part, group, geometry.recordOf(group, block)), styles);
-  }
-
-  /** Paint the cells of the group `owner` that have bytes of an evicted block of another group. */
-  #paintSuccessors(part, group, block, owner, styles) {
-    const { geometry, references } = part.state;
-    for (const successor of geometry.blocksOver(group, block, owner)) {
-      const [x, y, w, h] = blockRect(part.layout, geometry, owner, successor);
-      const record = geometry.recordOf(owner, successor);
-      const rect = [x + part.x, y + part.y, w, h];
-      if (references[record] > 0) this.pixels.cell(...rect, styleOf(part, owner, record, EVICTED_IN_USE), styles);
-      else this.pixels.crossedCell(...rect, styleOf(part, owner, record), styles);
-    }
-  }
-
   #corner(part, page) {
     const [x, y] = pageCorner(part.layout, page);
     return [x + part.x, y + part.y];
@@ -127,7 +93,8 @@ export class Painter {
 }
 
 /** The style of one block. */
-function styleOf({ state, hues, isDimmed }, group, record, kind = kindOfBlock(state, record)) {
+function styleOf({ state, hues, isDimmed }, group, record) {
+  const kind = kindOfBlock(state, record);
   const fade = kind === EVICTABLE || kind === PINNED ? fadeOf(state.age_s(record)) : 0;
   return styleNumber(hues[group], kind, fade, kind !== EVICTED && kind !== MOVED && isDimmed !== null && isDimmed(record, group));
 }

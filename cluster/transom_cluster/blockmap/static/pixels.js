@@ -4,7 +4,7 @@
  */
 
 import { EVICTED, EXPORTED, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED } from "./worker_state.js";
-import { EVICTED_IN_USE, kindOf, REPAIR_SHARED, styleNumber } from "./colours.js";
+import { EVICTED_IN_USE, kindOf, REPAIR_SHARED } from "./colours.js";
 
 /** The pixels of one canvas. Shapes are clipped to it. */
 export class Pixels {
@@ -63,14 +63,6 @@ export class Pixels {
       case REPAIR_SHARED: this.#hatch(x, y, w, h, ink); return this.#ringedInset(x, y, w, h, style, styles);
       case EVICTED_IN_USE: case EVICTED: return this.#cross(x, y, w, h, ink);
     }
-  }
-
-  /** Draw a block with the cross of an evicted one. A cell too small for a cross is filled with the cross's colour. */
-  crossedCell(x, y, w, h, style, styles) {
-    const black = styles.fill[styleNumber(0, EVICTED, 0, false)];
-    this.cell(x, y, w, h, style, styles);
-    if (hasRoomForCross(w, h)) this.#cross(x, y, w, h, black);
-    else this.rect(x, y, w, h, black);
   }
 
   /** Copy what was drawn since the last call to the canvas. */

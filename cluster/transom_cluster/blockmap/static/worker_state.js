@@ -38,7 +38,6 @@ export class WorkerState {
     if (header.whole) this.#reset(header);
     const { time_s, counts, free_pages: freePages, running, waiting, totals } = header;
     Object.assign(this, { time_s, counts, freePages, running, waiting, totals });
-    this.evicted = [];
     this.#applyPages(frame.pages);
     this.#applyBlocks(frame.blocks);
     this.#applySpilled(frame.spilled);
@@ -106,7 +105,6 @@ export class WorkerState {
     this.tally = new Int32Array(groups.length * TALLY_COLUMNS);
     this.sequences = new Map();
     this.host = null; // a HostState, where the worker has a host tier
-    this.evicted = []; // [group, block] of this frame's evictions: their pages may be free or another group's by now
   }
 
   #reset(header) {
@@ -144,7 +142,6 @@ export class WorkerState {
       const age = blocks[i + 4];
       const born = age === UNKNOWN ? BORN_UNKNOWN : now - age;
       this.#put(offsets[group] + block, group, state, blocks[i] >>> 16, blocks[i + 2], blocks[i + 3], born);
-      if (state === EVICTED) this.evicted.push([group, block]);
     }
   }
 
