@@ -1,4 +1,4 @@
-"""The built-in chat templates write what the families' own Python scripts write."""
+"""The built-in chat template writes what DeepSeek V4's own Python script writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from transom_core.model_files.resolve import ModelFiles
@@ -48,68 +47,54 @@ PLAIN_CHAT: list[dict[str, Any]] = [
 ]
 
 
-def _dsml_calls(block: str) -> str:
-    return (
-        f"\n\n<｜DSML｜{block}>\n"
-        '<｜DSML｜invoke name="f">\n'
-        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="o" string="false">{"x": ["é", null]}</｜DSML｜parameter>\n'
-        "</｜DSML｜invoke>\n"
-        '<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>\n'
-        f"</｜DSML｜{block}>"
-    )
+DSML_CALLS = (
+    "\n\n<｜DSML｜tool_calls>\n"
+    '<｜DSML｜invoke name="f">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="o" string="false">{"x": ["é", null]}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+    '<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>"
+)
 
 
-def _render(model_type: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    source = built_in_template(model_type, lambda token: 1)
+def _render(messages: list[dict[str, Any]], **variables: Any) -> str:
+    source = built_in_template("deepseek_v4", lambda token: 1)
     assert source is not None
     template = ChatTemplate(source=source, special_tokens={})
     return template.render_chat(messages, add_generation_prompt=True, extra=variables).text
 
 
-def test_v4_has_tools_after_the_system_prompt_and_results_in_the_order_of_the_calls() -> None:
-    text = _render("deepseek_v4", TOOL_CHAT, tools=TOOLS, thinking=True)
+def test_it_has_tools_after_the_system_prompt_and_results_in_the_order_of_the_calls() -> None:
+    text = _render(TOOL_CHAT, tools=TOOLS, thinking=True)
     system, rest = text.split(USER, 1)
     assert system.startswith(f"{BEGIN}Be brief.\n\n## Tools\n\nYou have access")
     assert f"### Available Tool Schemas\n\n{SCHEMAS}\nYou MUST strictly follow" in system
     assert rest == (
-        f"Weather?{ASSISTANT}<think>Two tools.</think>Looking.{_dsml_calls('tool_calls')}{END}"
+        f"Weather?{ASSISTANT}<think>Two tools.</think>Looking.{DSML_CALLS}{END}"
         f"{USER}<tool_result>rain</tool_result>\n\n<tool_result>wind</tool_result>{ASSISTANT}<think>"
     )
 
 
-def test_v32_has_results_after_the_calls() -> None:
-    text = _render("deepseek_v32", TOOL_CHAT, tools=TOOLS, thinking=True)
-    system, rest = text.split(USER, 1)
-    assert system.startswith(f"{BEGIN}Be brief.\n\n## Tools\n\nYou have access")
-    assert system.endswith(f"<functions>\n{SCHEMAS}</functions>\n")
-    assert rest == (
-        f"Weather?{ASSISTANT}<think>Two tools.</think>Looking.{_dsml_calls('function_calls')}{END}"
-        "\n\n<function_results>\n<result>wind</result>\n<result>rain</result>\n</function_results>\n\n<think>"
-    )
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4"])
-def test_thoughts_of_earlier_turns_are_dropped(model_type: str) -> None:
+def test_thoughts_of_earlier_turns_are_dropped() -> None:
     begin = f"{BEGIN}{USER}Hi{ASSISTANT}</think>Hello.{END}{USER}Bye{ASSISTANT}"
-    assert _render(model_type, PLAIN_CHAT, thinking=True) == f"{begin}<think>"
-    assert _render(model_type, PLAIN_CHAT) == f"{begin}</think>"
-    assert _render(model_type, PLAIN_CHAT, reasoning_effort="none") == f"{begin}</think>"
-    assert _render(model_type, PLAIN_CHAT, reasoning_effort="high") == f"{begin}<think>"
-    assert _render(model_type, PLAIN_CHAT, reasoning_effort="high", thinking=False) == f"{begin}</think>"
+    assert _render(PLAIN_CHAT, thinking=True) == f"{begin}<think>"
+    assert _render(PLAIN_CHAT) == f"{begin}</think>"
+    assert _render(PLAIN_CHAT, reasoning_effort="none") == f"{begin}</think>"
+    assert _render(PLAIN_CHAT, reasoning_effort="high") == f"{begin}<think>"
+    assert _render(PLAIN_CHAT, reasoning_effort="high", thinking=False) == f"{begin}</think>"
 
 
-def test_v4_thinks_as_long_as_it_can_where_the_effort_says_so() -> None:
-    text = _render("deepseek_v4", PLAIN_CHAT, reasoning_effort="max")
+def test_it_thinks_as_long_as_it_can_where_the_effort_says_so() -> None:
+    text = _render(PLAIN_CHAT, reasoning_effort="max")
     assert text.startswith(f"{BEGIN}Reasoning Effort: Absolute maximum with no shortcuts permitted.\n")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4"])
-def test_arguments_that_are_no_object_stay_as_they_are(model_type: str) -> None:
+def test_arguments_that_are_no_object_stay_as_they_are() -> None:
     messages = [*TOOL_CHAT[:2], {**CALLING, "tool_calls": [_call("1", "f", '{"city": "Par')]}]
     assert '<｜DSML｜parameter name="arguments" string="true">{"city": "Par</｜DSML｜parameter>' in _render(
-        model_type, messages, tools=TOOLS
+        messages, tools=TOOLS
     )
 
 
@@ -122,18 +107,15 @@ def _save_tokenizer(folder: Path, *added: str) -> None:
     rust.save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "parsers"),
-    [("deepseek_v32", ("deepseek_v32", "deepseek_v4")), ("deepseek_v4", ("deepseek_v4", "deepseek_v4"))],
-)
-def test_a_model_without_a_template_gets_its_familys(tmp_path: Path, model_type: str, parsers: tuple[str, str]) -> None:
-    files = ModelFiles(name="m", path=tmp_path, is_gguf=False, config={"model_type": model_type}, generation_config={})
+def test_a_model_without_a_template_gets_its_familys(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v4"}
+    files = ModelFiles(name="m", path=tmp_path, is_gguf=False, config=config, generation_config={})
     _save_tokenizer(tmp_path)  # a vocabulary without the family's tokens has no use for its template
     assert OwnTokenizer.load(files).chat_template is None
     _save_tokenizer(tmp_path, USER, ASSISTANT)
     tokenizer = OwnTokenizer.load(files)
     assert tokenizer.template_knows_tools
-    assert detect(tokenizer.model_type, tokenizer.chat_template, tokenizer) == parsers
+    assert detect(tokenizer.model_type, tokenizer.chat_template, tokenizer) == ("deepseek_v4", "deepseek_v4")
     own = {"chat_template": "{{ messages[0].content }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     assert OwnTokenizer.load(files).chat_template == own["chat_template"]

@@ -48,7 +48,6 @@ PARSERS: dict[str, tuple[str, str | None]] = {
     "gemma4": ("gemma4", "gemma4"),
     "deepseek-v3": ("deepseek_v3", "deepseek_v3"),
     "deepseek-v31": ("deepseek_v31", "deepseek_v3"),
-    "deepseek-v32": ("deepseek_v32", "deepseek_v32"),
     "deepseek-v4": ("deepseek_v4", "deepseek_v4"),
     "deepseek-v41": ("deepseek_v41", "deepseek_v41"),
     "glm45-newline": ("glm45", "glm45"),

@@ -79,7 +79,6 @@ FAMILIES = [
     Family("kimi_k2", "kimi_k2", KIMI_K2, call="<|tool_calls_section_begin|>"),
     Family("deepseek_v3", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
     Family("deepseek_v31", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
-    Family("deepseek_v32", "deepseek_v32", DSML, call="<｜DSML｜function_calls>"),
     Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
     Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),
     Family(

@@ -74,7 +74,6 @@ _OWN_PIECES = {
     ),
     "deepseek_v3": _SECTIONS,
     "deepseek_v31": _SECTIONS,
-    "deepseek_v32": _DSML,
     "deepseek_v4": _DSML,
     "deepseek_v41": _DSML,
 }

@@ -1,10 +1,10 @@
-"""Provides chat templates for model families that publish none: DeepSeek V3.2 and V4 publish a Python script instead.
+"""Provides chat templates for model families that publish none: DeepSeek V4 publishes a Python script instead.
 
-The templates take the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
+The template takes the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
 
 - `thinking` or `enable_thinking`: whether the model thinks first. By default it does so if `reasoning_effort` is given and is not
   "none".
-- `reasoning_effort`: "max" adds DeepSeek V4's instruction to think as long as it can.
+- `reasoning_effort`: "max" adds the instruction to think as long as it can.
 
 A template that comes with the model, or that the operator gives, replaces the built-in one.
 """
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.resources import files
 
-_FILES = {"deepseek_v32": "deepseek_v32.jinja", "deepseek_v4": "deepseek_v4.jinja"}  # by config.json's model_type
+_FILES = {"deepseek_v4": "deepseek_v4.jinja"}  # by config.json's model_type
 
 
-_TOKEN = "<｜Assistant｜>"  # a token that the templates write
+_TOKEN = "<｜Assistant｜>"  # a token that the template writes
 
 
 def built_in_template(model_type: str, token_id: Callable[[str], int | None]) -> str | None:

@@ -30,7 +30,6 @@ _TOOL_RULES = (
     _Rule("openai", _is_type("gpt_oss"), "<|channel|>"),
     _Rule("gemma4", _template_has("<|tool_call>")),
     _Rule("kimi_k2", _template_has("<|tool_calls_section_begin|>")),
-    _Rule("deepseek_v32", _template_has("<｜DSML｜function_calls>")),
     _Rule("deepseek_v4", _template_has("<｜DSML｜tool_calls>")),
     _Rule("deepseek_v41", _template_has("<｜DSML｜ calls>")),
     _Rule("deepseek_v3", _template_has("<｜tool▁calls▁begin｜>", "```json")),

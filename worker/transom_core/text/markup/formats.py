@@ -22,7 +22,6 @@ from transom_core.text.markup.tool_markup import ToolMarkup
 _TOOLS: Mapping[str, ToolMarkup] = {
     "deepseek_v3": DeepSeekV3Tools(),
     "deepseek_v31": DeepSeekV31Tools(),
-    "deepseek_v32": DsmlTools("function_calls"),
     "deepseek_v4": DsmlTools("tool_calls"),
     "deepseek_v41": DsmlTools(" calls"),
     "gemma4": Gemma4Tools(),
@@ -44,7 +43,6 @@ _REASONING: Mapping[str, ReasoningMarkup] = {
     "qwen3": THINK,
     "deepseek_r1": ASSUMED_THINK,
     "deepseek_v3": THINK,
-    "deepseek_v32": THINK,
     "deepseek_v4": THINK,
     "deepseek_v41": THINK,
     "gemma4": GEMMA4,

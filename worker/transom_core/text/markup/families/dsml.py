@@ -1,4 +1,4 @@
-"""The parsers `deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with `｜DSML｜`.
+"""The parsers `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with `｜DSML｜`.
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="get_weather">
@@ -8,8 +8,8 @@
     </｜DSML｜tool_calls>
 
 `｜DSML｜` is one token. A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes
-up to its end tag; other tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space
-after `｜DSML｜`. Each parser reads all forms.
+up to its end tag; other tags inside it are text. V4.1 calls the block `calls`, and writes a space after `｜DSML｜`. Each parser
+reads both forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transom_core.text.markup.reader import MalformedMarkupError, Markers, Readi
 from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _TOKEN = "｜DSML｜"
-_BLOCKS = ("tool_calls", "function_calls", " calls")
+_BLOCKS = ("tool_calls", " calls")
 _INVOKE = re.compile(r'\s+name="(?P<name>[^"]+)"\s*(?P<is_empty>/?)')
 _PARAMETER = re.compile(r'\s+name="(?P<name>[^"]*)"(?:\s+string="(?P<string>true|false)")?\s*')
 _STRING, _JSON = '" string="true">', '" string="false">'
