@@ -37,6 +37,7 @@ def test_a_paused_map_stays_as_it_is_and_resumes_with_what_is_there_then(
     assert block_map.text("#tooltip") == "full block 1: free"
     block_map.page.click("#toggle")
     block_map.wait_for_frames(2)
+    block_map.hover(0, 1)
     assert block_map.text("#tooltip") == "full block 1: active"
     assert block_map.text("#toggle") == "Pause"
     assert block_map.all_pixels() != paused
