@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 from transom_core.clock import steady_time_s
 from transom_core.errors import Overloaded, RequestError
