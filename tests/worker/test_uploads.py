@@ -18,8 +18,6 @@ from tests.late_uploads import LateUploads, PromptUploads
 from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from tests.worker.execution.test_policy_steps import start_runner
-from tests.worker.execution.test_runner import LAYERS
-from tests.worker.execution.toy_decoder import load_toy
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from transom_core.contract import WindowPolicy
 from transom_worker.execution.batch.batch import BatchBuilder
@@ -95,16 +93,17 @@ def check_equal(mine: Any, wanted: Any) -> None:
         assert mine == wanted
 
 
-@pytest.mark.parametrize("kind", ["full", "three"])
-def test_prompts_and_decodes(kind: str, packed: list[ForwardBatch]) -> None:
-    runner = make_runner(engine_config(enforce_eager=True), load_toy(LAYERS[kind]))
+@pytest.mark.parametrize("pattern", ["F", "CSF"])
+def test_prompts_and_decodes(pattern: str, tiny_model: Path, packed: list[ForwardBatch]) -> None:
+    windows = {"window": 6, "chunk": 20} if len(pattern) > 1 else {}
+    runner = make_runner(engine_config(tiny_model, enforce_eager=True, window_pattern=pattern, **windows))
     hand = HandScheduler(runner.info.layout)
     hand.add(0, [5] * 23)
     hand.add(1, [7] * 30)
     for counts in ({0: 10}, {0: 13, 1: 5}, {0: 1, 1: 25}, {0: 1, 1: 1}, {1: 1}):
         plan = hand.plan(counts)
         hand.received(plan, runner.execute(plan))
-    assert {len(batch.groups) for batch in packed} == {1 if kind == "full" else 3}
+    assert {len(batch.groups) for batch in packed} == {len(pattern)}
 
 
 def test_policies(packed: list[ForwardBatch], tmp_path: Path) -> None:

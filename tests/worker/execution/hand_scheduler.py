@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transom_core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
@@ -18,25 +18,21 @@ from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepRes
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def engine_config(
-    *, block_size: int = 4, pool_bytes: int = 2**19, host_bytes: int = 0, hybrid: bool = True, **model: object
-) -> EngineConfig:
+def engine_config(model: Path | str, *, pool_bytes: int = 2**19, host_bytes: int = 0, **settings: Any) -> EngineConfig:
+    """Return the config of a small pool with blocks of 4 tokens; `settings` are fields of `ModelConfig`."""
     return EngineConfig(
-        model=ModelConfig(model="toy", hybrid_kv_cache=hybrid, device="cpu", **model),  # type: ignore[arg-type]
-        cache=CacheConfig(block_size=block_size, kv_cache_memory_bytes=pool_bytes, swap_space_bytes=host_bytes),
+        model=ModelConfig(model=str(model), device="cpu", **settings),
+        cache=CacheConfig(block_size=4, kv_cache_memory_bytes=pool_bytes, swap_space_bytes=host_bytes),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
         num_threads=1,
     )
 
 
 def make_runner(
-    config: EngineConfig,
-    loaded: LoadedModel | None = None,
-    parallel: Parallel | None = None,
-    on_busy: Callable[[], None] = lambda: None,
+    config: EngineConfig, parallel: Parallel | None = None, on_busy: Callable[[], None] = lambda: None
 ) -> ModelRunner:
-    """Return a rank's runner, of the config's model or of a loaded one."""
-    setup = ModelSetup(config, parallel or Parallel(), loaded=loaded, on_busy=on_busy)
+    """Return a rank's runner."""
+    setup = ModelSetup(config, parallel or Parallel(), on_busy=on_busy)
     return setup.allocate(setup.pool_bytes())
 
 
@@ -84,18 +80,16 @@ class HandScheduler:
         seq_id: int,
         tokens: list[int],
         *,
-        num_prompt_tokens: int | None = None,
         params: SamplingParams = GREEDY,
-        seed: int = 0,
         **policy: Any,
     ) -> HandSequence:
         new = NewSequence(
             seq_id=seq_id,
             request_id=str(seq_id),
             token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
+            num_prompt_tokens=len(tokens),
             params=params,
-            seed=seed,
+            seed=0,
             **policy,
         )
         self.sequences[seq_id] = HandSequence(new, len(self.specs))
@@ -119,51 +113,6 @@ class HandScheduler:
         for seq_id, sequence in self.sequences.items():
             sequence.last_row = rows.get(seq_id, NO_ID)
         return plan
-
-    def repair(self, seq_id: int, tokens: list[int], full_blocks: dict[int, int], s: int, n: int) -> StepPlan:
-        """Start a sequence whose full group (0) is cached up to `n`, replaying its window group (1) from `s`."""
-        sequence = self.add(seq_id, tokens)
-        plan = self.plan({})
-        size = self.specs[1].block_size
-        sequence.num_computed = n
-        sequence.blocks[0] = dict(full_blocks)
-        sequence.blocks[1] = dict(enumerate(self.pool.take(1, -(-n // size) - s // size), start=s // size))
-        for group in (0, 1):
-            self.put_table(plan, sequence, group)
-        plan.seq_ids, plan.start, plan.count, plan.sample = [seq_id], [s], [n - s], [0]
-        plan.input_id, plan.input_row, plan.logits_from = [NO_ID], [NO_ID], [n]
-        plan.attend_from, plan.write_from = [[0], [s]], [[n], [s]]
-        return plan
-
-    def put_table(self, plan: StepPlan, sequence: HandSequence, group: int) -> None:
-        """A delta that gives an empty table all the blocks that the sequence holds."""
-        held = sequence.blocks[group]
-        plan.delta_seq.append(sequence.new.seq_id)
-        plan.delta_group.append(group)
-        plan.delta_dropped.append(0)
-        plan.delta_first_block.append(min(held))
-        plan.delta_blocks += held.values()
-        plan.delta_offset.append(len(plan.delta_blocks))
-
-    def swap_blocks(self, plan: StepPlan, sequence: HandSequence, group: int, spare: int) -> None:
-        """Exchange a sequence's first and last block; each later copy overwrites the source of the one before."""
-        held = sequence.blocks[group]
-        first, last = min(held), max(held)
-        if first == last:
-            return
-        for source, target in ((held[first], spare), (held[last], held[first]), (spare, held[last])):
-            plan.copy_group.append(group)
-            plan.copy_source.append(source)
-            plan.copy_target.append(target)
-            plan.copy_source_tier.append(0)
-            plan.copy_target_tier.append(0)
-            plan.copy_ticket.append(0)
-        held[first], held[last] = held[last], held[first]
-        for logical in (first, last):
-            plan.moved_seq.append(sequence.new.seq_id)
-            plan.moved_group.append(group)
-            plan.moved_logical.append(logical)
-            plan.moved_block.append(held[logical])
 
     def received(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Remember sampled ids; returns them by sequence."""

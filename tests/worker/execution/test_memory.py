@@ -1,12 +1,13 @@
 """The size of the KV pool, from the settings and from the machine's memory."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.worker.execution.hand_scheduler import engine_config
-from tests.worker.execution.toy_decoder import layer, load_toy
+from tests.worker.execution.hand_scheduler import engine_config, make_runner
+from tests.worker.execution.toy_architecture import architecture, layer
 from transom_core.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
 from transom_core.errors import ConfigError
 from transom_worker.execution import memory
@@ -28,15 +29,26 @@ def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatc
 
 
 def test_max_useful_bytes_hold_every_sequence_at_full_length() -> None:
-    shape = load_toy([layer(), layer(4)]).architecture
-    groups = cache_groups(shape, block_size=4, dtype="float32")
+    groups = cache_groups(architecture([layer(), layer(4)]), block_size=4, dtype="float32")
     stride = groups[0].stride_bytes
     assert stride == groups[1].stride_bytes == 512
-    scheduler: SchedulerConfig = engine_config().scheduler
+    scheduler = SchedulerConfig(max_num_seqs=2)
     assert (
         memory.max_useful_bytes(groups, scheduler, max_model_len=9)
         == scheduler.max_num_seqs * 2 * 4 * stride + 16 * stride
     )
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "message"),
+    [
+        (500, "cannot hold one block"),
+        (1 << 50, r"KV pool of \d+ bytes cannot be allocated on cpu .* smaller --kv-cache-memory"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(tiny_model: Path, pool_bytes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_runner(engine_config(tiny_model, pool_bytes=pool_bytes))
 
 
 def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_kernels.launch import prefer
-from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.runner import ModelRunner
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -51,10 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def start_runner(folder: Path, *, kv_cache_dtype: str = "auto", **settings: Any) -> ModelRunner:
-    config = engine_config(pool_bytes=2**21, dtype="float32", **settings)
-    cache = replace(config.cache, kv_cache_dtype=kv_cache_dtype)
-    return make_runner(replace(config, model=replace(config.model, model=str(folder)), cache=cache))
+def start_runner(folder: Path, **settings: Any) -> ModelRunner:
+    return make_runner(engine_config(folder, pool_bytes=2**21, dtype="float32", **settings))
 
 
 @contextmanager
@@ -106,28 +102,6 @@ def test_a_window_with_sinks_equals_transformers_with_the_same_mask(family: str,
     check_greedy(model, hand.sequences[0].tokens, 150, window_mask(21, 5))
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) -> None:
-    folder = checkpoint("llama")
-    hand, model = PolicyScheduler(start_runner(folder, enforce_eager=enforce_eager)), load_oracle(folder)
-    hand.add_row(0, prompt(50), WindowPolicy(sinks=0, window=9))
-    hand.add_row(1, prompt(60, salt=1))
-    hand.add_row(2, prompt(3, salt=2), WindowPolicy(sinks=17, window=30))
-    hand.step({1: 20})
-    hand.step({0: 30, 1: 10, 2: 3})
-    hand.step({2: 1, 0: 20, 1: 30})
-    for _ in range(12):
-        hand.step({0: 1, 1: 1})
-    hand.decode(1, 3)
-    for _ in range(7):
-        hand.step({1: 1, 2: 1})
-    hand.step({0: 1, 1: 1, 2: 1})  # more rows than are recorded
-    assert hand.runner.usage.num_graph_steps == (0 if enforce_eager else 22)
-    check_greedy(model, hand.sequences[0].tokens, 50, window_mask(9, 0))
-    check_greedy(model, hand.sequences[1].tokens, 60, lambda length: visible(length, length, window=None, sinks=0))
-    check_greedy(model, hand.sequences[2].tokens, 3, window_mask(30, 17))
-
-
 def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> None:
     folder = checkpoint("qwen3")
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
@@ -174,36 +148,6 @@ def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any
         assert quality.top_token_agrees == bool(log_p.argmax() == log_q.argmax())
         attention = torch.stack(out.attentions).mean(dim=(0, 1, 2))[-1]
         assert quality.dropped_mass == pytest.approx(float(attention[3 : length - 11].sum()), abs=1e-4)
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_the_device_is_read_once_for_all_rows(num_rows: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for their mass and once for their quality: each reading waits for the device."""
-    hand, reads = PolicyScheduler(start_runner(checkpoint("llama"), enforce_eager=True)), list[str]()
-    for seq_id in range(num_rows):
-        hand.add_row(seq_id, prompt(20, salt=seq_id), WindowPolicy(sinks=3, window=11), quality=True)
-    hand.step(dict.fromkeys(range(num_rows), 20))
-
-    def counted(name: str) -> Callable[..., Any]:
-        read = getattr(torch.Tensor, name)
-
-        def call(tensor: torch.Tensor) -> Any:
-            reads.append(name)
-            return read(tensor)
-
-        return call
-
-    def fill(*arguments: Any, **options: Any) -> None:
-        with monkeypatch.context() as counting:
-            for name in ("tolist", "item", "cpu", "__float__", "__bool__"):
-                counting.setattr(torch.Tensor, name, counted(name))
-            report_fill(*arguments, **options)
-
-    report_fill = PolicyReport.fill
-    monkeypatch.setattr(PolicyReport, "fill", fill)
-    result = hand.step(dict.fromkeys(range(num_rows), 1), mass=True, measure=True)
-    assert len(result.quality) == len(result.attention_mass) == num_rows
-    assert len(reads) == 2
 
 
 def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:

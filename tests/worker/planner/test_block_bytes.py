@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.execution.toy_decoder import architecture
+from tests.worker.execution.toy_architecture import architecture
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec

@@ -11,7 +11,6 @@ import torch
 
 from tests.matrices import some_daily
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
-from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
 from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.settings.settings import Settings
@@ -49,16 +48,14 @@ class RecordingBuilder(BatchBuilder):
         return super().build(plan, store)
 
 
-def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
-    loaded = load_toy([layer(), layer(window=6), layer(window=5, sinks=3)], eos=(2,), max_position=max_position)
-    assert isinstance(loaded.model, ToyDecoder)
-    return make_runner(engine_config(), loaded), loaded.model
+@pytest.fixture(scope="module")
+def runner(tiny_model: Path) -> ModelRunner:
+    return make_runner(engine_config(tiny_model, window=5, sinks=3, window_pattern="SF"))
 
 
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
-def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
-    runner, model = make(100)
-    builder = RecordingBuilder(runner)
+def test_warm_up_stays_within_the_limits(runner: ModelRunner, max_model_len: int) -> None:
+    model, builder = runner._forward._model, RecordingBuilder(runner)
     logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND)
     assert logits.shape[0] == 1
     steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
@@ -76,10 +73,9 @@ def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
     assert steps(False, False) == [(0, 16)]
 
 
-def test_warm_up_writes_to_dump_blocks_only() -> None:
-    runner, model = make(100)
+def test_warm_up_writes_to_dump_blocks_only(runner: ModelRunner) -> None:
     builder = RecordingBuilder(runner)
-    warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=100, **EVERY_KIND)
+    warm_up(runner._forward._model, builder, builder.groups, max_tokens=64, max_model_len=100, **EVERY_KIND)
     assert builder.slab.any()
     for group in range(len(builder.groups)):
         block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0
@@ -93,16 +89,22 @@ def test_the_worst_case_has_a_full_context_only_with_compressed_layers() -> None
     assert worst_case_start([plain, entries], 50, 100) == 50
 
 
-def test_the_worst_case_wants_every_position_but_never_its_logits_together() -> None:
+def test_the_worst_case_wants_every_position_but_never_its_logits_together(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a request for prompt log-probabilities needs no more memory than was measured."""
-    runner, model = make(100)
-    builder = RecordingBuilder(runner)
-    sampler = ShardedSampler(SINGLE)
-    model.most_logit_rows = 0
+    model, builder, sampler, num_rows = runner._forward._model, RecordingBuilder(runner), ShardedSampler(SINGLE), [0]
+    logits = model.logits
+
+    def counted(hidden_RN: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden_RN))
+        return logits(hidden_RN)
+
+    monkeypatch.setattr(model, "logits", counted)
     result = worst_case_step(model, builder, builder.groups, [93, 90, 1], sampler, start=0)
     assert [len(result.prompt_logprobs[b]) for b in (0, 1)] == [92, 89]
     assert all(logprobs is not None and len(logprobs.top) == 20 for logprobs in result.logprobs)
-    assert model.most_logit_rows == MAX_ROWS_PER_PASS
+    assert max(num_rows) == MAX_ROWS_PER_PASS
 
 
 POLICIES: dict[str, KvPolicy | None] = {

@@ -1,13 +1,14 @@
 """Views of the slab: every byte of a block belongs to one tensor of one layer. A host tier that does not fit is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
-from tests.worker.execution.toy_decoder import architecture, layer, load_toy
+from tests.worker.execution.toy_architecture import architecture, layer
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.model_config.layer_attention import Compression, LayerAttention
@@ -131,8 +132,8 @@ def test_on_gpus_exactly_the_slab_is_pinned_and_unpinned_in_the_end(monkeypatch:
     assert not pinned
 
 
-def test_a_host_tier_on_a_runner() -> None:
-    runner = make_runner(engine_config(host_bytes=2**21), load_toy([layer(), layer(window=7)]))
+def test_a_host_tier_on_a_runner(tiny_model: Path) -> None:
+    runner = make_runner(engine_config(tiny_model, host_bytes=2**21, window=7, window_pattern="SF"))
     info = runner.info
     assert info.host_layout is not None
     assert info.host_layout.groups == info.layout.groups
@@ -145,6 +146,6 @@ def test_a_host_tier_on_a_runner() -> None:
     runner.close()
 
 
-def test_a_host_tier_larger_than_the_memory_ends_the_start() -> None:
+def test_a_host_tier_larger_than_the_memory_ends_the_start(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"--swap-space asks for a host tier of \d+ bytes; .* Give at most"):
-        make_runner(engine_config(host_bytes=2**50), load_toy([layer()]))
+        make_runner(engine_config(tiny_model, host_bytes=2**50))

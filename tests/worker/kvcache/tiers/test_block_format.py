@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.matrices import matrix
-from tests.worker.execution.toy_decoder import architecture
+from tests.worker.execution.toy_architecture import architecture
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
 from transom_core.model_config.layer_attention import LayerAttention
