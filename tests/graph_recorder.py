@@ -8,7 +8,6 @@ whose shape depends on numbers, tensors made from the host's memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,21 +31,18 @@ class NotCapturable(Exception):
 
 
 class Recording(TorchDispatchMode):
-    """The operations since recording began; `refuses` says whether one that a graph cannot hold is an error."""
+    """The operations since recording began; one that a graph cannot hold is an error."""
 
-    def __init__(self, *, refuses: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._refuses = refuses
         self.steps: list[Callable[[], None]] = []
-        self.names: Counter[str] = Counter()
         self.made: list[torch.Tensor] = []  # memory that belongs to the recording
         self.inside_launch = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        needs_host = name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args)
-        if needs_host and self._refuses:
+        if name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args):
             raise NotCapturable(f"{func} needs the host")
         with self:
             parts = func.decompose(*args, **kwargs)
@@ -55,10 +51,6 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
         return out
-
-    def note_launch(self, name: str, launch: Callable[[], None]) -> None:
-        self.steps.append(launch)
-        self.names[name] += 1
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         held = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -76,7 +68,6 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
         self.steps.append(again)
-        self.names[name] += 1
 
 
 class RecordedGraph:
@@ -86,7 +77,7 @@ class RecordedGraph:
 
     @property
     def num_launches(self) -> int:
-        return sum(self._recording.names.values())
+        return len(self._recording.steps)
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -130,11 +121,11 @@ class RecorderDevice(CudaCapture):
 
 
 @contextmanager
-def recorded(*, refuses: bool = True) -> Iterator[Recording]:
-    """Records the operations inside the context; if it refuses, raises NotCapturable for an operation that a graph cannot hold."""
+def recorded() -> Iterator[Recording]:
+    """Records the operations inside the context; raises NotCapturable for an operation that a graph cannot hold."""
     from triton.runtime.interpreter import GridExecutor
 
-    recording, interpret = Recording(refuses=refuses), GridExecutor.__call__
+    recording, interpret = Recording(), GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         def again() -> None:
@@ -144,11 +135,11 @@ def recorded(*, refuses: bool = True) -> Iterator[Recording]:
         with _disable_current_modes():
             again()
         recording.inside_launch = False
-        recording.note_launch(self.fn.__name__, again)
+        recording.steps.append(again)
 
     def refused(name: str, plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if recording.inside_launch or not refuses:
+            if recording.inside_launch:
                 return plain(*args, **kwargs)
             raise NotCapturable(f"{name} needs the host")
 

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.worker.models.quantised_formats import FORMATS
+from tests.worker.models.quantised_formats import FORMATS, fp4
 
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what three bits say; the fourth is the sign
-_GROUP = 32
 _FILE = "model.safetensors"
 _NOT_QUANTISED = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "router.")
 
@@ -46,13 +44,11 @@ def to_format(plain: Path, packed: Path, name: str) -> None:
 to_fp8 = partial(to_format, name="fp8 blocks")
 
 
-def pack_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [..., rows, groups, 16] and scales [..., rows, groups] of `values` [..., rows, columns], rounded to nearest."""
-    groups = values.float().unflatten(-1, (-1, _GROUP))
-    exponent = groups.abs().amax(-1).log2().floor() - 2  # so that the largest is below 8; 6 and more become 6
-    distance = (groups.abs()[..., None] * torch.exp2(-exponent)[..., None, None] - torch.tensor(_NUMBERS)).abs()
-    codes = distance.argmin(-1) + 8 * (groups < 0)
-    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponent + 127).to(torch.uint8)
+def pack_mxfp4(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [experts, rows, groups, 16] and scales [experts, rows, groups] of `stack` [experts, rows, columns]."""
+    stored, _ = fp4(stack.flatten(0, 1), group=32, writer="compressed")
+    packed, scales = (stored[name].unflatten(0, stack.shape[:2]) for name in (".weight_packed", ".weight_scale"))
+    return packed.unflatten(2, (-1, 16)), scales
 
 
 def _write(plain: Path, packed: Path, tensors: Tensors, rounded: Tensors, quantization: dict[str, object]) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from tests.checkpoints import prompt
 from tests.engine_driver import make_request, run
-from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from tests.thread_ranks import ThreadRanks, make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
@@ -77,19 +76,6 @@ def test_every_family_stays_near_its_logits(folder: Path, asked: str, request: p
     assert 0 < divergence(folder, exact, kv_cache_dtype=asked) < bound
 
 
-@pytest.mark.parametrize("folder", some_daily(NAMES, daily=["gemma4"]), indirect=True)
-def test_groups_of_different_formats(folder: Path, request: pytest.FixtureRequest) -> None:
-    """The full group in int8, the others as they are; and the other way round."""
-    name = request.node.callspec.params["folder"]
-    bound = (BOUNDS_WITH_EXPERTS if name in MIXTURES or "experts" in name else BOUNDS)["int8"]
-    engine, _ = make_sharded_engine(str(folder), 1, **CHUNKS)
-    kinds = [group.kind for group in engine.info.plan.groups]
-    engine.shutdown()
-    exact = log_probabilities(folder)
-    found = [divergence(folder, exact, kv_cache_dtype=f"{kind}=int8") for kind in kinds]
-    assert all(0 < one < bound for one in found)
-
-
 @pytest.mark.parametrize("folder", ["llama3"], indirect=True)
 @pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["int8"]))
 def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str) -> None:
@@ -97,34 +83,6 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path,
     name = "transom_kernels.paged_attention.reference.dequantise_rows"
     monkeypatch.setattr(name, lambda elements, scale: dequantise_rows(elements, scale.roll(1, dims=-1)))
     assert divergence(folder, exact, kv_cache_dtype=asked) > BOUNDS[asked]
-
-
-@pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["int4"]))
-@pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
-def test_schedules_write_the_same_and_read_the_same(folder: Path, asked: str) -> None:
-    """Tokens are equal whether prompts come in chunks, together, from the cache, over a repaired window or after preemption."""
-    settings = CHUNKS | {"kv_cache_dtype": asked}
-    engine, _ = make_sharded_engine(str(folder), 1, **(settings | {"max_num_batched_tokens": 1024}))
-    alone = [tokens_of(engine, [length])[0] for length in LENGTHS]
-    engine.shutdown()
-    engine, _ = make_sharded_engine(str(folder), 1, **settings, steps_in_flight=2)
-    assert tokens_of(engine, LENGTHS) == alone
-    assert tokens_of(engine, LENGTHS) == alone  # hits
-    lose_windows(engine.scheduler.cache)
-    assert tokens_of(engine, LENGTHS) == alone
-    assert engine.scheduler.stats().outcome_tokens["repaired"] > 0
-    plan = engine.info.plan
-    engine.shutdown()
-    tight = plan.request_bytes + plan.in_flight_bytes + 2 * plan.page_bytes
-    engine, _ = make_sharded_engine(str(folder), 1, **settings, kv_cache_memory_bytes=tight)
-    assert tokens_of(engine, (*LENGTHS, 200, 200)) == [*alone, alone[-1], alone[-1]]
-    assert engine.scheduler.work.num_preemptions > 0
-    engine.shutdown()
-
-
-def tokens_of(engine: Engine, lengths: Any) -> list[list[int]]:
-    requests = [make_request(f"r{i}", prompt(length), max_tokens=12) for i, length in enumerate(lengths)]
-    return [whole.token_ids for whole in run(engine, requests)]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ If memory was short, the request that asked for the most ends, and no other. All
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -80,29 +79,6 @@ def test_results_of_forgotten_plans_are_dropped(engine: Engine) -> None:
     executor.drop_in_flight()
     executor.submit(StepPlan(step_id=2_001))
     assert executor.receive().step_id == 2_001
-
-
-@pytest.mark.exhaustive  # `test_one_rank_alone` is the same with too little memory
-def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank began the plan and waits; the error names the refusing rank's reason."""
-    send = ExecutorChannel._send
-
-    def send_another(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
-        if rank == 1:
-            step = decode(frame.bytes)
-            frame = zmq.Frame(encode(RunStep(step.epoch, StepPlan(step_id=step.plan.step_id, version=99))))
-        send(channel, rank, frame)
-
-    engine.add(make_request("refused", PROMPT, max_tokens=4))
-    monkeypatch.setattr(executor, "FAILURE_TIMEOUT_S", 1.0)  # the other rank never says anything
-    monkeypatch.setattr(ExecutorChannel, "_send", send_another)
-    (event,) = engine.step()
-    monkeypatch.undo()
-    assert event.error is not None
-    assert event.error.kind == "WorkerLost"
-    assert re.search("Rank 1 of 2: .*version 99", event.error.message)
-    engine.step()
-    assert len(run(engine, [make_request("again", PROMPT, max_tokens=4)])[0].token_ids) == 4
 
 
 def enlarge_first_step(monkeypatch: pytest.MonkeyPatch, is_for: Callable[[int], bool]) -> None:

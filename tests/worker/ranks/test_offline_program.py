@@ -56,18 +56,6 @@ def test_an_interrupt_and_then_an_end_without_warning(tiny_model: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_end_without_warning_in_start_up(tiny_model: Path) -> None:
-    with program(tiny_model) as process:
-        deadline_s = time.monotonic() + 240
-        while len(pids := rank_processes_of(process.pid)) < 2:
-            assert time.monotonic() < deadline_s
-            assert process.poll() is None
-        process.kill()
-        wait_until_gone(process.pid, *pids)
-        assert not left_behind(process.pid)
-
-
-@pytest.mark.exhaustive
 def test_a_model_that_is_forgotten_leaves_no_rank(tiny_model: Path) -> None:
     settings: dict[str, Any] = {
         "device": "cpu",

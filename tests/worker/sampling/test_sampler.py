@@ -1,20 +1,16 @@
-"""The sampler: independence of the batch, resume at every position, masks, log-probabilities. And what sampling on a device costs
-beside its kernels: everything comes by pinned memory, and only rows that change are copied.
+"""The sampler: independence of the batch, resume at every position, masks, log-probabilities; and that everything comes by pinned
+memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.late_uploads import PromptUploads
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
-from transom_worker.sampling import sampler as sampler_module
 from transom_worker.sampling.sampler import UPLOADS_PER_STEP, Sampler
 
 VOCABULARY = 211
@@ -77,20 +73,6 @@ def test_resume_at_every_position() -> None:
         known = {kind: [token for token, _ in results[:position]] for kind, results in whole.items()}
         rest = run(list(KINDS), 12 - position, resume=known)
         assert rest == {kind: results[position:] for kind, results in whole.items()}, position
-
-
-def test_seeds_choices_and_positions_give_other_texts() -> None:
-    sampler = Sampler()
-    for seq_id, (seed, choice) in enumerate([(1, 0), (2, 0), (1, 1)]):
-        sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=KINDS["plain"], seed=seed, choice_index=choice)
-    texts = []
-    for _ in range(12):
-        texts.append(sampler.sample(torch.zeros(3, VOCABULARY), [0, 1, 2]).token_ids)
-        for seq_id, token in enumerate(texts[-1]):
-            sampler.append([seq_id], [token])
-    columns = list(zip(*texts, strict=True))
-    assert len(set(columns)) == 3
-    assert all(len(set(column)) > 6 for column in columns)
 
 
 def test_min_tokens_bans_end_tokens_until_reached() -> None:
@@ -204,33 +186,3 @@ def test_all_numbers_come_by_pinned_memory(held: list[int], monkeypatch: pytest.
             for sampler in (on_device, on_host):
                 for row, token in zip(rows, wanted, strict=True):
                     sampler.append([row], [token])
-
-
-class LargestResult(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that operators make, views and results in place not counted."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self._logits, self.numel = logits.untyped_storage().data_ptr(), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != self._logits:
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
-@pytest.mark.parametrize(
-    ("kinds", "held"),
-    [(["plain"] * 12, [2, 7]), (["plain"] * 9 + ["penalised", "biased", "patient"], []), (["plain"] * 12, [])],
-    ids=["grammar", "changes", "none"],
-)
-def test_rows_that_do_not_change_are_not_copied(
-    kinds: list[str], held: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, logits = make(kinds), torch.randn(12, VOCABULARY)
-    monkeypatch.setattr(sampler_module, "sample_fused", lambda *_: torch.zeros(12, dtype=torch.int64))
-    num_changed = len(held) + sum(kind != "plain" for kind in kinds)
-    with prefer("reference"), LargestResult(logits) as largest:
-        sampler.sample(logits, list(range(12)), grammar(12, held))
-    assert largest.numel <= max(12, num_changed * 8 * NUM_BYTES)

@@ -111,18 +111,6 @@ def share(parallel: Parallel, num_ids: int) -> slice:
     return slice(parallel.rank * num_ids // parallel.size, (parallel.rank + 1) * num_ids // parallel.size)
 
 
-def test_a_large_vocabulary() -> None:
-    logits = torch.randn(8, 49_152, generator=torch.Generator().manual_seed(1)) * 2
-    kinds = [GREEDY, NOISY] * 4
-
-    def one_rank(parallel: Parallel) -> list[int]:
-        own = share(parallel, 49_152)
-        return run(ShardedSampler(parallel, first_id=own.start), kinds, [logits[:, own]], [None])[0].token_ids
-
-    expected = run(Sampler(), kinds, [logits], [None])[0].token_ids
-    assert on_ranks(5, one_rank) == [expected] * 5
-
-
 @pytest.mark.parametrize(
     ("kinds", "size", "exchanged"),
     [

@@ -185,28 +185,3 @@ def test_repetition_equals_transformers(prompt: list[int], output: list[int], pe
     expected[1:] = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[1:].clone())
     penalise(logits, prompt, output, row=1, repetition_penalty=penalty)
     torch.testing.assert_close(logits, expected)
-
-
-@settings(deadline=None)
-@given(prompt=IDS, output=IDS)
-def test_presence_and_frequency_count_output_alone(prompt: list[int], output: list[int]) -> None:
-    logits = torch.randn(1, PENALISED_IDS, generator=torch.Generator().manual_seed(1))
-    expected = logits.clone()
-    for token, count in Counter(output).items():
-        expected[0, token] -= 0.7 + 0.3 * count
-    penalise(logits, prompt, output, row=0, presence_penalty=0.7, frequency_penalty=0.3)
-    torch.testing.assert_close(logits, expected)
-
-
-@settings(deadline=None)
-@given(tokens=IDS, num_prompt_tokens=st.integers(0, 200))
-def test_counting_one_by_one_equals_counting_at_once(tokens: list[int], num_prompt_tokens: int) -> None:
-    num_prompt_tokens = min(num_prompt_tokens, len(tokens))
-    params = SamplingParams(repetition_penalty=1.2)
-    grown = TokenCounts(tokens[:num_prompt_tokens], num_prompt_tokens, params)
-    for token in tokens[num_prompt_tokens:]:
-        grown.append(token)
-    whole = TokenCounts(tokens, num_prompt_tokens, params)
-    assert len(grown) == len(whole) == grown.arrays[2]
-    for some, others in zip(grown.arrays[:2], whole.arrays[:2], strict=True):
-        assert some[: len(grown)].tolist() == others[: len(whole)].tolist()
