@@ -46,17 +46,14 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(
-    program: str, folder: Path, scrape_configs: list[dict[str, Any]], *, rules: Path | None = None
-) -> Iterator[Prometheus]:
+def prometheus(program: str, folder: Path, job: dict[str, Any], *, rules: Path) -> Iterator[Prometheus]:
     """One that waits for a page as long as our own configuration does, with alert rules looked at every second."""
     port = free_port()
     config = {
         "global": {"scrape_interval": "4s", "scrape_timeout": "4s", "evaluation_interval": "1s"},
-        "scrape_configs": scrape_configs,
-        "rule_files": [str(rules)] if rules else [],
+        "scrape_configs": [job],
+        "rule_files": [str(rules)],
     }
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -65,7 +62,6 @@ def prometheus(
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
-                "--enable-feature=exemplar-storage",
             ],
             stdout=log,
             stderr=subprocess.STDOUT,

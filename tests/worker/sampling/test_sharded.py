@@ -137,21 +137,6 @@ def test_only_rows_that_need_it_are_gathered(
     assert on_ranks(size, one_rank) == [exchanged] * size
 
 
-def test_only_rows_that_a_grammar_holds_are_gathered() -> None:
-    """Free rows beside them stay local, though the plan's mask has a row for each."""
-    mask = b"\xff" * 125 + (b"\x01" + b"\xff" * 124) + b"\xff" * 125
-
-    def one_rank(parallel: Parallel) -> tuple[list[int], int, int]:
-        own = share(parallel, 1000)
-        logits = torch.arange(1000.0).flip(0).repeat(3, 1)
-        logits[1, 5] = 2000.0  # which the grammar does not allow
-        tokens = run(ShardedSampler(parallel, first_id=own.start), [GREEDY] * 3, [logits[:, own]], [mask])
-        assert isinstance(parallel.comm, ThreadComm)
-        return tokens[0].token_ids, parallel.comm.gathered_elements, parallel.comm.num_operations
-
-    assert on_ranks(2, one_rank) == [([0, 0, 0], 500, 3)] * 2
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_log_probabilities_of_prompts(size: int) -> None:
     logits = torch.randn(150, 500, generator=torch.Generator().manual_seed(1))
