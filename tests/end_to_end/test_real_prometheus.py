@@ -62,6 +62,7 @@ PERIOD_S = 1.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    prometheus_program("prometheus")  # without it, the test is skipped
     server = start_server(str(tiny_model), tmp_path_factory.mktemp("monitored") / "log", *FLAGS)
     try:
         yield server
