@@ -104,7 +104,7 @@ class RecordedComm:
 
         recordings = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recording)]
         for recording in recordings:
-            recording.note_launch("all_reduce_", again)
+            recording.steps.append(again)
         if not recordings:  # a capture computes nothing, so the other ranks need not take part
             again()
         return x

@@ -30,14 +30,6 @@ def code_of(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def test_what_is_said_about_code_is_no_part_of_it() -> None:
-    plain = "def add(a):\n    return a + 1\n"
-    assert code_of(plain) == code_of(
-        '"""Adds.\n\nMuch."""\n\ndef add(a):  # one\n    """One."""\n    # more\n    return a + 1\n'
-    )
-    assert code_of(plain) != code_of(plain.replace("1", "2"))
-
-
 def test_the_version_of_the_numbers_is_that_of_their_sources() -> None:
     digest = blake2b(digest_size=8)
     for package in PACKAGES:
