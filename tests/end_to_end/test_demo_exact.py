@@ -1,4 +1,4 @@
-"""The demo model in fp32 against transformers on the same weights: in chunks, cached, preempted, and with windows put on it.
+"""The demo model in fp32 against transformers on the same weights: in chunks, cached, and with windows put on it.
 
 `make test-all` asks 32 prompts for 12 tokens each, the daily tests a few for fewer: below, at and above the edges of a block of 16
 tokens, of a window of 40 and of a chunk of 96.
@@ -137,21 +137,9 @@ def test_alone_then_all_at_once_from_the_cache(expected: list[Expected]) -> None
             assert out.num_cached_tokens == (len(want.prompt) - 1) // 16 * 16
 
 
-@pytest.mark.exhaustive
-def test_a_pool_so_small_that_requests_queue_and_are_preempted(expected: list[Expected]) -> None:
-    """The longest of these just fits, and takes some steps to be read. `test_combinations` preempts tiny models every day."""
-    block_bytes = 30 * 2 * 3 * 64 * 4 * 16
-    some = [want for want in expected if len(want.prompt) <= 513]
-    with make(kv_cache_memory_bytes=36 * block_bytes, max_num_batched_tokens=192) as llm:
-        check(generate(llm, [want.prompt for want in some]), some)
-        assert llm.engine.scheduler.work.num_preemptions > 0
-
-
 @pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.exhaustive), 4])
 def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: int) -> None:
-    """SSF with a window of 40 equals transformers with the same masks: cold, from the cache, and in `make test-all` with the hybrid
-    cache off, as `test_combinations` has it every day.
-    """
+    """SSF with a window of 40 equals transformers with the same masks: cold and from the cache."""
     case = HybridCase(window=40, sinks=sinks, pattern="SSF")
     some = demo_prompts()[2:-1:2] if ALL_TESTS else demo_prompts()[3::2]
     with make(**case.settings()) as llm:
@@ -162,7 +150,3 @@ def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: i
         again = generate(llm, some)
         check(again, expected)
         assert sum(out.num_cached_tokens for out in again) > 0
-    if ALL_TESTS:
-        with make(**case.settings(), hybrid_kv_cache=False, max_num_batched_tokens=200) as llm:
-            assert len(llm.engine.info.layout.groups) == 1
-            check(generate(llm, some), expected)

@@ -14,8 +14,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -51,7 +49,6 @@ from tests.end_to_end.two_routers import (
     wait_for_workers,
     worker_changes,
 )
-from tests.free_ports import free_port
 
 HAPROXY_FILES = 50_036
 
@@ -82,16 +79,6 @@ CITY: dict[str, object] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-@pytest.mark.exhaustive
-def test_a_start_that_cannot_work_says_why() -> None:
-    """tests/cluster/commands/test_cli.py has more reasons, within the test's process; this is what the shell gets."""
-    command = [sys.executable, "-m", "transom_cluster.cli", "serve", "no/such/model", "--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 1
-    assert "no/such/model" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ all keys and values, are tested on several ranks (`test_sharded_families`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3
 MAX_MODEL_LEN = 256
-LONG_PROMPT, LONG_ANSWER = 700, 48
 BLOCK = 8
 
 
@@ -62,15 +61,6 @@ class Family:
         engine.shutdown()
         answers = [greedy(oracle, ids, guess=guess) for ids, guess in zip(prompts, guesses, strict=True)]
         return Family(case=case, folder=folder, oracle_folder=folder, answers=answers)
-
-    def with_a_long_answer(self) -> Family:
-        """Return the family with one answer more: a long one to a prompt of many windows and chunks.
-
-        So many tokens have near ties between experts in some models: the first prompt is taken whose answer is clear.
-        """
-        oracle = load_oracle(self.oracle_folder)
-        answers = (greedy(oracle, prompt(LONG_PROMPT, salt), LONG_ANSWER) for salt in range(10))
-        return replace(self, answers=[*self.answers, next(answer for answer in answers if answer.is_clear)])
 
     def engine(self, **settings: Any) -> Engine:
         """An engine over it; a roomy one unless `settings` say otherwise."""
@@ -149,16 +139,6 @@ class FamilyTests:
         family.ask(engine, "repaired")
         kept = [retention.keeps_everything for retention in engine.scheduler.cache.retentions]
         assert (engine.scheduler.stats().outcome_tokens.get("repaired", 0) > 0) == (any(kept) and not all(kept))
-
-    @pytest.mark.exhaustive
-    @pytest.mark.parametrize("chunk", [1024, 45])
-    def test_a_long_prompt_and_answer(self, family: Family, chunk: int) -> None:
-        long = family.with_a_long_answer()
-        engine = long.engine(max_model_len=LONG_PROMPT + LONG_ANSWER, max_num_batched_tokens=chunk)
-        for name in ("cold", "hit"):
-            long.ask(engine, name, [len(LENGTHS)])
-        lose_windows(engine.scheduler.cache)
-        long.ask(engine, "repaired", [len(LENGTHS)])
 
 
 def worst_difference(whole: Whole, answer: Answer) -> float:

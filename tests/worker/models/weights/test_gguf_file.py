@@ -15,10 +15,9 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tests.checkpoints import greedy, load_oracle, make_checkpoint, prompt
-from tests.engine_driver import make_engine, make_request, run
+from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf, write_small_gguf
-from tests.tiny_checkpoints import load_reference, tiny_llama, tiny_tokenizer
+from tests.tiny_checkpoints import load_reference, tiny_llama
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_moe_families import YARN
 from transom_core.config import ModelConfig
@@ -91,16 +90,6 @@ def test_experts_in_mxfp4_are_those_of_the_package(tmp_path: Path) -> None:
     for part in ((), (slice(2, 3),), (slice(2, 4), slice(33, 50), slice(3, 40))):
         assert torch.equal(weights(name, shape=tuple(want.shape), part=part), near[part])
     assert 0 < (near - want).abs().max() < 0.25 * want.abs().max()
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
-def test_the_engine_writes_what_transformers_writes(tmp_path: Path, family: str) -> None:
-    folder = make_checkpoint(tmp_path / "folder", family, **FAMILIES[family])
-    path = write_gguf(tmp_path / "tiny.gguf", folder, tokenizer=tiny_tokenizer())
-    engine = make_engine(str(path), block_size=8, max_model_len=256, dtype="float32")
-    answer = greedy(load_oracle(folder), prompt(40))
-    (whole,) = run(engine, [make_request("a", answer.prompt, max_tokens=len(answer.token_ids))])
-    assert whole.token_ids == answer.token_ids
 
 
 @pytest.mark.parametrize(
