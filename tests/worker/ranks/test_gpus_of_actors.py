@@ -68,11 +68,11 @@ class Worker:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """The cluster; ranks leave a file for their GPU in the folder. A parameter has further variables of all nodes."""
+def cluster(tmp_path: Path) -> Iterator[Path]:
+    """The cluster; ranks leave a file for their GPU in the folder."""
 
     def variables(driver: Any) -> dict[str, str]:
-        return {fake_gpus.VARIABLE: described(driver, tmp_path), **getattr(request, "param", {})}
+        return {fake_gpus.VARIABLE: described(driver, tmp_path)}
 
     made = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "env_vars": variables(NO_DRIVER)}
@@ -116,9 +116,3 @@ def test_ranks_over_placement_groups(tiny_model: Path, cluster: Path) -> None:
     sharing = [Worker.options(num_gpus=0.5, num_cpus=0).remote() for _ in range(2)]  # type: ignore[attr-defined]
     (gpu, share), other = ray.get([worker.share.remote(config) for worker in sharing])
     assert (gpu, share) == other == ("0", 0.5)
-
-
-@pytest.mark.parametrize("cluster", [{"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}], indirect=True)
-def test_ray_that_does_not_say_which_gpu_is_granted(tiny_model: Path, cluster: Path) -> None:
-    """Both ranks would compute on the first GPU."""
-    assert "Ranks 0 and 1 of 2 both have the GPU" in start(tiny_model, "PACK")
