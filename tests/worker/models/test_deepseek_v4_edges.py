@@ -46,7 +46,11 @@ def logprobs(oracle: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def test_every_position_in_any_chunks(folder: Path, oracle: PreTrainedModel, chunk: int, block_size: int) -> None:
     lengths = (130,) if chunk == 1 else (2, 3, 4, 5, 15, 16, 17, 33, 130)
     prompts = [prompt(length, salt=length) for length in lengths]
-    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 3), "block_size": block_size}
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": chunk,
+        "max_num_seqs": min(chunk, 3),
+        "block_size": block_size,
+    }
     engine = make_engine(str(folder), dtype="float32", max_model_len=256, **settings)
     for ids, steps in zip(prompts, prompt_logprobs(engine, prompts), strict=True):
         wanted = logprobs(oracle, ids)

@@ -43,7 +43,8 @@ class Model:
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def start(self, **settings: Any) -> Engine:
-        values = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": "32MiB", "max_num_seqs": 64}
+        values: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64}
+        values["kv_cache_memory_bytes"] = "32MiB"
         return make_engine(str(self.folder), **(values | settings))
 
     def check(self, engine: Engine, prompts: list[list[int]]) -> list[int]:
