@@ -80,13 +80,15 @@ def test_results_come_in_the_order_of_plans(executor: Executor, info: ExecutorIn
     hand, seq_id = HandScheduler(info.layout), next(SEQUENCES)
     hand.add(seq_id, PROMPT)
     plans = [hand.plan({seq_id: 3}), hand.plan({seq_id: 1}, by_row=True), hand.plan({seq_id: 1}, by_row=True)]
-    for plan in plans:
+    executor.submit(plans[0])
+    results = []
+    for plan in (*plans[1:], copies(3, [(plans[0].delta_blocks[0], 2)], TIER_DEVICE, TIER_HOST, 0)):
         executor.submit(plan)
-    executor.submit(copies(3, [(plans[0].delta_blocks[0], 2)], TIER_DEVICE, TIER_HOST, 0))
+        results.append(executor.receive())
     spilled = executor.read_blocks(TIER_HOST, 0, [2])
     assert spilled == executor.read_blocks(TIER_DEVICE, 0, plans[0].delta_blocks[:1])
     assert all(any(part) for part in spilled)
-    results = [executor.receive() for _ in range(4)]
+    results.append(executor.receive())
     assert [result.step_id for result in results] == [0, 1, 2, 3]
     assert [result.sampled_ids[0] for result in results[:3]] == reference_greedy(tiny_model, PROMPT, 3)
     assert results[0].timings.forward_s > 0
