@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 from safetensors.torch import save_file
 
-from tests.worker.models.test_deepseek_v4_checkpoints import in_fp4
+from tests.worker.models.test_deepseek_v4 import in_fp4
 from transom_core.model_config.mixture import Mixture
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe import ExpertTensors, MxTensor

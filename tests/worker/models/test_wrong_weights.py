@@ -21,7 +21,7 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
-from tests.worker.models.test_deepseek_v4_checkpoints import PUBLISHED, publish
+from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import eos_token_ids, resolve_model

@@ -29,7 +29,7 @@ from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attenti
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.attention import TokenMixer
 from transom_worker.models.layers.forward_batch import LayerCache
-from transom_worker.models.layers.heads_linear import HeadsLinear
+from transom_worker.models.layers.linear import HeadsLinear
 from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader

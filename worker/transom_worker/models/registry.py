@@ -21,8 +21,7 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.fused_projections import FUSED_FAMILIES, FusedProjections
-from transom_worker.models.weights.renamed_weights import RenamedWeights, lfm2_name
+from transom_worker.models.weights.renamed_weights import FUSED_FAMILIES, FusedProjections, RenamedWeights, lfm2_name
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},

@@ -5,7 +5,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
 
     llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3
                    none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
-                   separate ones (`weights.fused_projections`)
+                   separate ones (`weights.renamed_weights`)
     youtu          MLA (`mla.py`)
     qwen3          QK norm of each head
     lfm2           short convolutions instead of attention in some layers, QK norm of each head

@@ -4,7 +4,8 @@ layer that is made of them: down(activation(gate(x)) * up(x)).
 In a row-parallel layer each rank has some columns of the weight [N, K], and an all-reduce sums the ranks' products. A
 column-parallel layer needs no class of its own: each rank has some rows of the weight, which is a linear layer with fewer rows.
 
-Legend: M rows, K input width, N output width; of feed-forward layers: T tokens, N hidden width, I inner width of this rank.
+Legend: M rows, K input width, N output width; H heads; of feed-forward layers: T tokens, N hidden width, I inner width of
+this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.linear import PackedWeight, can_pack, gated_linear, linear, pack_weight
+from transom_kernels.linear import PackedWeight, can_pack, gated_linear, heads_linear, linear, pack_weight
 from transom_kernels.quantised_linear import PackedPanels, pack, pack_gated
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
@@ -136,6 +137,21 @@ def make_row_parallel(
     """
     linear = make_linear(weight_NK, bias_N, quantization=quantization)
     return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)
+
+
+class HeadsLinear:
+    """A matrix for each of H heads, packed for the CPU kernels or as torch has it: y[t, h] = weight[h] @ x[t, h]."""
+
+    def __init__(self, weight_HNK: torch.Tensor) -> None:
+        self._packed = [pack_weight(head_NK.contiguous()) for head_NK in weight_HNK] if runs_packed(weight_HNK) else []
+        self._weight_HKN = None if self._packed else weight_HNK.transpose(1, 2).contiguous()
+        self.weight_bytes = weight_HNK.nbytes
+
+    def __call__(self, x_THK: torch.Tensor) -> torch.Tensor:
+        """Return the products, [T, H, N], contiguous."""
+        if self._weight_HKN is None:
+            return heads_linear(x_THK, self._packed)
+        return torch.bmm(x_THK.transpose(0, 1), self._weight_HKN).transpose(0, 1).contiguous()
 
 
 class GatedMlp:

@@ -1,4 +1,6 @@
-"""DeepSeek V4 checkpoints in their published form, compression ratios and number formats, and errors."""
+"""DeepSeek V4: checkpoints in their published form, compression ratios, number formats and errors; chunks that end anywhere in an
+entry, and what the pool's size allows for. `test_every_boundary` has hits and repairs.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,30 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from tests.checkpoints import greedy, load_oracle, prompt
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import make_engine, make_request, prompt_logprobs, run
+from tests.kernels.paged_case import Sequence, Shape, make_case
+from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SPARSE, make_deepseek_v4
 from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture, runnable
 from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_kernels.latent_attention import select_entries
 from transom_worker.execution.setup.model_loading import load_model
+from transom_worker.execution.setup.model_setup import ModelSetup
+from transom_worker.models.deepseek_v4 import compressor
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.v4_model import published_name
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8
+TOLERANCE = 1e-3
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _UNQUANTISED = ("embed", "head", "gate.weight", "compressor", "weights_proj")
 _BLOCK = 128  # rows and columns with one fp8 scale
@@ -135,3 +148,82 @@ def test_quantised_weights_give_what_their_numbers_give(tmp_path: Path) -> None:
         requests = [make_request(str(length), prompt(length), max_tokens=12) for length in (5, 40, 200)]
         found.append([answer.token_ids for answer in run(engine, requests)])
     assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Entries of 4 and 16 tokens, few of which are read."""
+    return make_deepseek_v4(tmp_path_factory.mktemp("deepseek_v4_edges"))
+
+
+@pytest.fixture(scope="module")
+def oracle(small: Path) -> PreTrainedModel:
+    return load_oracle(small)
+
+
+@torch.inference_mode()
+def logprobs(oracle: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return torch.log_softmax(oracle(torch.tensor([ids]), use_cache=False).logits[0], dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), some_daily([(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)], daily=[(3, 4)])
+)
+def test_every_position_in_any_chunks(small: Path, oracle: PreTrainedModel, chunk: int, block_size: int) -> None:
+    lengths = (130,) if chunk == 1 else (2, 3, 4, 5, 15, 16, 17, 33, 130)
+    prompts = [prompt(length, salt=length) for length in lengths]
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": chunk,
+        "max_num_seqs": min(chunk, 3),
+        "block_size": block_size,
+    }
+    engine = make_engine(str(small), dtype="float32", max_model_len=256, **settings)
+    for ids, steps in zip(prompts, prompt_logprobs(engine, prompts), strict=True):
+        wanted = logprobs(oracle, ids)
+        for position, step in enumerate(steps):
+            for logprob in (step.chosen, *step.top):
+                assert abs(logprob.logprob - float(wanted[position, logprob.token_id])) < TOLERANCE
+
+
+def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, seen = select_entries, set[tuple[int, torch.Size]]()
+    settings = Settings.parse(
+        model=str(small),
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=40,
+        max_num_seqs=3,
+        kv_cache_memory_bytes="8MiB",
+    )
+    setup = ModelSetup(settings.engine_config())
+    runner = setup.allocate(setup.pool_bytes())
+
+    def watched(
+        q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, *rest: Any, **how: Any
+    ):
+        seen.add((len(q), slots.shape))
+        return choose(q, weights, keys, slots, *rest, **how)
+
+    monkeypatch.setattr(compressor, "select_entries", watched)
+    setup._run_worst_case(runner.tiers.device.layout)
+    assert seen == {(40, (3, 256 // 4))}
+
+
+def test_a_row_without_a_block_is_an_error() -> None:
+    """As the window's keys would be if the scheduler had dropped a block too early."""
+    case = make_case([Sequence(start=30, count=1, first_key=24)], Shape(kv_heads=1))
+    nothing = LayerCache(torch.empty(0), torch.empty(0))
+    batch = ForwardBatch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.tensor([30]),
+        groups=(case.batch,),
+        group_of_layer=(0,),
+        caches=(nothing,),
+        logit_rows=torch.tensor([0]),
+    )
+    metadata = AttentionMetadata(batch, RotaryEmbedding(torch.tensor([0.5]), dtype=torch.float32, interleaved=True))
+    assert metadata.window(0, 7).ge(0).all()
+    with pytest.raises(IndexError, match="of batch row 0 is read but has no block"):
+        metadata.window(0, 8)
