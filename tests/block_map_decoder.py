@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 UNKNOWN = 0xFFFFFFFF
 GONE, EMPTY, ACTIVE, LOOSE, HELD, REPAIR, EVICTED = range(7)
-LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED = range(10, 15)
 
 
 class Block(NamedTuple):
@@ -24,7 +23,6 @@ class Frame(NamedTuple):
     header: dict[str, Any]
     pages: list[tuple[int, int]]
     blocks: dict[tuple[int, int], Block]
-    spilled: set[tuple[int, int]]
     host_blocks: dict[tuple[int, int], int]  # states
     num_host_records: int
 
@@ -50,17 +48,13 @@ def decode(data: bytes) -> Frame:
             digest,
             None if age == UNKNOWN else age,
         )
-    words = arrays.get("spilled", ())
-    spilled = set(zip(words[::2], words[1::2], strict=True))
     records = arrays.get("host_blocks", ())
     host_blocks: dict[tuple[int, int], int] = {}
     for block, packed in zip(records[::2], records[1::2], strict=True):
         for each in range(block, block + (packed >> 16) + 1):
             assert (packed & 0xFF, each) not in host_blocks
             host_blocks[packed & 0xFF, each] = packed >> 8 & 0xFF
-    return Frame(
-        header, list(zip(pages[::2], pages[1::2], strict=True)), blocks, spilled, host_blocks, len(records) // 2
-    )
+    return Frame(header, list(zip(pages[::2], pages[1::2], strict=True)), blocks, host_blocks, len(records) // 2)
 
 
 @dataclass
@@ -73,7 +67,6 @@ class Map:
     header: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     next_sequence: int = 0
-    spilled: set[tuple[int, int]] = field(default_factory=set)  # in the last frame
     host_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
     most_host_records: int = 0  # in one frame
 
@@ -86,7 +79,6 @@ class Map:
             self.blocks, self.owners, self.sequences, self.host_blocks = {}, {}, {}, {}
         self.blocks |= frame.blocks
         self.host_blocks |= frame.host_blocks
-        self.spilled = frame.spilled
         self.most_host_records = max(self.most_host_records, frame.num_host_records)
         self.owners |= dict(frame.pages)
         for sequence in header["sequences"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 UNLEASED, FREE, ACTIVE, EVICTABLE, PINNED, REPAIR, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
-HOST_COUNTS = {"empty": 1, "loose": 3, "held": 4, "loading": 10, "swapped": 11, "imported": 12, "exported": 13}
+HOST_COUNTS = {"empty": FREE, "loose": EVICTABLE, "held": PINNED}
 TOTALS = ("hit_tokens", "repaired_tokens", "missed_tokens", "evicted_blocks", "preemptions", "repairs")
 BANDS = {"active": (ACTIVE, REPAIR), "held": (PINNED,), "loose": (EVICTABLE,), "empty": (FREE, EVICTED)}
 
@@ -43,7 +43,6 @@ class FakeWorker:
         self.records: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
         self.sequences: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
-        self.spilled: list[tuple[int, int]] = []  # in the next frame
         self.host_states: dict[tuple[int, int], int] = {}
         self._host_records: list[int] = []
         self._changed_pages: set[int] = set()
@@ -100,11 +99,10 @@ class FakeWorker:
         if not self.host_pages:
             return {}
         records, self._host_records = self._host_records, []
-        spilled, self.spilled = [word for pair in self.spilled for word in pair], []
         if whole:
             states = sorted(self.host_states.items())
             records = [word for (group, block), state in states for word in self._host_run(group, block, 1, state)]
-        return {"spilled": spilled, "host_blocks": records}
+        return {"host_blocks": records}
 
     def _host_header(self, whole: bool) -> dict[str, Any]:
         counts = [

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, UNLEASED, FakeWorker
+from tests.browser.block_frames import EVICTABLE, EVICTED, FREE, PINNED, UNLEASED, FakeWorker
 from tests.browser.map_page import MapPage
-
-LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED = range(10, 15)
 
 pytestmark = pytest.mark.browser
 
@@ -33,18 +31,18 @@ def worker_with_host(num_pages: int = 48) -> FakeWorker:
 def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
     worker = worker_with_host()
     worker.put_host(0, 0, 8, PINNED)
-    worker.put_host(0, 8, 2, SWAPPED)
+    worker.put_host(0, 8, 2, EVICTABLE)
     worker.put_host(0, 10, 6, FREE)
     worker.totals["spilled_blocks"] = 10
     block_map.show(worker)
     assert [section[:2] for section in block_map.evaluate(SECTIONS)] == [["w0", "device"], ["w0", "host"]]
     states, owners = block_map.evaluate(STATES, "w0")
-    assert states[:17] == [PINNED] * 8 + [SWAPPED] * 2 + [FREE] * 6 + [UNLEASED]
+    assert states[:17] == [PINNED] * 8 + [EVICTABLE] * 2 + [FREE] * 6 + [UNLEASED]
     assert owners[:2] == [1, 0]
     headings = block_map.text("#map-world")
     assert "w0, host tier" in headings
     assert f"full 10 of {48 * PER_PAGE} blocks" in headings
-    assert "Swapped" in block_map.text("#host-legend")
+    assert "Needed" in block_map.text("#host-legend")
     assert "Spilled blocks" in block_map.text("#counters")
     block_map.send(FakeWorker(worker="w1").frame(whole=True))
     assert [section[:2] for section in block_map.evaluate(SECTIONS)][2:] == [["w1", "device"]]
@@ -52,7 +50,7 @@ def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
 
 def test_every_state_has_its_own_look(block_map: MapPage) -> None:
     worker = worker_with_host()
-    looks = [PINNED, EVICTABLE, FREE, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED]
+    looks = [PINNED, EVICTABLE, FREE, EVICTED]
     for block, state in enumerate(looks):
         worker.put_host(0, block, 1, state)
     block_map.show(worker)
@@ -60,42 +58,27 @@ def test_every_state_has_its_own_look(block_map: MapPage) -> None:
     assert len(pixels) == len(looks)
 
 
-def test_a_spill_shows_in_both_tiers_and_then_settles(block_map: MapPage) -> None:
+def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage) -> None:
     worker = worker_with_host()
     worker.put(0, 3, EVICTABLE, hash_prefix=7)
+    worker.sequence(1, "waits", [[], []], phase="swapped")
     block_map.show(worker)
+    assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
+    assert "0 loading, 1 swapped" in block_map.text("#map-world")
     worker.put(0, 3, EVICTED)
-    worker.spilled = [(0, 3)]
     worker.put_host(0, 20, 1, PINNED)
     worker.event("spilled", group=0)
     block_map.send(worker.frame())
-    assert block_map.evaluate("() => transomBlockMap.workers.get('w0').state.states[3]") == MOVED
     assert block_map.evaluate(STATES, "w0")[1][1] == 1
     assert "spilled1 block of full" in block_map.text("#events").replace("\n", "")
-    worker.put(0, 3, FREE)
-    worker.put_host(0, 20, 1, MOVED)
-    block_map.send(worker.frame())
-    assert block_map.evaluate("() => transomBlockMap.workers.get('w0').state.states[3]") == FREE
+    x, y, width, height = block_map.evaluate(HOST_RECT, [0, 20])
+    ratio = block_map.evaluate("devicePixelRatio")
+    block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
+    assert block_map.text("#tooltip") == "host tier, full block 20: needed"
+    assert block_map.rows("#inspector [data-rows]")["State"] == "needed"
     worker.put_host(0, 20, 1, UNLEASED)
     block_map.send(worker.frame())
     assert block_map.evaluate(STATES, "w0")[1][1] == 0
-
-
-def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: MapPage) -> None:
-    worker = worker_with_host()
-    worker.put(0, 0, ACTIVE, references=1)
-    worker.put_host(0, 0, 4, LOADING)
-    worker.put_host(0, 4, 3, SWAPPED)
-    worker.sequence(1, "loads", [[[0, 0, 1]], []], phase="loading", host_runs=[[[0, 4]], []])
-    worker.sequence(2, "waits", [[], []], phase="swapped", host_runs=[[[4, 3]], []])
-    block_map.show(worker)
-    assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
-    assert "1 loading, 1 swapped" in block_map.text("#map-world")
-    x, y, width, height = block_map.evaluate(HOST_RECT, [0, 5])
-    ratio = block_map.evaluate("devicePixelRatio")
-    block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
-    assert block_map.text("#tooltip") == "host tier, full block 5: of a swapped request, waits"
-    assert block_map.rows("#inspector [data-rows]")["State"] == "of a swapped request"
 
 
 def test_a_host_tier_of_many_blocks_leaves_the_device_large(block_map: MapPage) -> None:

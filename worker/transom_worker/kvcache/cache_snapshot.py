@@ -5,9 +5,8 @@ Copying must not stop the engine's thread for long. So at first all blocks are c
 between; copying a group is a few calls that run at C speed. Later snapshots have only the blocks that changed since the last one.
 Readers use the copies on other threads.
 
-A host tier may have a hundred times as many blocks as the device. So its first copy is made in pieces of a few pages. The lists of
-blocks of loads, imports and exports never change, so a snapshot refers to them instead of copying them. A *leftover* is a host
-block in the index that nothing needs (`host_tier`).
+A host tier may have a hundred times as many blocks as the device. So its first copy is made in pieces of a few pages. A *leftover*
+is a host block in the index that nothing needs (`host_tier`).
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from transom_worker.kvcache.blocks.arena import Arena
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.compaction import Compaction
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.tiers.exports import ExportedBlock
-from transom_worker.kvcache.tiers.imports import ImportedBlock
 from transom_worker.kvcache.tiers.tiers import Tiers
 
 Name = tuple[bytes, int]  # (digest, logical index in its chain) of a published block
@@ -47,7 +43,6 @@ class GroupSnapshot:
     refs: list[int]
     pins: list[int]
     names: list[Name | None]
-    moved: list[int]  # those of `blocks` whose contents the host tier took since the last snapshot
     num_evicted: dict[str, int]  # since start, by reason
     num_active: int
     num_pinned: int
@@ -129,14 +124,13 @@ class CacheSnapshots:
         )
 
     def _take_groups(self) -> tuple[GroupSnapshot, ...]:
-        (touched, moved), evicted = self._registry.take_touched(), self._registry.num_evicted()
+        touched, evicted = self._registry.take_touched(), self._registry.num_evicted()
         return tuple(
             GroupSnapshot(
                 blocks=(blocks := list(touched[group])),
                 refs=list(map(pool.refs.__getitem__, blocks)),
                 pins=list(map(pool.pins.__getitem__, blocks)),
                 names=list(map(pool.published.get, blocks)),
-                moved=list(moved[group]),
                 num_evicted=evicted[group],
                 num_active=pool.num_active,
                 num_pinned=pool.num_pinned,
@@ -157,21 +151,14 @@ class HostGroupChanges:
     blocks: list[int]  # ids, in the order of `needs` and `leftover`
     needs: list[int]  # how often the block is needed (`host_tier`)
     leftover: list[bool]  # whether the block is in the index and nothing needs it
-    moved: list[int]  # those of `blocks` that have moved to the device since the last snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
-    """The host tier at one moment: changed blocks, and the loads, imports and exports that need some of its blocks.
-
-    Nodes of the prefix tree and swapped sequences need blocks too; they are not listed here.
-    """
+    """The host tier at one moment: its changed blocks."""
 
     free_pages: int
     groups: tuple[HostGroupChanges, ...]
-    loads: list[Sequence[BlockCopy]]  # copies to the device that the ranks have not reported yet
-    imports: list[Sequence[ImportedBlock]]
-    exports: list[Sequence[ExportedBlock]]
     # Blocks since start, by kind and group: spilled, loaded, swapped, imported, and dropped (evicted).
     moves: dict[str, list[int]]
 
@@ -209,13 +196,10 @@ class HostSnapshots:
     def take(self) -> HostSnapshot:
         """Return what changed since the last call, or since `begin`."""
         tiers = self._tiers
-        touched, moved = self._host.registry.take_touched()
+        touched = self._host.registry.take_touched()
         return HostSnapshot(
             free_pages=self._host.arena.num_free,
-            groups=tuple(self._changes(group, touched[group], moved[group]) for group in range(len(self._host.pools))),
-            loads=[load.copies for load in tiers.loads.by_ticket.values()],
-            imports=[opened.blocks for opened in tiers.imports.opened],
-            exports=[opened.blocks for opened in tiers.exports.opened],
+            groups=tuple(self._changes(group, touched[group]) for group in range(len(self._host.pools))),
             moves={
                 "spilled": tiers.moves.num_spilled.copy(),
                 "loaded": tiers.loads.num_loaded.copy(),
@@ -225,11 +209,10 @@ class HostSnapshots:
             },
         )
 
-    def _changes(self, group: int, blocks: Iterable[int], moved: Iterable[int] = ()) -> HostGroupChanges:
+    def _changes(self, group: int, blocks: Iterable[int]) -> HostGroupChanges:
         pool, blocks = self._host.pools[group], list(blocks)
         return HostGroupChanges(
             blocks=blocks,
             needs=list(map(pool.refs.__getitem__, blocks)),
             leftover=list(map(pool.evictable.__contains__, blocks)),
-            moved=list(moved),
         )

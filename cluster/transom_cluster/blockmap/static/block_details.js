@@ -2,15 +2,11 @@
 
 import { element, formatAge, formatBytes, formatCount, formatNoun, requestButton, setText } from "./text.js";
 import { stateOf } from "./map_view.js";
-import {
-  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SWAPPED, UNKNOWN, UNLEASED,
-} from "./worker_state.js";
+import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, UNKNOWN, UNLEASED } from "./worker_state.js";
 
 const STATE_NAMES = {
   [UNLEASED]: "not leased", [FREE]: "free", [ACTIVE]: "active", [EVICTABLE]: "cached, evictable",
   [PINNED]: "cached, pinned by a checkpoint", [REPAIR]: "active, in a window repair", [EVICTED]: "just evicted",
-  [LOADING]: "being copied to the device", [SWAPPED]: "of a swapped request", [IMPORTED]: "being imported",
-  [EXPORTED]: "another worker reads it", [MOVED]: "just moved to the other tier",
 };
 const TOOLTIP_OFFSET_CSS_PX = 14;
 
@@ -22,7 +18,7 @@ function lineOf({ worker, tier, page, group, block }) {
   const requests = first === undefined ? "" : others.length ? `, ${first} and ${formatNoun(others.length, "other")}` : `, ${first}`;
   const { name } = state.geometry.groups[group];
   const where = tier === "host" ? "host tier, " : "";
-  return `${where}${name} block ${formatCount(block)}: ${stateName(state, state.geometry.recordOf(group, block))}${requests}`;
+  return `${where}${name} block ${formatCount(block)}: ${stateName(state, state.geometry.recordOf(group, block), tier)}${requests}`;
 }
 
 /** A line of text beside the block at the cursor, inside `box`. */
@@ -68,7 +64,7 @@ export class Inspector {
   #showRequests(target) {
     const found = target === null ? [] : stateOf(target).sequencesOf(target.group, target.block);
     const blockSize = target?.worker.state.geometry.groups[target.group].block_size;
-    const lines = found.map(({ sequence, logical }) => [sequence, `${logical === null ? "" : ` tokens ${tokenRange(logical, blockSize)},`} ${sequence.phase}`]);
+    const lines = found.map(({ sequence, logical }) => [sequence, ` tokens ${tokenRange(logical, blockSize)}, ${sequence.phase}`]);
     const key = JSON.stringify(lines.map(([sequence, text]) => [sequence.id, sequence.request, text]));
     if (key === this.requestsKey) return; // a button that is replaced loses the focus
     this.requestsKey = key;
@@ -76,7 +72,8 @@ export class Inspector {
   }
 }
 
-function stateName(state, record) {
+function stateName(state, record, tier) {
+  if (tier === "host" && state.states[record] === PINNED) return "needed";
   const name = STATE_NAMES[state.states[record]] ?? `state ${state.states[record]}`;
   if (state.states[record] === EVICTED && state.references[record] > 0) return `${name}, in use again`;
   return state.isShared(record) ? `${name}, shared` : name;
@@ -99,7 +96,7 @@ function blockRows({ worker, tier, group, block }) {
     ["Group", kind && kind !== name ? `${name} (${kind})` : name],
     ["Block", `${formatCount(block)}, ${formatBytes(block_bytes)}`],
     ["Page", formatCount(geometry.pageOf(group, block))],
-    ["State", stateName(state, record)],
+    ["State", stateName(state, record, tier)],
   ];
   if (tier === "host") return known;
   const hash = state.hashes[record].toString(16).padStart(8, "0");

@@ -9,15 +9,13 @@
  * Ground: the colour behind the cells. Ink: the colour of a mark on a cell.
  */
 
-import {
-  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED, SWAPPED,
-} from "./worker_state.js";
+import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, SHARED } from "./worker_state.js";
 
 /**
  * Okabe and Ito's blue and vermillion, then the hues that differ most for all kinds of colour vision. All have a contrast of at least 3
  * to the ground.
  */
-export const HUES = {
+const HUES = {
   light: ["#0072b2", "#d55e00", "#922940", "#3295f6", "#bb7e90", "#154e87", "#915b77", "#b14a2f"],
   dark: ["#56b4e9", "#e8772e", "#f3f056", "#5f68d9", "#48fbf6", "#9e6375", "#ffa78f", "#c74723"],
 };
@@ -84,10 +82,8 @@ export function bandColours(theme, hueIndex, ground) {
 function lookOf(kind, fade, hue, ground, text) {
   const faded = mix(ground, hue, FADED_MIX[Math.min(fade, 5)]);
   switch (kind) {
-    case SWAPPED: case ACTIVE: return { fill: hue, ink: hue };
-    case LOADING: case SHARED: case REPAIR: case REPAIR_SHARED: case EVICTED_IN_USE: return { fill: hue, ink: ground };
-    case IMPORTED: case EXPORTED: return { fill: faded, ink: hue };
-    case MOVED: return { fill: mix(text, hue, 0.4), ink: ground };
+    case ACTIVE: return { fill: hue, ink: hue };
+    case SHARED: case REPAIR: case REPAIR_SHARED: case EVICTED_IN_USE: return { fill: hue, ink: ground };
     case PINNED: return { fill: faded, ink: mix(ground, hue, FRAME_MIX[Math.min(fade, 5)]) };
     case EVICTABLE: return { fill: faded, ink: faded };
     case EVICTED: return { fill: text, ink: ground };

@@ -14,8 +14,8 @@ export function decodeFrame(bytes) {
     arrays[name] = u32View(bytes, offset, length, name);
     offset += 4 * length;
   }
-  const { pages = new Uint32Array(), blocks = new Uint32Array(), spilled = new Uint32Array(), host_blocks: hostBlocks = new Uint32Array() } = arrays;
-  return { header, pages, blocks, spilled, hostBlocks };
+  const { pages = new Uint32Array(), blocks = new Uint32Array(), host_blocks: hostBlocks = new Uint32Array() } = arrays;
+  return { header, pages, blocks, hostBlocks };
 }
 
 /** Decode base64 text. */

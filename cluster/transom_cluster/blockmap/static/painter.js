@@ -7,7 +7,7 @@
 
 import { EVICTED_IN_USE, fadeOf, REPAIR_SHARED, styleNumber } from "./colours.js";
 import { gapOf, pageCorner } from "./geometry.js";
-import { EVICTABLE, EVICTED, MOVED, PINNED, REPAIR, SHARED } from "./worker_state.js";
+import { EVICTABLE, EVICTED, PINNED, REPAIR, SHARED } from "./worker_state.js";
 
 const NOT_PAINTED = 0xffff;
 
@@ -96,12 +96,12 @@ export class Painter {
 function styleOf({ state, hues, isDimmed }, group, record) {
   const kind = kindOfBlock(state, record);
   const fade = kind === EVICTABLE || kind === PINNED ? fadeOf(state.age_s(record)) : 0;
-  return styleNumber(hues[group], kind, fade, kind !== EVICTED && kind !== MOVED && isDimmed !== null && isDimmed(record, group));
+  return styleNumber(hues[group], kind, fade, kind !== EVICTED && isDimmed !== null && isDimmed(record, group));
 }
 
 function kindOfBlock(state, record) {
   const blockState = state.states[record];
   if (blockState === REPAIR) return state.isShared(record) ? REPAIR_SHARED : REPAIR;
-  if ((blockState === EVICTED || blockState === MOVED) && state.references[record] > 0) return EVICTED_IN_USE;
+  if (blockState === EVICTED && state.references[record] > 0) return EVICTED_IN_USE;
   return state.isShared(record) ? SHARED : blockState;
 }

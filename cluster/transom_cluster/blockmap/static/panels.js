@@ -3,9 +3,7 @@
 import { styleNumber } from "./colours.js";
 import { Pixels } from "./pixels.js";
 import { element, formatCount, formatNoun, formatTime, requestButton, setText } from "./text.js";
-import {
-  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED, SWAPPED,
-} from "./worker_state.js";
+import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, SHARED } from "./worker_state.js";
 
 const SWATCH_CSS_PX = 18;
 const MAX_REQUESTS = 40;
@@ -21,14 +19,9 @@ export const DEVICE_LOOKS = [
   { column: EVICTED, name: "Just evicted", meaning: "cached until this frame" },
 ];
 export const HOST_LOOKS = [
-  { column: PINNED, name: "Cached, pinned", meaning: "a checkpoint needs it" },
+  { column: PINNED, name: "Needed", meaning: "by a checkpoint, request or transfer" },
   { column: EVICTABLE, name: "Cached, evictable", meaning: "dropped first" },
-  { column: LOADING, name: "Loading", meaning: "copied to the device" },
-  { column: SWAPPED, name: "Swapped", meaning: "of a preempted request" },
-  { column: IMPORTED, name: "Importing", meaning: "from a worker or the disk" },
-  { column: EXPORTED, name: "Exporting", meaning: "another worker reads it" },
   { column: FREE, name: "Free", meaning: "without content" },
-  { column: MOVED, name: "Just moved", meaning: "the other tier has it" },
 ];
 const COUNTERS = [
   ["hit_tokens", "Hit tokens"],

@@ -3,7 +3,7 @@
  * faster than a canvas call for each cell. A style is the whole look of a cell as one number (colours.js).
  */
 
-import { EVICTED, EXPORTED, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED } from "./worker_state.js";
+import { EVICTED, PINNED, REPAIR, SHARED } from "./worker_state.js";
 import { EVICTED_IN_USE, kindOf, REPAIR_SHARED } from "./colours.js";
 
 /** The pixels of one canvas. Shapes are clipped to it. */
@@ -56,10 +56,7 @@ export class Pixels {
     switch (kindOf(style)) {
       case SHARED: return this.#inset(x, y, w, h, ink);
       case PINNED: return this.outline(x, y, w, h, strokeOf(w, h), ink);
-      case IMPORTED: return this.#inset(x, y, w, h, ink);
-      case EXPORTED: this.outline(x, y, w, h, strokeOf(w, h), ink); return this.#inset(x, y, w, h, ink);
-      case MOVED: return this.#bar(x, y, w, h, ink);
-      case LOADING: case REPAIR: return this.#hatch(x, y, w, h, ink);
+      case REPAIR: return this.#hatch(x, y, w, h, ink);
       case REPAIR_SHARED: this.#hatch(x, y, w, h, ink); return this.#ringedInset(x, y, w, h, style, styles);
       case EVICTED_IN_USE: case EVICTED: return this.#cross(x, y, w, h, ink);
     }
@@ -91,14 +88,6 @@ export class Pixels {
     const stroke = Math.max(1, Math.round(side / 7));
     const period = side < 6 ? 2 : 2 * stroke + 1;
     this.#eachPixel(x, y, w, h, (dx, dy) => (dx + dy) % period < stroke, pixel);
-  }
-
-  /** A bar across the middle. */
-  #bar(x, y, w, h, pixel) {
-    if (!hasRoomForCross(w, h)) return;
-    const thickness = Math.max(1, Math.round(h / 6));
-    const margin = Math.max(1, Math.round(w / 6));
-    this.rect(x + margin, y + ((h - thickness) >> 1), w - 2 * margin, thickness, pixel);
   }
 
   #cross(x, y, w, h, pixel) {

@@ -5,7 +5,7 @@
  * all groups lie one after the other in flat arrays. Birth: the time at which a block came into its state.
  */
 
-import { ACTIVE, EVICTABLE, EVICTED, FREE, MOVED, PINNED, REPAIR, SHARED, UNLEASED } from "./block_states.js";
+import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, SHARED, UNLEASED } from "./block_states.js";
 import { Geometry } from "./geometry.js";
 import { HostState } from "./host_state.js";
 
@@ -40,8 +40,7 @@ export class WorkerState {
     Object.assign(this, { time_s, counts, freePages, running, waiting, totals });
     this.#applyPages(frame.pages);
     this.#applyBlocks(frame.blocks);
-    this.#applySpilled(frame.spilled);
-    if (header.whole) this.host = HostState.fromWhole(frame, this.sequences);
+    if (header.whole) this.host = HostState.fromWhole(frame);
     if (header.host) this.host?.apply(frame);
     for (const id of header.gone) this.sequences.delete(id);
     for (const sequence of header.sequences) this.sequences.set(sequence.id, sequence);
@@ -142,19 +141,6 @@ export class WorkerState {
       const age = blocks[i + 4];
       const born = age === UNKNOWN ? BORN_UNKNOWN : now - age;
       this.#put(offsets[group] + block, group, state, blocks[i] >>> 16, blocks[i + 2], blocks[i + 3], born);
-    }
-  }
-
-  /** Blocks that left the device for the host tier are moved, not evicted. */
-  #applySpilled(spilled) {
-    for (let i = 0; i < spilled.length; i += 2) {
-      const [group, block] = [spilled[i], spilled[i + 1]];
-      if (group >= this.geometry.groups.length || block >= this.geometry.groups[group].num_blocks) continue;
-      const record = this.geometry.recordOf(group, block);
-      if (this.states[record] !== EVICTED) continue;
-      this.#count(record, group, -1);
-      this.states[record] = MOVED;
-      this.#count(record, group, 1);
     }
   }
 

@@ -13,15 +13,10 @@ from tests.block_map_decoder import (
     ACTIVE,
     EMPTY,
     EVICTED,
-    EXPORTED,
     GONE,
     HELD,
-    IMPORTED,
-    LOADING,
     LOOSE,
-    MOVED,
     REPAIR,
-    SWAPPED,
     Map,
 )
 from tests.how_many import num_examples
@@ -205,7 +200,7 @@ def test_frames_say_what_both_tiers_hold(
 def test_every_state_of_a_host_block_shows() -> None:
     watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(6)]
     states = set().union(*(watch.host_states for watch in watches))
-    assert states == {GONE, EMPTY, LOOSE, HELD, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED}
+    assert states == {GONE, EMPTY, LOOSE, HELD, EVICTED}
 
 
 def test_what_does_not_fit_into_a_frame_is_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +215,8 @@ def test_long_runs_are_cut() -> None:
     arena = replace(pages, num_pages=-(-blocks // pages.blocks_per_page(0)))
     records = host_records.HostRecords(arena)
     in_use = arena.end_block(arena.num_pages - 1, 0)
-    changes = HostGroupChanges(blocks=list(range(in_use)), needs=[1] * in_use, leftover=[False] * in_use, moved=[])
-    records.update(HostSnapshot(free_pages=0, groups=(changes,), loads=[], imports=[], exports=[], moves={}), [])
+    changes = HostGroupChanges(blocks=list(range(in_use)), needs=[1] * in_use, leftover=[False] * in_use)
+    records.update(HostSnapshot(free_pages=0, groups=(changes,), moves={}))
     words = records.take_changed().reshape(-1, 2)
     counts = (words[:, 1] >> 16) + 1
     assert (len(words), int(counts.sum())) == (4, in_use)

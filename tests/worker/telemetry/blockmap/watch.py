@@ -9,35 +9,22 @@ from tests.block_map_decoder import (
     ACTIVE,
     EMPTY,
     EVICTED,
-    EXPORTED,
     GONE,
     HELD,
-    IMPORTED,
-    LOADING,
     LOOSE,
-    MOVED,
     REPAIR,
-    SWAPPED,
     Block,
     Map,
     decode,
 )
-from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_core.kv_cache.tiers import DEVICE
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
 
-COUNTED = {
-    "held": HELD,
-    "loose": LOOSE,
-    "empty": EMPTY,
-    "loading": LOADING,
-    "swapped": SWAPPED,
-    "imported": IMPORTED,
-    "exported": EXPORTED,
-}
+COUNTED = {"held": HELD, "loose": LOOSE, "empty": EMPTY}
 
 
 class Watch:
@@ -161,12 +148,6 @@ def check_swapped(seen: Map, sequence: Any) -> None:
     told = seen.sequences[sequence.seq_id]
     assert (told["phase"], told["request"]) == ("swapped", sequence.request.request_id)
     assert not any(told["runs"])
-    assert in_host(told) == sequence.swapped.load.host_blocks
-
-
-def in_host(told: dict[str, Any]) -> list[list[int]]:
-    """The host tier's blocks of a sequence, by group."""
-    return [[first + k for first, count in runs for k in range(count)] for runs in told.get("host_runs", [])]
 
 
 def check_sequence(seen: Map, sequence: Any) -> None:
@@ -176,7 +157,6 @@ def check_sequence(seen: Map, sequence: Any) -> None:
     assert told["processed"] == blocks.processed
     assert told["num_tokens"] == len(sequence.token_ids)
     assert (told["phase"] == "loading") == (sequence.status is SequenceStatus.LOADING)
-    assert in_host(told) == list(blocks.load.host_blocks)
     assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair.start, blocks.repair.end])
     for table, runs in zip(blocks.tables, told["runs"], strict=True):
         flat = {first + k: block + k for first, block, count in runs for k in range(count)}
@@ -184,35 +164,21 @@ def check_sequence(seen: Map, sequence: Any) -> None:
 
 
 def in_host_tier(scheduler: Scheduler) -> dict[tuple[int, int], int]:
-    """The states that a map must show of the host tier but for evictions and moves, asked block by block."""
-    cache = scheduler.cache
-    host, loads, imports = cache.tiers.host, cache.tiers.loads, cache.tiers.imports
-    holders: dict[tuple[int, int], int] = {}
-    for sequence in scheduler.by_request.values():
-        if sequence.swapped is not None:
-            holders |= {(g, b): SWAPPED for g, blocks in enumerate(sequence.swapped.load.host_blocks) for b in blocks}
-    holders |= {(one.group, one.block): IMPORTED for opened in imports.opened for one in opened.blocks}
-    holders |= {
-        (one.group, one.block): EXPORTED
-        for opened in cache.tiers.exports.opened
-        for one in opened.blocks
-        if one.tier == HOST
-    }
-    holders |= {(copy.group, copy.source): LOADING for load in loads.by_ticket.values() for copy in load.copies}
+    """The states that a map must show of the host tier but for evictions, asked block by block."""
+    host = scheduler.cache.tiers.host
     shown = {}
     for page, owner in enumerate(host.arena.owner):
         for block in host.arena.blocks(page, owner) if owner >= 0 else ():
             pool = host.pools[owner]
             cached = LOOSE if block in pool.published else EMPTY
-            shown[owner, block] = holders.pop((owner, block), HELD) if pool.refs[block] else cached
-    assert not holders
+            shown[owner, block] = HELD if pool.refs[block] else cached
     return shown
 
 
 def check_host(watch: Watch) -> None:
-    """The map of the host tier, but for blocks that it shows as evicted or moved, is what is there, and so are its counts."""
+    """The map of the host tier, but for blocks that it shows as evicted, is what is there, and so are its counts."""
     expected, shown = in_host_tier(watch.scheduler), watch.map.shown_in_host
-    flashing = {key for key, state in shown.items() if state in (EVICTED, MOVED)}
+    flashing = {key for key, state in shown.items() if state == EVICTED}
     assert all(expected.get(key, EMPTY) == EMPTY for key in flashing)
     assert {key: state for key, state in shown.items() if key not in flashing} == {
         key: state for key, state in expected.items() if key not in flashing

@@ -50,7 +50,6 @@ class BlockRegistry:
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self._changes = changes
         self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
-        self._moved: tuple[set[int], ...] = self._none()
 
     def has(self, group: int, digest: bytes) -> bool:
         """Return whether the index has a block of the group under the digest."""
@@ -111,7 +110,6 @@ class BlockRegistry:
         self._changes.add("removed", self._tier, group, digests)
         if self._touched is not None:
             self._touched[group].update(blocks)
-            self._moved[group].update(blocks)
 
     def moved(self, group: int, source: int, target: int) -> None:
         """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
@@ -167,17 +165,13 @@ class BlockRegistry:
     def watch_changes(self, is_on: bool) -> None:
         """Begin to record which blocks change in any way, or stop recording it."""
         self._touched = self._none() if is_on else None
-        self._moved = self._none()
 
-    def take_touched(self) -> tuple[tuple[set[int], ...], tuple[set[int], ...]]:
-        """Return, by group, the blocks that changed since the last call, and those of them that the other tier has instead of
-        this one; empty sets unless changes are recorded.
-        """
-        touched, moved = self._touched or self._none(), self._moved
-        self._moved = self._none()
+    def take_touched(self) -> tuple[set[int], ...]:
+        """Return, by group, the blocks that changed since the last call; empty sets unless changes are recorded."""
+        touched = self._touched or self._none()
         if self._touched is not None:
             self._touched = self._none()
-        return touched, moved
+        return touched
 
     def cached_since_s(self, group: int) -> list[float]:
         """Return, by block, when its last reference was removed, in seconds of the cache's clock; 0 if that never happened."""

@@ -63,7 +63,6 @@ class BlockRecords:
         self._is_first = True
         self._in_repair = _indices([])
         self._evicted = _indices([])
-        self._spilled = _indices([])  # those of `_evicted` whose contents the host tier has
         self._maybe_changed = _indices([])
 
     @property
@@ -106,14 +105,12 @@ class BlockRecords:
             self._since_s[at[(plain != before) | evicted]] = time_s
         self._plain[at], self._is_first = plain, False
         self._evicted = at[evicted]
-        spilled = [_indices(one.moved) + begin for one, begin in zip(snapshot.groups, self._offsets, strict=True)]
-        self._spilled = np.intersect1d(self._evicted, np.concatenate(spilled))
         self._show(at, np.where(evicted, np.uint8(EVICTED), plain))
         return pages
 
     def settle(self) -> None:
         """Give blocks that are shown as just evicted their plain state; call this if nothing else has changed."""
-        at, self._evicted, self._spilled = self._evicted, _indices([]), _indices([])
+        at, self._evicted = self._evicted, _indices([])
         self._show(at, self._plain[at])
 
     def take_changed(self, time_s: float) -> Words:
@@ -126,13 +123,6 @@ class BlockRecords:
         for sent, values in zip(self._sent, now, strict=True):
             sent[at] = values[at]
         return self._records(at, time_s)
-
-    @property
-    def spilled(self) -> Words:
-        """The blocks shown as just evicted whose contents the host tier has: flat pairs (group, block)."""
-        groups = self._group[self._spilled]
-        blocks = self._spilled - np.array(self._offsets, np.int64)[groups]
-        return np.stack([groups, blocks.astype(np.uint32)], axis=1).reshape(-1)
 
     def present(self, time_s: float) -> Words:
         """Return the records of all blocks in leased pages, as the last frames have shown them."""

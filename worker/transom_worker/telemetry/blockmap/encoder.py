@@ -14,7 +14,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.cache_snapshot import GroupCopy, HostGroupChanges
 from transom_worker.telemetry.blockmap.block_records import BlockRecords
 from transom_worker.telemetry.blockmap.frame import Frame, Words, make_frame
-from transom_worker.telemetry.blockmap.host_frames import HostFrames
+from transom_worker.telemetry.blockmap.host_records import HostRecords
 from transom_worker.telemetry.blockmap.log import MAX_EVENTS, History, MapEvent
 from transom_worker.telemetry.blockmap.runs import TableRuns
 from transom_worker.telemetry.blockmap.snapshot import SequenceSnapshot, Snapshot
@@ -39,7 +39,7 @@ class Encoder:
         self._layout = layout
         self._history = history
         self._records = BlockRecords(layout)
-        self._host = None if host_layout is None else HostFrames(host_layout)
+        self._host = None if host_layout is None else HostRecords(host_layout)
         self._tables: dict[int, list[TableRuns]] = {}  # by sequence, by group
         self._sequences: dict[int, dict[str, Any]] = {}  # as the last frames have them
         self._owners: list[int] = [-1] * layout.num_pages
@@ -53,7 +53,7 @@ class Encoder:
         """Whether a further frame without a new snapshot would be empty: no block is shown as just evicted, and all changes were
         sent.
         """
-        return not self._records.shows_evicted and (self._host is None or self._host.records.is_settled)
+        return not self._records.shows_evicted and (self._host is None or self._host.is_settled)
 
     def start(self, group: int, copy: GroupCopy) -> None:
         """Take all blocks of one group, before the first `update`."""
@@ -62,13 +62,13 @@ class Encoder:
     def start_host(self, copy: Sequence[HostGroupChanges]) -> None:
         """Take all blocks in some pages of the host tier, before the first `update`."""
         assert self._host is not None
-        self._host.records.take(copy)
+        self._host.take(copy)
 
     def update(self, snapshot: Snapshot) -> Frame:
         """Make a frame of what changed since the last snapshot."""
         cache = snapshot.cache
         if self._host is not None and cache.host is not None:
-            self._host.update(cache.host, snapshot.sequences)
+            self._host.update(cache.host)
         changed, gone = self._update_sequences(snapshot.sequences)
         pages = self._records.update(cache, snapshot.time_s, self._repaired(snapshot.sequences))
         events, num_dropped = self._events(snapshot)
@@ -92,7 +92,7 @@ class Encoder:
         """Make a frame without a new snapshot, in which blocks that were shown as just evicted get their plain state."""
         self._records.settle()
         if self._host is not None:
-            self._host.records.settle()
+            self._host.settle()
         nothing = {"events": [], "dropped_events": 0, "sequences": [], "gone": []}
         return self._frame(time_s, nothing, self._pairs([]), self._records.take_changed(time_s), whole=False)
 
@@ -105,10 +105,10 @@ class Encoder:
     def _frame(self, time_s: float, fields: dict[str, Any], pages: Words, blocks: Words, *, whole: bool) -> Frame:
         header: dict[str, Any] = {"worker": self._identity.worker, "time_s": time_s, "whole": whole}
         header |= self._state | fields
-        arrays = {"pages": pages, "blocks": blocks, "spilled": self._records.spilled}
+        arrays = {"pages": pages, "blocks": blocks}
         if self._host is not None:
             header["host"] = self._host.header(whole=whole)
-            arrays["host_blocks"] = self._host.records.present() if whole else self._host.records.take_changed()
+            arrays["host_blocks"] = self._host.present() if whole else self._host.take_changed()
         if whole:
             header |= self._geometry()
             header["history"] = self._history.entries(time_s)
@@ -150,8 +150,6 @@ class Encoder:
                 for logical, block in pieces.aside:
                     self._records.place(group, logical, [block])
             described = _describe(snapshot, tables)
-            if self._host is not None and snapshot.in_host:
-                described["host_runs"] = self._host.runs_of(snapshot.in_host)
             if self._sequences.get(seq_id) != described:
                 self._sequences[seq_id] = described
                 changed.append(described)

@@ -18,6 +18,7 @@ Pages need no records: a group leases a page exactly while one of its blocks the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +28,14 @@ from transom_worker.kvcache.cache_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.telemetry.blockmap.block_records import EMPTY, EVICTED, GONE, HELD, LOOSE
 from transom_worker.telemetry.blockmap.frame import Words
 
-LOADED, SWAPPED, IMPORTED, EXPORTED, MOVED = range(10, 15)  # the states below 10 are those of `block_records`
-STATE_NAMES = {
-    HELD: "held", LOOSE: "loose", EMPTY: "empty", LOADED: "loading", SWAPPED: "swapped", IMPORTED: "imported", EXPORTED: "exported",
-}  # fmt: skip
+STATE_NAMES = {HELD: "held", LOOSE: "loose", EMPTY: "empty"}
 MAX_RUNS = 2**14  # 128 KiB
-_NUM_STATES = 16
+_NUM_STATES = EVICTED + 1
 _UNTOLD = 255  # not a state: a whole frame had no room for the block
 _MAX_COUNT = 2**16
 _STATE_SHIFT, _COUNT_SHIFT = np.uint32(8), np.uint32(16)
 
 Indices = NDArray[np.int64]  # [A]
-Blocks = tuple[NDArray[np.int64], NDArray[np.int64]]  # groups and block ids, of equal lengths
-Holders = list[tuple[int, Blocks]]  # a state and the blocks that are in it; later entries override earlier ones
 
 
 class HostRecords:
@@ -59,14 +55,14 @@ class HostRecords:
         total = int(self._offsets[-1])
         self._needed = np.zeros(total, bool)  # [N], as all below
         self._leftover = np.zeros(total, bool)  # in the index, and nothing needs it
-        self._holder = np.zeros(total, np.uint8)  # the state of a needed block that no node pins, else 0
-        self._plain = np.zeros(total, np.uint8)  # states other than "just evicted" and "just moved"
+        self._plain = np.zeros(total, np.uint8)  # states other than "just evicted"
         self._shown = np.zeros(total, np.uint8)
         self._sent = np.zeros(total, np.uint8)
         self._num_used = np.zeros((len(groups), layout.num_pages), np.int64)  # blocks by group and page
         self._counts = np.zeros((len(groups), _NUM_STATES), np.int64)
         self._is_first = True
-        self._held_before, self._flashing, self._pending = _indices(), _indices(), _indices()
+        self._flashing, self._pending = _indices(), _indices()
+        self._free_pages = 0
         self._next = 0  # the index at which the next frame begins, so that every block gets its turn
 
     @property
@@ -74,10 +70,15 @@ class HostRecords:
         """Whether a further frame without a new snapshot would be empty."""
         return not (self._flashing.size or self._pending.size)
 
-    @property
-    def counts(self) -> list[dict[str, int]]:
-        """The number of each group's blocks by their present state, whether or not a frame has shown it."""
-        return [{name: int(of_group[state]) for state, name in STATE_NAMES.items()} for of_group in self._counts]
+    def header(self, *, whole: bool) -> dict[str, Any]:
+        """Return the field `host` of a frame's header. `counts` has each group's blocks by their present state, whether or not a
+        frame has shown it."""
+        counts = [{name: int(of_group[state]) for state, name in STATE_NAMES.items()} for of_group in self._counts]
+        fields: dict[str, Any] = {"free_pages": self._free_pages, "counts": counts}
+        if whole:
+            fields["num_pages"] = self.layout.num_pages
+            fields["num_blocks"] = [self.layout.dump_block(group) for group in range(len(self.layout.groups))]
+        return fields
 
     def take(self, groups: Sequence[HostGroupChanges]) -> list[Indices]:
         """Take the state of blocks, by group; before the first `update` these are all blocks in some pages.
@@ -86,28 +87,23 @@ class HostRecords:
         """
         return [self._take_group(group, changes) for group, changes in enumerate(groups)]
 
-    def update(self, snapshot: HostSnapshot, holders: Holders) -> None:
-        """Apply a snapshot; `holders` are the needed blocks that no node of the prefix tree pins."""
-        touched = self.take(snapshot.groups)
-        held = self._hold(holders)
+    def update(self, snapshot: HostSnapshot) -> None:
+        """Apply a snapshot."""
+        touched, self._free_pages = self.take(snapshot.groups), snapshot.free_pages
         at: Indices = np.arange(self._plain.size)
         if not self._is_first:
-            at = np.unique(np.concatenate([*touched, *held, self._flashing]))
+            at = np.unique(np.concatenate([*touched, self._flashing]))
         before, plain = self._plain[at], self._states(at)
         shown = plain.copy()
         if not self._is_first:
-            is_moved = np.isin(at, np.concatenate([self._offsets[g] + np.array(changes.moved, np.int64)
-                                                   for g, changes in enumerate(snapshot.groups)]))  # fmt: skip
-            is_empty = plain <= EMPTY
-            shown[is_empty & ((before == HELD) | (before == LOOSE))] = EVICTED
-            shown[is_empty & is_moved] = MOVED
+            shown[(plain <= EMPTY) & ((before == HELD) | (before == LOOSE))] = EVICTED
         self._count(at, before, plain)
         self._plain[at], self._is_first = plain, False
         self._flashing = at[shown != plain]
         self._show(at, shown)
 
     def settle(self) -> None:
-        """Give blocks that are shown as just evicted or moved their plain state; call this if nothing else has changed."""
+        """Give blocks that are shown as just evicted their plain state; call this if nothing else has changed."""
         at, self._flashing = self._flashing, _indices()
         self._show(at, self._plain[at])
 
@@ -158,9 +154,8 @@ class HostRecords:
             pages, is_inside = self._pages(group, at[of_group])
             is_leased = is_inside & (self._num_used[group, np.minimum(pages, self.layout.num_pages - 1)] > 0)
             states[of_group[is_leased]] = EMPTY
-        needed, holder = self._needed[at], self._holder[at]
         states[self._leftover[at]] = LOOSE
-        states[needed] = np.where(holder[needed] > 0, holder[needed], HELD)
+        states[self._needed[at]] = HELD
         return states
 
     def _show(self, at: Indices, states: NDArray[np.uint8]) -> None:
@@ -205,17 +200,6 @@ class HostRecords:
         pages = blocks * self._strides[group] // page_bytes
         firsts = -(-pages * page_bytes // self._strides[group])
         return pages, (blocks - firsts < self._blocks_per_page[group]) & (pages < self.layout.num_pages)
-
-    def _hold(self, holders: Holders) -> tuple[Indices, Indices]:
-        """Note what holds blocks; return the blocks that were held before, and those that are held now."""
-        before = self._held_before
-        self._holder[before] = 0
-        now = [_indices()]
-        for state, (groups, blocks) in holders:
-            now.append(blocks + self._offsets[groups])
-            self._holder[now[-1]] = state
-        self._held_before = np.concatenate(now)
-        return before, self._held_before
 
 
 def _with_cuts(starts: Indices, size: int) -> Indices:

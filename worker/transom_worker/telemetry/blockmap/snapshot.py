@@ -9,7 +9,6 @@ With a host tier a snapshot also has the *swapped* sequences: they were preempte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -39,11 +38,7 @@ class TablePieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSnapshot:
-    """One sequence with blocks. `replay` is the token range that its window repair computes; None if none is under way.
-
-    `in_host` are the host tier's blocks, by group, from which the sequence is being loaded or, if it is swapped, will be; the list
-    is never changed.
-    """
+    """One sequence with blocks. `replay` is the token range that its window repair computes; None if none is under way."""
 
     seq_id: int
     request_id: str
@@ -54,7 +49,6 @@ class SequenceSnapshot:
     num_cached_tokens: int
     replay: tuple[int, int] | None
     tables: list[TablePieces]
-    in_host: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +159,6 @@ def _snapshot(
         num_cached_tokens=sequence.num_cached_tokens,
         replay=None,
         tables=tables,
-        in_host=blocks.load.host_blocks,
     )
 
 
