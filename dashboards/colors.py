@@ -17,6 +17,7 @@ OUTCOMES = {  # missed is grey where nothing could have been done, and warm wher
     "missed last_token": "purple",
     "missed policy": "dark-purple",
     "missed window_evicted": "orange",
+    "missed state_not_kept": "dark-orange",
     "missed full_evicted": "red",
 }
 STATUSES = {"2..": "blue", "4..": "yellow", "5..": "red"}

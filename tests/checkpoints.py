@@ -70,7 +70,9 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
     for name, weight in model.named_parameters():
         if "norm" in name:
             middle = looking if any(norm in name for norm in _LOOKING_NORMS) else 1.0
-            weight.uniform_(0.8 * middle, 1.2 * middle).sub_(1.0 if less_one else 0.0)
+            weight.uniform_(0.8 * middle, 1.2 * middle).sub_(1.0 if less_one and "linear_attn" not in name else 0.0)
+        elif name.endswith("A_log"):  # states that remember from two to a hundred tokens
+            weight.uniform_(-5.0, -0.5)
         elif name.endswith("router.scale"):  # Gemma 4's: it divides by the root of the width
             weight.uniform_(0.8, 1.2).mul_(len(weight) ** 0.5)
         elif weight.dim() == 1:
@@ -89,7 +91,8 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
 
 
 def _holds_norms_less_one(model: PreTrainedModel) -> bool:
-    return model.config.model_type in ("gemma", "gemma2", "gemma3_text")
+    gemma = ("gemma", "gemma2", "gemma3_text")
+    return model.config.model_type in (*gemma, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _spread_logits(model: PreTrainedModel, less: float) -> None:

@@ -2,7 +2,7 @@
 
 One table has the features: prefix cache, window repair, pool size (preemption), steps in flight, chunk size, the hybrid cache on or
 off, one client or several that take turns; over models with full, window, sink + window and chunked layers, and
-with short convolutions. Every combination has
+with short convolutions or recurrent states. Every combination has
 resumed requests, and answers held to a grammar beside free ones. Every pair of values meets every day, every three values in
 `make test-all`. Tiers, formats of the cache, steps that fail and several ranks have tests of their own, each with all else on.
 """
@@ -31,6 +31,7 @@ from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import VOCAB_SIZE, HybridCase, reference_greedy
+from tests.worker.models.test_dense_families import DELTA_NET
 from transom_core.contract import Request
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
@@ -51,6 +52,7 @@ MODELS = {
     "windows only": (HybridCase(window=16, pattern="S"), 120),
     "CF": (HybridCase(chunk=32, pattern="CF"), 190),
     "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
+    "states": (HybridCase(), 156),  # Qwen3.5
     "convolutions": (HybridCase(), 180),  # LFM2, whose rows slide even without the hybrid cache
 }
 CHUNKS = (16, 64, 1024)
@@ -95,7 +97,9 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """The checkpoint of each model."""
     lfm2: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "layer_types": ["conv", "full_attention"] * 2}
     convolutions = make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2)
-    return dict.fromkeys(MODELS, tiny_model) | {"convolutions": convolutions}
+    qwen = DELTA_NET | {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_hidden_layers": 4}
+    states = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5_text", **qwen)
+    return dict.fromkeys(MODELS, tiny_model) | {"convolutions": convolutions, "states": states}
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +204,7 @@ def test_a_combination_is_exact(
     folders: dict[str, Path], expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
 ) -> None:
     case, tight_kib = MODELS[mix.model]
-    slides = mix.hybrid or mix.model == "convolutions"
+    slides = mix.hybrid or mix.model in ("convolutions", "states")
     engine = make_engine(
         str(folders[mix.model]),
         executor=AheadExecutor if mix.in_flight == AHEAD else create_executor,
@@ -218,7 +222,7 @@ def test_a_combination_is_exact(
     assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
     if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side
         assert seen["preemptions"] > 0
-    if mix.caching != "repair" or not slides or mix.model in ("full", "windows only"):
+    if mix.caching != "repair" or not slides or mix.model in ("full", "windows only", "states"):
         assert seen["repaired"] == 0
     elif mix.pool == "roomy":  # a tight pool seldom leaves a window to repair
         assert seen["repaired"] > 0
@@ -240,7 +244,7 @@ def test_an_answer_goes_on_after_a_repair(tiny_model: Path) -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("name", some_daily(MODELS, ["SCF"]))
+@pytest.mark.parametrize("name", some_daily(MODELS, ["SCF", "states"]))
 def test_steps_that_run_out_of_memory_are_exact(
     folders: dict[str, Path], expected: dict[str, list[list[int]]], name: str
 ) -> None:
@@ -343,7 +347,9 @@ TIERED = [
 
 @pytest.mark.parametrize(
     ("name", "formats", "mode"),
-    some_daily(TIERED, [TIERED[0], ("SCF", "auto", "auto"), ("convolutions", "auto", "swap")]),
+    some_daily(
+        TIERED, [TIERED[0], ("SCF", "auto", "auto"), ("convolutions", "auto", "swap"), ("states", "auto", "swap")]
+    ),
 )
 def test_tiers_are_exact(
     folders: dict[str, Path],

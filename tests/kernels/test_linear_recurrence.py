@@ -187,22 +187,31 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "own_weights", "gates_first", "dtype"), matrix([20, 60, None], [True, False], [True, False], [F32, BF16])
+    ("group", "own_weights", "gates_first", "by_sigmoid", "dtype"),
+    matrix([20, 60, None], [True, False], [True, False], [True, False], [F32, BF16]),
 )
-def test_gated_norm(group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype) -> None:
-    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_cpu)
+def test_gated_norm(
+    group: int | None, own_weights: bool, gates_first: bool, by_sigmoid: bool, dtype: torch.dtype
+) -> None:
+    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_cpu, by_sigmoid=by_sigmoid)
 
 
 def check_norm(
-    group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype, compute: Callable[..., torch.Tensor]
+    group: int | None,
+    own_weights: bool,
+    gates_first: bool,
+    dtype: torch.dtype,
+    compute: Callable[..., torch.Tensor],
+    *,
+    by_sigmoid: bool = False,
 ) -> None:
     """`x` and `gate` are slices; without a group of its own there is no weight."""
     x, gate = torch.randn(40, 200).to(dtype)[:, 13:133], torch.randn(40, 130).to(dtype)[:, 10:]
     weight = None if group is None else torch.randn(120 if own_weights else group).to(dtype)
     arguments = (x, gate, weight, 1e-3, group or 120)
-    wanted = gated_rms_norm_reference(*arguments, gates_first=gates_first)
+    wanted = gated_rms_norm_reference(*arguments, gates_first=gates_first, by_sigmoid=by_sigmoid)
     with nan_memory():
-        got = compute(*arguments, gates_first=gates_first)
+        got = compute(*arguments, gates_first=gates_first, by_sigmoid=by_sigmoid)
     torch.testing.assert_close(got, wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 

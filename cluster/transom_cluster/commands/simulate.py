@@ -23,7 +23,8 @@ def simulate(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a trace: sessions, shuffled, poisson, system-prompt, edited-message, long-answers or agents."
+            help="Instead of a trace: sessions, shuffled, poisson, system-prompt, shared-prefixes, edited-message, long-answers "
+            "or agents."
         ),
     ] = None,
     arrivals: Annotated[

@@ -55,11 +55,13 @@ def gated_rms_norm(
     *,
     group: int | None = None,
     gates_first: bool = False,
+    by_sigmoid: bool = False,
 ) -> torch.Tensor:
     """Return rms_norm(x) * weight * silu(gate), [T, N] in the dtype of `x`, each `group` neighbours normed alone (default: N).
 
     With `gates_first` the norm is of x * silu(gate). A weight of [group] numbers serves all groups; without a weight there is no
-    norm, only x * silu(gate). All is computed in float32 and rounded once. `x` and `gate` are [T, N] with contiguous rows.
+    norm, only x * silu(gate). With `by_sigmoid` the factor is sigmoid(gate) instead. All is computed in float32 and rounded once.
+    `x` and `gate` are [T, N] with contiguous rows.
 
     Raises:
         ValueError: shapes do not fit.
@@ -70,5 +72,5 @@ def gated_rms_norm(
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
     if uses_cpu_kernels(x) and x.dtype in DTYPES and x.stride(1) == gate.stride(1) == 1:
-        return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first)
-    return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first)
+        return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
+    return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)

@@ -69,10 +69,17 @@ def _recur(
 
 
 def gated_rms_norm_reference(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, group: int, *, gates_first: bool
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    group: int,
+    *,
+    gates_first: bool,
+    by_sigmoid: bool = False,
 ) -> torch.Tensor:
     """Return rms_norm(x) * weight * silu(gate), or with `gates_first` rms_norm(x * silu(gate)) * weight, of groups; [T, N]."""
-    y, factor = x.float(), F.silu(gate.float())
+    y, factor = x.float(), (torch.sigmoid if by_sigmoid else F.silu)(gate.float())
     if weight is None:
         return (y * factor).to(x.dtype)
     y = (y * factor if gates_first else y).reshape(len(x), -1, group)

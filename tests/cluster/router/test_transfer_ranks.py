@@ -15,21 +15,27 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.cluster.router.engine_workers import HIT, HYBRID, WIRES, LocalPeers, at_worker, fetch_of, request
 from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama
+from tests.worker.models.test_dense_families import DELTA_NET
 from transom_core.contract import WindowPolicy
 
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
-LFM2 = 5
+LFM2, QWEN = 5, 7
 CASES = list(product([2, 3], [(1, 2), (2, 1), (3, 2), (2, 3)], LAYERS))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By the number of KV heads. With two, three ranks keep one of them twice, uneven for both; of three, two ranks have two and
-    one. LFM2's convolutions have five units of channels, of which two ranks have three and two."""
+    one. LFM2's convolutions have five units of channels, of which two ranks have three and two, and Qwen3.5's delta nets three key
+    heads."""
     made = {heads: tiny_llama(tmp_path_factory.mktemp(f"{heads}_kv_heads"), kv_heads=heads) for heads in (2, 3)}
     lfm2: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 80, "layer_types": ["conv", "full_attention"] * 2}
-    return made | {LFM2: make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2)}
+    qwen = DELTA_NET | {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 4}
+    return made | {
+        LFM2: make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2),
+        QWEN: make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5_text", **qwen),
+    }
 
 
 @pytest.fixture
@@ -49,6 +55,8 @@ def peers() -> Iterator[LocalPeers]:
             for number, case in enumerate(CASES)
         ),
         (LFM2, (2, 3), "full"),
+        (QWEN, (3, 2), "full"),
+        pytest.param(QWEN, (2, 3), "full", marks=pytest.mark.exhaustive),
         pytest.param(LFM2, (3, 2), "full", marks=pytest.mark.exhaustive),
     ],
 )

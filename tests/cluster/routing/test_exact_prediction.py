@@ -18,6 +18,7 @@ HYBRIDS = (
     ("full", "sinks_window"),
     ("full", "window", "ragged_chunk"),
     ("full", "convolution"),
+    ("full", "snapshot"),
     ("latent", "compressed16", "window"),
 )
 NUM_REQUESTS = num_examples(daily=150, exhaustive=460)
@@ -63,7 +64,8 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
     assert num_compared >= NUM_COMPARED
     if len(mix) > 1:
         assert any(worker.num_again for worker in fleet.workers)
-        assert any(worker.driver.executor.num_repaired for worker in fleet.workers)
+        num_repaired = sum(worker.driver.executor.num_repaired for worker in fleet.workers)
+        assert (num_repaired > 0) == ("snapshot" not in mix)
 
 
 @pytest.mark.parametrize(

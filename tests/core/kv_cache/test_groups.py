@@ -15,6 +15,7 @@ KINDS = st.one_of(
     st.just(dict(kind=GroupKind.LATENT)),
     st.builds(lambda w: dict(kind=GroupKind.WINDOW, window=w), st.integers(1, 40)),
     st.builds(lambda w: dict(kind=GroupKind.CONVOLUTION, window=w), st.integers(1, 5)),
+    st.just(dict(kind=GroupKind.STATE, window=2)),
     st.builds(lambda c: dict(kind=GroupKind.CHUNK, chunk=c), st.integers(1, 40)),
     st.builds(
         lambda s, w: dict(kind=GroupKind.SINKS_WINDOW, sinks=s, window=w), st.integers(1, 12), st.integers(1, 40)
@@ -45,6 +46,7 @@ def group(kind: GroupKind, **sizes: int) -> GroupSpec:
         (group(GroupKind.WINDOW, window=128), 1000, ((873, 1000),)),
         (group(GroupKind.WINDOW, window=1), 7, ()),
         (group(GroupKind.CONVOLUTION, window=3), 1000, ((998, 1000),)),
+        (group(GroupKind.STATE, window=2), 1000, ((999, 1000),)),
         (group(GroupKind.CHUNK, chunk=8192), 8191, ((0, 8191),)),
         (group(GroupKind.CHUNK, chunk=8192), 8192, ()),
         (group(GroupKind.CHUNK, chunk=8192), 20000, ((16384, 20000),)),
@@ -116,7 +118,7 @@ def test_held_and_peak_blocks_are_what_live_touches(spec: GroupSpec) -> None:
         for begin, end in spec.live(n):
             held.update(range(begin // size, -(-end // size)))
         peak = max(peak, len(held))
-        assert retention.allocated_blocks(n) == len(held)
+        assert retention.allocated_blocks(n) == (1 if spec.is_state else len(held))
         assert retention.peak_blocks(n + 1) == peak
 
 

@@ -17,6 +17,7 @@ from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_core.kv_cache.tiers import DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.block_table import StateTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind
@@ -46,6 +47,7 @@ class Row:
     start: int
     end: int
     tables: list[dict[int, int]]  # by group: logical -> block
+    states: list[tuple[int | None, int]]  # by group of snapshots: logical blocks that the row begins with and writes
 
 
 @dataclass
@@ -147,6 +149,9 @@ class CacheDriver:
         for index, count in dict(wanted).items():
             sequence = self.sequences[index % len(self.sequences)]
             count = min(count, len(sequence.token_ids) - sequence.scheduled)
+            if self.cache.state_group is not None:  # a chunk ends where a checkpoint is due
+                ends = [units * BLOCK - sequence.scheduled for units, _ in sequence.blocks.planned_checkpoints]
+                count = min([count, *(end for end in ends if end > 0)])
             is_free = sequence not in [row[0] for row in rows] and not sequence.blocks.load.ticket
             if count and is_free and self._extend(sequence, count):
                 self._tell_deltas(sequence)
@@ -155,7 +160,10 @@ class CacheDriver:
         for sequence, count in rows:
             self._tell_moves(sequence)
             tables = [dict(table.blocks) for table in sequence.tables]
-            step.rows.append(Row(sequence, sequence.scheduled, sequence.scheduled + count, tables))
+            start = sequence.scheduled
+            held = [table for table in sequence.blocks.tables if isinstance(table, StateTable)]
+            states = [(table.read_by(start), table.written_by(start)) for table in held]
+            step.rows.append(Row(sequence, start, start + count, tables, states))
             sequence.scheduled += count
             sequence.num_in_flight += 1
         self.steps.append(step)
@@ -311,7 +319,7 @@ class CacheDriver:
     def _extend(self, sequence: CacheSequence, count: int) -> bool:
         end = sequence.scheduled + count
         needs = [
-            max(0, -(-end // spec.block_size) - table.end_block)
+            table.num_missing(end, spec.block_size)
             for spec, table in zip(self.specs, sequence.blocks.tables, strict=True)
         ]
         before = [(list(table.sink_blocks), list(table.run)) for table in sequence.blocks.tables]
@@ -342,9 +350,18 @@ class CacheDriver:
 
     def _compute(self, row: Row) -> None:
         sequence, until = row.sequence, row.sequence.blocks.repair.end
+        states = iter(row.states)
+        for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
+            if spec.is_state:
+                read, written = next(states)
+                before = None if read is None else self.slab.read(group, 0, table[read])
+                assert before == ((row.start, sequence.tags[row.start - 1]) if row.start else None)
+                self.slab.write(group, 0, table[written], (row.end, sequence.tags[row.end - 1]))
         for query in range(row.start, row.end):
             content = (query, sequence.tags[query])
             for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
+                if spec.is_state:
+                    continue
                 if query >= until:
                     self._check_reads(group, spec, table, sequence, query)
                 if spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER):
@@ -379,7 +396,10 @@ class CacheDriver:
             step = spec.block_size // BLOCK
             for block in range(len(chain) // step):
                 positions = range(block * spec.block_size, (block + 1) * spec.block_size)
-                self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
+                contents = [(p, tags[p]) for p in positions]
+                if spec.is_state:
+                    contents = [(positions.stop, tags[positions[-1]])]
+                self.truth[group, chain[(block + 1) * step - 1]] = contents
 
     def _idle(self) -> list[CacheSequence]:
         return [one for one in self.sequences if not one.num_in_flight and not one.blocks.load.ticket]

@@ -14,7 +14,7 @@ from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.kvcache.blocks.arena import FREE, Arena
-from transom_worker.kvcache.blocks.block_table import HOLE
+from transom_worker.kvcache.blocks.block_table import HOLE, StateTable
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import BoundedRetention
@@ -35,6 +35,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "compressed16": dict(kind=GroupKind.COMPRESSED, ratio=16),
     "indexer8": dict(kind=GroupKind.INDEXER, ratio=8),
     "state8": dict(kind=GroupKind.COMPRESSOR_STATE, ratio=8, overlap=1),
+    "snapshot": dict(kind=GroupKind.STATE, window=2),
     "state16": dict(kind=GroupKind.COMPRESSOR_STATE, ratio=16),
 }
 MIXES = (
@@ -46,6 +47,8 @@ MIXES = (
     ("full", "convolution"),
     ("full", "window", "ragged_chunk"),
     ("sinks_window", "window1"),
+    ("full", "snapshot"),
+    ("full", "window", "snapshot"),
 )
 ENTRY_MIXES = (  # with blocks of several units
     ("latent", "compressed16", "window"),
@@ -111,6 +114,7 @@ def cheapest_hit(
     """(num_hash_blocks, start) that leaves least to compute, by trying every boundary; of equals the largest boundary."""
     pairs = list(zip(specs, found, strict=True))
     repairable = window_repair and any(group.keeps_everything for group in specs)
+    repairable &= not any(group.is_state for group in specs)  # a state depends on all tokens
     choices = []
     for units in range(min(limit, len(digests)) + 1):
         n = units * unit
@@ -218,6 +222,11 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             retention = sequence.retentions[group]
             if isinstance(retention, BoundedRetention):
                 assert len(table.sink_blocks) + len(table.run) <= retention.max_blocks
+            elif isinstance(table, StateTable):
+                assert all(end >= sequence.processed for end in table.ends)  # snapshots are left behind at once
+                assert sequence.state is not BlocksState.READY or len(table.live(sequence.processed)) == bool(
+                    sequence.processed
+                )
             elif sequence.processed >= sequence.repair.end and sequence.state is BlocksState.READY:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)

@@ -173,6 +173,7 @@ def test_lfm2_configs_in_their_own_words() -> None:
         ({"layer_types": ["conv", "mamba", "conv"]}, "layer type 'mamba'"),
         ({"conv_L_cache": 0}, "which see 0 tokens"),
         ({"model_type": "lfm2_moe", "use_expert_bias": False}, "use_expert_bias false"),
+        ({"model_type": "qwen3_5_text", "linear_decay": 1.0}, "the field 'linear_decay'"),
         ({"model_type": "llama", "intermediate_size": 9, "rms_norm_eps": 1, "layer_types": ["conv"] * 3}, "'conv'"),
     ):
         with pytest.raises(ModelError, match=message):

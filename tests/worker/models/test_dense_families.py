@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,17 @@ GEMMA3_ROPE = {
     FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
 }
 
+# Three key heads are dealt to two ranks unevenly; the last layer is recurrent.
+DELTA_NET: dict[str, Any] = {
+    **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+    **{"num_hidden_layers": 5, "full_attention_interval": 2, "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3},
+}
 CASES = {
+    "qwen3_5": FamilyCase(
+        family="qwen3_5_text",
+        config=DELTA_NET,
+        mistakes=({"partial_rotary_factor": 1.0}, {"rms_norm_eps": 1e-2}),
+    ),
     "llama3": FamilyCase(
         family="llama",
         config={

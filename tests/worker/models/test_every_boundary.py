@@ -1,7 +1,7 @@
 """Prompts that go on from every block of another: hits, and repairs of lost windows. A hit needs no minimum length.
 
-Of families whose layers keep more than keys and values of single tokens: convolutions, and compressed entries, in which a boundary
-may lie anywhere.
+Of families whose layers keep more than keys and values of single tokens: convolutions, recurrent states, and compressed entries, in
+which a boundary may lie anywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ def make_lfm2(folder: Path) -> Path:
     return make_checkpoint(folder, "lfm2", **CASES["lfm2"].config)
 
 
-MODELS: dict[str, Callable[[Path], Path]] = {"deepseek_v4": make_deepseek_v4, "lfm2": make_lfm2}
+def make_qwen(folder: Path) -> Path:
+    return make_checkpoint(folder, "qwen3_5_text", **CASES["qwen3_5"].config)
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "deepseek_v4": make_deepseek_v4,
+    "lfm2": make_lfm2,
+    "qwen3_5": make_qwen,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +86,12 @@ def fill(engine: Engine, boundaries: range) -> None:
     some_daily(
         [
             *(("deepseek_v4", *rest) for rest in ((4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False))),
-            *(("lfm2", *rest) for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
+            *((name, *rest) for name in ("lfm2", "qwen3_5") for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
         ],
-        daily=[("deepseek_v4", 32, 5, True), ("lfm2", 8, 1024, True), ("lfm2", 8, 3, True)],
+        daily=[
+            ("deepseek_v4", 32, 5, True),
+            *((name, 8, chunk, True) for name in MODELS if name != "deepseek_v4" for chunk in (1024, 3)),
+        ],
     ),
     indirect=["model"],
 )

@@ -15,6 +15,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
+from tests.worker.models.test_dense_families import DELTA_NET
 from transom_worker.models.registry import FAMILIES
 
 YARN = {
@@ -32,6 +33,10 @@ MLA = {
 }
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
+SHARED = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 80,
+}
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 CASES = {
     "deepseek_v2": FamilyCase(
@@ -74,15 +79,19 @@ CASES = {
         config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
         mistakes=({"sliding_window": 25},),
     ),
+    "qwen3_next": FamilyCase(
+        family="qwen3_next",
+        config=DELTA_NET | SHARED | {"mlp_only_layers": [1]},
+        mistakes=({"norm_topk_prob": False}, {"partial_rotary_factor": 0.25}),
+    ),
+    "qwen3_5_moe": FamilyCase(
+        family="qwen3_5_moe_text",
+        config=DELTA_NET | SHARED | {"seed": 1},
+        mistakes=({"num_experts_per_tok": 3},),
+    ),
     "qwen2_moe": FamilyCase(
         family="qwen2_moe",
-        config={
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 80,
-            "mlp_only_layers": [0],
-        },
+        config=SHARED | {"mlp_only_layers": [0]},
         mistakes=({"norm_topk_prob": True},),
     ),
     "glm4_moe": FamilyCase(

@@ -50,7 +50,7 @@ EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
 # Every day one family of each way to divide heads, norms, residuals and experts, with one size.
 DIVIDED = (
     "llama with nine heads", "olmo3", "cohere2", "gemma3", "gemma4", "gemma4 with experts", "mixtral", "gpt_oss", "llama4",
-    "mimo_v2_flash", *QUANTISED, "deepseek_v4", "deepseek_v2", "deepseek_v3",
+    "mimo_v2_flash", *QUANTISED, "deepseek_v4", "deepseek_v2", "deepseek_v3", "qwen3_next",
 )  # fmt: skip
 DAILY = {name: SIZES[at % 3] for at, name in enumerate(DIVIDED)}
 DAILY_PREEMPTED = {

@@ -44,6 +44,25 @@ def test_lfm2_keeps_two_rows_of_4096_bytes_in_a_convolution(name: str, convoluti
     assert 2 * rows.bytes_per_token == convolutions * 8192
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "layer_bytes", "token_bytes"),
+    [
+        ("qwen3-next-80b", 36, 2_146_304, 24_576),
+        ("qwen3.5-27b", 48, 3_207_168, 65_536),
+        ("qwen3.5-35b-a3b", 30, 2_146_304, 20_480),
+    ],
+)
+def test_a_snapshot_has_the_states_in_float32_and_three_rows(
+    name: str, layers: int, layer_bytes: int, token_bytes: int
+) -> None:
+    """The published sizes, which do not depend on the block size; on several ranks the key heads are divided."""
+    groups = groups_of(name)
+    assert {kind: len(group.spec.layers) for kind, group in groups.items()} == {"full": layers // 3, "state": layers}
+    assert groups["full"].bytes_per_token == token_bytes
+    assert groups["state"].block_bytes == layers * layer_bytes
+    assert groups_of(name, "int8", ranks=3)["state"].block_bytes == layers * layer_bytes * 6 // 16
+
+
 def test_head_sizes_may_differ_by_group() -> None:
     groups = groups_of("gemma-4-31b-like")
     assert groups["window_1024"].block_bytes == 5 * 2_621_440  # 50 layers; of ten layers that many

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.matrices import matrix
+from tests.worker.models.test_dense_families import DELTA_NET
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.config import SchedulerConfig
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, SamplingParams, WindowPolicy
@@ -50,6 +51,7 @@ KINDS = st.sampled_from(
         dict(kind=GroupKind.WINDOW, window=9),
         dict(kind=GroupKind.SINKS_WINDOW, window=20, sinks=5),
         dict(kind=GroupKind.CONVOLUTION, window=3),
+        dict(kind=GroupKind.STATE, window=2),
         dict(kind=GroupKind.CHUNK, chunk=24),
         dict(kind=GroupKind.CHUNK, chunk=13),
         dict(kind=GroupKind.COMPRESSOR_STATE, ratio=16, overlap=1),
@@ -131,6 +133,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "full and window": BASE | {"model_type": "gpt_oss", "num_hidden_layers": 4, "sliding_window": 20},
     "uneven full and window": BASE | {"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 33},
     "full and chunk": BASE | {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 32},
+    "full and state": BASE | DELTA_NET | {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
     "full and ragged chunk": BASE | {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 27},
 }
 COMPRESSED = {

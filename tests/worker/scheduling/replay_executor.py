@@ -210,14 +210,19 @@ class ReplayExecutor:
     def _forward(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         start, end = plan.start[row], plan.start[row] + plan.count[row]
         tags = sequence.tags(end)
-        repairs = any(bounds[row] for bounds in plan.attend_from)
-        exact_from = max(bounds[row] for bounds in plan.write_from)  # the repair's end: outputs below it do not count
+        by_token = [group for group, spec in enumerate(self.specs) if not spec.is_state]
+        repairs = any(plan.attend_from[group][row] for group in by_token)
+        # The repair's end: outputs below it do not count.
+        exact_from = max(plan.write_from[group][row] for group in by_token)
         assert repairs or exact_from == start
         self.num_computed += end - start
         self.num_repaired += min(end, exact_from) - start
         wrong: set[int] = set()  # positions whose input to this layer is wrong
         for layer, group in self.layers:
             spec, attend_from = self.specs[group], plan.attend_from[group][row]
+            if spec.is_state:
+                self._update_state(plan, row, sequence, layer, group)
+                continue
             assert not (repairs and spec.keeps_everything) or attend_from == 0
             for position in range(max(start, plan.write_from[group][row]), end):
                 for written in _written(spec, position):
@@ -231,6 +236,19 @@ class ReplayExecutor:
             wrong |= {query for query, right in reads if not right}
             assert repairs or not wrong
         assert all(query < exact_from for query in wrong)
+
+    def _update_state(self, plan: StepPlan, row: int, sequence: RankSequence, layer: int, group: int) -> None:
+        """Check the state that a row begins with, and leave the state after its last token."""
+        start, blocks = plan.start[row], sequence.tables[group].blocks
+        read, written = plan.attend_from[group][row], blocks[plan.write_from[group][row]]
+        assert (read == NO_ID) == (start == 0)
+        end = start + plan.count[row]
+        tags = sequence.tags(end)
+        # The group's first layer takes the state's place, so its others find theirs there.
+        if layer == self.specs[group].layers[0]:
+            if start:
+                assert self.slab.at(group, 0, blocks[read]) == (start, tags[start - 1])
+            self.slab.write(group, 0, written, (end, tags[-1]))
 
     def _write(self, layer: int, group: int, sequence: RankSequence, position: int, tag: bytes) -> None:
         """Write a position's key of one layer. The group's first layer removes what the slot had before."""
@@ -322,4 +340,7 @@ def _left_by_history(sequence: RankSequence, group: int, position: int) -> bool:
 
 def _copied(contents: Contents) -> Contents:
     """Return a copy whose tags later writes do not change."""
-    return {offset: (position, dict(tags)) for offset, (position, tags) in contents.items()}
+    return {
+        offset: (position, dict(tags) if isinstance(tags, dict) else tags)
+        for offset, (position, tags) in contents.items()
+    }

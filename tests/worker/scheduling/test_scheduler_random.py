@@ -155,7 +155,7 @@ def test_random_requests(mix: tuple[str, ...], kind: str, request: pytest.Fixtur
     drivers = [random_run(mix, seed, steps_in_flight=1 + seed % 2, **KINDS[kind]) for seed in seeds]
     if kind == "one tier" and mix[0] == "full":  # the pools are tiny enough to matter
         assert any(driver.scheduler.work.preemptions["recompute"] for driver in drivers)
-        assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
+        assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1 and "snapshot" not in mix)
     if kind == "equal prompts":
         assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
     if kind == "two tiers":

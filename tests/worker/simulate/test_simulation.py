@@ -41,7 +41,8 @@ def replay(
 
 
 @pytest.mark.parametrize(
-    ("workload", "infinite"), [("system-prompt", 0.6333), ("edited-message", 0.704), ("long-answers", 0.9644)]
+    ("workload", "infinite"),
+    [("system-prompt", 0.6333), ("shared-prefixes", 0.6), ("edited-message", 0.704), ("long-answers", 0.9644)],
 )
 def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infinite: float) -> None:
     config = SimulationConfig(model=model, memory="64MiB", workload=workload)

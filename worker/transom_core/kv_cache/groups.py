@@ -12,6 +12,10 @@ ranges' lower bounds never decrease as `n` grows.
     convolution          [n - W + 1, n)                                         inputs of a convolution with a kernel of W tokens
     compressed, indexer  [0, n), whole entries of r tokens                      entries that stand for r tokens; their index keys
     compressor_state     [start of n's entry - overlap * r, n)                  what the next compressed entry is made of
+    state                [n - 1, n)                                             one snapshot of recurrent layers after n tokens
+
+A snapshot stands for all tokens before it, and has one size whatever their number. It counts as the row of token n - 1, as if W
+were 2. But a sequence keeps few snapshots: it updates one block in place, and begins another one only where it keeps a snapshot.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ class GroupKind(StrEnum):
     COMPRESSED = "compressed"
     INDEXER = "indexer"
     COMPRESSOR_STATE = "compressor_state"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,7 @@ class GroupSpec:
     kind: GroupKind
     layers: tuple[int, ...]
     block_size: int
-    window: int = 0  # W, tokens, the one that is computed included
+    window: int = 0  # W, tokens, the one that is computed included; 2 for a state
     sinks: int = 0  # S, first tokens that are always kept
     chunk: int = 0  # C
     ratio: int = 0  # r, tokens per compressed entry
@@ -58,7 +63,12 @@ class GroupSpec:
     @property
     def is_window(self) -> bool:
         """Return whether the last `window` tokens are read, the one that is computed included, and perhaps sink tokens."""
-        return self.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW, GroupKind.CONVOLUTION)
+        return self.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW, GroupKind.CONVOLUTION, GroupKind.STATE)
+
+    @property
+    def is_state(self) -> bool:
+        """Return whether a block is a snapshot of recurrent layers, instead of rows of `block_size` tokens."""
+        return self.kind is GroupKind.STATE
 
     @property
     def keeps_everything(self) -> bool:
@@ -87,7 +97,7 @@ class GroupSpec:
         match self.kind:
             case GroupKind.FULL | GroupKind.LATENT:
                 ranges = [(0, n)]
-            case GroupKind.WINDOW | GroupKind.CONVOLUTION:
+            case GroupKind.WINDOW | GroupKind.CONVOLUTION | GroupKind.STATE:
                 ranges = [(max(0, n - self.window + 1), n)]
             case GroupKind.CHUNK:
                 ranges = [(n - n % self.chunk, n)]

@@ -38,6 +38,10 @@ class Role(StrEnum):
     INDEXER = "indexer"  # an indexer's keys by compressed entry
     STATE = "state"  # a compressor's (kv, gate) by token
     INDEXER_STATE = "indexer_state"  # the (kv, gate) of an indexer's compressor, by token
+    # What a snapshot of a recurrent layer has, by key head: the states of the heads that the key head serves, and, for each of the
+    # last tokens, the convolution's inputs: a tensor of queries and keys, then one of values. These follow each other without gaps.
+    RECURRENT = "recurrent"
+    CONVOLVED = "convolved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,10 @@ class GroupLayout:
 
     @property
     def tokens_per_row(self) -> int:
-        """Return the number of tokens that one row of the group's tensors stands for: 1, or the tokens of a compressed entry."""
+        """Return the number of tokens that one row of the group's tensors stands for: 1, the tokens of a compressed entry, or all
+        tokens of a block that is a snapshot."""
+        if self.spec.is_state:
+            return self.spec.block_size
         return self.spec.ratio if self.spec.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER) else 1
 
     @property

@@ -75,8 +75,10 @@ class Retention:
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
         """Return how many blocks a sequence holds while token `n` is computed and the last `lag` tokens before it are still in
-        flight.
+        flight. Of a state it needs one; others are snapshots that it keeps if there is room.
         """
+        if self.spec.is_state:
+            return 1
         last = n // self.block_size
         first = self.first_live_block(max(0, n - lag))
         return min(self.num_sink_blocks, last + 1) + max(0, last + 1 - max(first, self.num_sink_blocks))
@@ -84,6 +86,8 @@ class Retention:
     def peak_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` tokens holds at once, if each step computes one token."""
         last = max(0, num_tokens - 1) // self.block_size
+        if self.spec.is_state:  # the snapshot that it begins with, and its own
+            return min(2, last + 1)
         if self.keeps_everything:
             return last + 1
         if self._is_window:  # what a sequence holds at a boundary never falls as it grows

@@ -16,6 +16,9 @@ that must be exact grows by W - 1 with each window layer, from the top layer dow
     layer 3 (window)   exact keys from 800 on      because layer 5's keys at 900 need layer 3's output at 900
     layer 1 (window)   exact keys from 700 on      so the repair starts at token 700
 
+Recurrent layers have no bounded range: their state at a position depends on all tokens before it. A model with such layers has no
+repair; it computes again from the last boundary that has a snapshot.
+
 Keys that the repair computes below a layer's exact range are wrong, but no exact output reads them. A start is never above the
 first token of a group's first live block, since the repair must fill whole blocks.
 """
@@ -31,9 +34,11 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
     """Return the first token to compute again, so that every sliding group's live blocks at boundary `n` are exact.
 
-    It is `n` if there are no sliding groups, and it never decreases as `n` grows.
+    It is `n` if there are no sliding groups, 0 if a repair is impossible, and it never decreases as `n` grows.
     """
     specs = tuple(specs)
+    if any(spec.is_state for spec in specs):
+        return 0
     # By group: the first token of the blocks that a repair must fill for `live(n)`, except sink blocks.
     own = [n if spec.keeps_everything else spec.first_live_block(n) * spec.block_size for spec in specs]
     low = n  # the layers above the current one need its output at [low, n)

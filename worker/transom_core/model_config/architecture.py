@@ -52,6 +52,7 @@ RUNNABLE_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
     *("lfm2", "lfm2_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -229,6 +230,7 @@ def kv_policy_obstacle(architecture: Architecture) -> str:
         "a latent cache": sum(layer.latent or layer.compression is not None for layer in layers),
         "sliding windows": sum(layer.window is not None for layer in layers),
         "chunked attention": sum(layer.chunk is not None for layer in layers),
+        "recurrent states": sum(layer.recurrent is not None for layer in layers),
         "short convolutions": sum(layer.convolution is not None for layer in layers),
     }
     found = [f"{count} of its {len(layers)} layers have {what}" for what, count in counts.items() if count]
@@ -253,7 +255,7 @@ def with_windows(
     """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks.
 
     S marks layers that get a sliding window with sinks, C layers that get chunked attention, and F layers that stay. Example: "SSF"
-    changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged. Convolutions never change.
+    changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged. Only attention ever changes.
 
     Raises:
         ConfigError: the model has layers that share a cache, whose windows would have to be equal.
@@ -264,7 +266,7 @@ def with_windows(
         raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
 
     def marked(layer: LayerAttention, letter: str) -> LayerAttention:
-        match letter if layer.convolution is None else "F":
+        match letter if layer.convolution is None and layer.recurrent is None else "F":
             case "S":
                 return replace(layer, window=window, sinks=sinks)
             case "C":

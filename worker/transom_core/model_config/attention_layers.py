@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_config import lfm2
+from transom_core.model_config import lfm2, recurrent
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_core.model_config.mla import MLA_FAMILIES
 
@@ -54,8 +54,10 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
 def _check_sizes(layers: Sequence[LayerAttention]) -> None:
     """Raise ModelError unless every layer has heads, a head size and a window from 1 to _LONGEST_REACH."""
     for index, layer in enumerate(layers):
-        reach = next((size for size in (layer.convolution, layer.chunk, layer.window) if size is not None), None)
-        if min(layer.num_heads, layer.num_kv_heads, layer.head_size, 1 if reach is None else reach) < 1:
+        reaches = (layer.recurrent, layer.convolution, layer.chunk, layer.window)
+        reach = next((size for size in reaches if size is not None), None)
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_size)
+        if min(1 if size is None else size for size in (*sizes, reach)) < 1:
             raise ModelError(
                 f"config.json gives layer {index} {layer.num_heads} heads and {layer.num_kv_heads} KV heads of "
                 f"{layer.head_size}, which see {'all' if reach is None else reach} tokens; all must be at least 1."
@@ -127,6 +129,8 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)
+        case recurrent.LINEAR if config.get("model_type") in recurrent.DELTA_NET_FAMILIES:
+            return recurrent.delta_net_layer(config)
         case "sliding_attention":
             return replace(layer, window=_window(config))
         case "chunked_attention":
@@ -255,6 +259,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": _full_first_and_every_sixth,
     **dict.fromkeys(MLA_FAMILIES, _always_full),
+    **dict.fromkeys(recurrent.DELTA_NET_FAMILIES, recurrent.layer_type),
     "lfm2": lfm2.layer_type,
     "lfm2_moe": lfm2.layer_type,
     "deepseek_v4": _by_ratio,

@@ -29,7 +29,15 @@ _MLA = {
     "v_head_dim": 128,
     "rms_norm_eps": 1e-6,
 }
+_DELTA_NET = {
+    **{"head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations

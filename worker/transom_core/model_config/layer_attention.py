@@ -30,11 +30,13 @@ class LayerAttention:
     sliding window     the last `window` tokens, the query included, and the first `sinks` tokens
     chunked attention  the tokens from the last multiple of `chunk` up to the query
     convolution        no attention: the gated inputs of the last `convolution` tokens, this one included (LFM2)
+    recurrent          no attention: a state that each token changes, after a convolution over the last `recurrent` tokens
 
     A `latent` layer has one row per token that is key and value of all heads, so all ranks hold that row; `rope_size` of its
     elements are rotary. A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last. The
     "heads" of a convolution are `head_size` neighbouring channels each, so that channels are divided among ranks as heads are; each
-    is a key head without a value.
+    is a key head without a value. A recurrent layer has a state of `head_size` times `value_size` numbers for each of its heads; a
+    KV head is a key head, which serves several neighbouring heads.
     """
 
     num_heads: int
@@ -47,5 +49,6 @@ class LayerAttention:
     rope_size: int = 0
     compression: Compression | None = None
     convolution: int | None = None  # tokens that a short convolution reads: its kernel's length
+    recurrent: int | None = None  # tokens that the convolution of a recurrent layer reads
     reads_cache_of: int | None = None
     value_size: int | None = None  # None: as wide as a key

@@ -62,6 +62,14 @@ _DEFAULTS: dict[str, Config] = {
     },
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_next": {
+        **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_moe_text": {  # all layers are MoE, so there is no width of dense ones
+        **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
+    },
     "lfm2_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
     "deepseek_v4": {
@@ -102,7 +110,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
     match family:
         case "gpt_oss":
             return replace(plain, gate_gain=float(config["swiglu_alpha"]), clamp=float(config["swiglu_limit"]))
-        case "qwen2_moe" | "qwen3_moe":
+        case "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
             return replace(
                 plain,
                 layers=_qwen_layers(config, num_layers),

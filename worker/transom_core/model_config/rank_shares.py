@@ -29,6 +29,7 @@ class LayerHeads:
     kv_heads: Span | None
     of_kv_heads: int
     channels: Span | None = None
+    has_states: bool = False  # recurrent layers: the heads are those of states, and key heads instead of KV heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def rank_lines(shares: Sequence[RankShare]) -> list[str]:
 def _line(share: RankShare, last: RankShare) -> str:
     several = len(share.heads) > 1
     heads = [
-        (f"channels {_range(part.channels)}" if part.channels else f"query heads {_heads_text(part)}")
+        (f"channels {_range(part.channels)}" if part.channels else _heads_text(part))
         + (f" in {part.num_layers} layers" if several else "")
         for part in share.heads
     ]
@@ -103,8 +104,10 @@ def _line(share: RankShare, last: RankShare) -> str:
 
 
 def _heads_text(part: LayerHeads) -> str:
+    if part.has_states:
+        return f"heads with states {_range(part.query_heads)} of {part.of_query_heads}"
     kv = "latent KV" if part.kv_heads is None else f"KV heads {_range(part.kv_heads)} of {part.of_kv_heads}"
-    return f"{_range(part.query_heads)} of {part.of_query_heads}, {kv}"
+    return f"query heads {_range(part.query_heads)} of {part.of_query_heads}, {kv}"
 
 
 def _range(span: Span) -> str:
@@ -114,13 +117,14 @@ def _range(span: Span) -> str:
 
 def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads, ...]:
     """Return a rank's heads by kind of layer, in the order in which the kinds first occur."""
-    count: dict[tuple[int, int, bool, Span, Span, Span | None], int] = {}
+    count: dict[tuple[int, int, bool, Span, Span, Span | None, bool], int] = {}
     for index, layer in enumerate(architecture.layers):
         share = head_share(architecture, index, rank, size)
         source = layer if layer.reads_cache_of is None else architecture.layers[layer.reads_cache_of]
         queries, width = _span(share.queries), layer.head_size
         channels = None if layer.convolution is None else (queries[0] * width, queries[1] * width)
-        kind = (layer.num_heads, source.num_kv_heads, layer.latent, queries, _span(share.kv), channels)
+        has_states = layer.recurrent is not None
+        kind = (layer.num_heads, source.num_kv_heads, layer.latent, queries, _span(share.kv), channels, has_states)
         count[kind] = count.get(kind, 0) + 1
     return tuple(
         LayerHeads(
@@ -130,8 +134,9 @@ def _heads(architecture: Architecture, rank: int, size: int) -> tuple[LayerHeads
             kv_heads=None if latent else kv,
             of_kv_heads=num_kv,
             channels=channels,
+            has_states=has_states,
         )
-        for (num_queries, num_kv, latent, queries, kv, channels), num_layers in count.items()
+        for (num_queries, num_kv, latent, queries, kv, channels, has_states), num_layers in count.items()
     )
 
 

@@ -88,7 +88,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
         case "cohere2":
             return [layer.window is not None for layer in layers]
-    return [layer.convolution is None for layer in layers]
+    return [layer.convolution is None and layer.recurrent is None for layer in layers]
 
 
 def _rope(config: Config, layer: LayerAttention) -> Rope:

@@ -1,10 +1,10 @@
 """Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. This module imports no torch.
 
 A rank's *share* is the slice of heads, columns or rows that the rank holds. A *unit* is never divided between ranks. Units are: a
-KV head with the query heads that read it, neighbouring channels of a convolution, an output group of DeepSeek V4 (heads that are
-projected together), a column of a feed-forward layer, a row of the vocabulary. The ranks' shares are contiguous and cover
-everything once. There is one exception: with more ranks than KV heads, several ranks hold the same KV head and divide its query
-heads. If the units do not divide evenly, the first ranks hold one more.
+KV head with the query heads that read it, a key head with its recurrent states, neighbouring channels of a convolution, an output
+group of DeepSeek V4 (heads that are projected together), a column of a feed-forward layer, a row of the vocabulary. The ranks'
+shares are contiguous and cover everything once. There is one exception: with more ranks than KV heads, several ranks hold the same
+KV head and divide its query heads. If the units do not divide evenly, the first ranks hold one more.
 
 Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks, the KV heads 0, 1 and 2
 are held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
@@ -97,6 +97,7 @@ def largest_size(architecture: Architecture) -> Limit:
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     what = what if fewest.convolution is None else "units of channels"
+    what = what if fewest.recurrent is None else "key heads in recurrent layers"
     limits = [
         Limit(size=_query_units(architecture, fewest), what=what),
         *(Limit(size=width, what=what) for what, width in inner_sizes(architecture).items()),
@@ -133,6 +134,8 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
 
 def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
     """Return the number of units that a layer's query heads form."""
+    if layer.recurrent is not None:
+        return layer.num_kv_heads
     return _latent_units(architecture, layer) if layer.latent else layer.num_heads
 
 

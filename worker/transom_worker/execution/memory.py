@@ -61,8 +61,7 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
     A layer's tensors are, per token, four of the hidden size; queries and attention's output (2 x heads); keys and values (2 x KV
     heads); and what the feed-forward layer holds.
     """
-    layer = architecture.layers[0]
-    attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
+    attention = max((2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size for layer in architecture.layers)
     per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
     logits = scheduler.max_num_seqs * architecture.vocab_size * 4
     return scheduler.max_num_batched_tokens * per_token + 2 * logits

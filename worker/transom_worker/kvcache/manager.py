@@ -37,7 +37,7 @@ from transom_worker.kvcache.blocks.allocator import BlockAllocator, Capacity
 from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
+from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable, StateTable
 from transom_worker.kvcache.blocks.compaction import Compaction
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
@@ -87,6 +87,8 @@ class KvCache:
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
         self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
+        # The group of recurrent layers, which have all their state in one block; None if the model has none.
+        self.state_group = next((index for index, one in enumerate(self.retentions) if one.spec.is_state), None)
         # The device's blocks.
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
@@ -133,7 +135,12 @@ class KvCache:
         self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id(): those with blocks on the device
         self.publishing = Publishing(
-            self.registry, self.checkpoints, host=host, block_size=block_size, is_on=enable_prefix_caching
+            self.registry,
+            self.checkpoints,
+            host=host,
+            block_size=block_size,
+            is_on=enable_prefix_caching,
+            state_group=self.state_group,
         )
         self.compaction = Compaction(
             self.arena, self.pools, self.registry, self.running, self.copies, self.tiers.fixed_blocks
@@ -141,7 +148,7 @@ class KvCache:
         self._num_releases = 0
         # What others ask.
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
-        self.outcomes = OutcomeCounts(self.index, block_size=block_size)
+        self.outcomes = OutcomeCounts(self.index, block_size=block_size, keeps_states=self.state_group is not None)
         self.snapshots = CacheSnapshots(
             self.arena, self.pools, self.registry, self.compaction, self.outcomes, self.tiers, clock=clock
         )
@@ -268,20 +275,32 @@ class KvCache:
 
         `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If there are enough blocks but
         they are scattered over pages of other groups, `compact` allows moving active blocks together.
+
+        If the next row ends at a boundary whose state should be kept (`_keeps_state`), a state group gets one more block, which
+        rows after the boundary write, as long as that takes no block from other sequences.
         """
         needs = [
-            max(0, -(-end // retention.block_size) - table.end_block)
+            table.num_missing(end, retention.block_size)
             for retention, table in zip(blocks.retentions, blocks.tables, strict=True)
         ]
         near = [table.last for table in blocks.tables]
-        taken = self._allocate(needs, near, reserve=reserve, compact=compact)
+        taken = None
+        if keeps_state := self._keeps_state(blocks, end):
+            more = [need + retention.spec.is_state for need, retention in zip(needs, blocks.retentions, strict=True)]
+            taken = self._allocate(more, near, reserve=max(reserve, 1), compact=False)
+            keeps_state = taken is not None
+        if taken is None:
+            taken = self._allocate(needs, near, reserve=reserve, compact=compact)
         if taken is None:
             return False
-        for table, ids in zip(blocks.tables, taken, strict=True):
+        for group, (table, ids) in enumerate(zip(blocks.tables, taken, strict=True)):
             if ids:
                 table.append(ids)
                 blocks.tables_changed = True
-        blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
+            if keeps_state and isinstance(table, StateTable):
+                table.keep(end)
+                self.registry.taken(group, table.run)  # the block map shows what they stand for
+        blocks.capacity_tokens = max(blocks.capacity_tokens, self._capacity(end))
         return True
 
     def advance(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
@@ -334,7 +353,7 @@ class KvCache:
         self._leave_device(blocks)
         blocks.move_to(BlocksState.SWAPPED, PendingLoad(saved))
         blocks.tables, blocks.was_swapped = tables, True
-        blocks.capacity_tokens = -(-blocks.processed // self.block_size) * self.block_size
+        blocks.capacity_tokens = self._capacity(blocks.processed)
         return True
 
     def swap_in(self, blocks: SequenceBlocks, *, reserve: int = 0, compact: bool = True) -> bool:
@@ -406,6 +425,30 @@ class KvCache:
             host_groups=self.tiers.host_stats([group.spec.name for group in self.layout.groups]),
             host_tokens=self.outcomes.host_tokens,
         )
+
+    def _capacity(self, end: int) -> int:
+        """Return the positions below which rows need not `extend` a sequence that was extended to `end`.
+
+        These are the positions of its last block; but with recurrent layers a row that ends at a boundary must, since its state may
+        be kept there.
+        """
+        boundary = -(-end // self.block_size) * self.block_size
+        return boundary if self.state_group is None or end == boundary else boundary - 1
+
+    def _keeps_state(self, blocks: SequenceBlocks, end: int) -> bool:
+        """Return whether a sequence's state after `end` tokens should be kept, if there is room.
+
+        It is kept where a checkpoint is planned. It is also kept at other boundaries if that evicts no checkpoint and the sequence
+        holds no other snapshot: there the sequence continues after a preemption, and what follows its answer after its end.
+        """
+        boundary = end // self.block_size
+        group = self.state_group
+        if group is None or end % self.block_size or not self.publishing.publishes(blocks):
+            return False
+        if len(blocks.chain) >= boundary and self.registry.has(group, blocks.chain[boundary - 1]):
+            return False
+        is_planned = any(at == boundary for at, _ in blocks.planned_checkpoints)
+        return is_planned or (len(blocks.tables[group].run) < 2 and self.allocator.has_unpinned(group))
 
     def _leave_device(self, blocks: SequenceBlocks) -> None:
         """Remove a sequence's references and its lock, and empty its tables."""

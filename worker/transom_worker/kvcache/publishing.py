@@ -40,12 +40,31 @@ class Publishing:
         host: HostTier,
         block_size: int,
         is_on: bool,
+        state_group: int | None,
     ) -> None:
         self._registry = registry
         self._checkpoints = checkpoints
         self._host = host
         self._block_size = block_size
         self._is_on = is_on
+        self._state_group = state_group
+
+    def publishes(self, blocks: SequenceBlocks) -> bool:
+        """Return whether a sequence's blocks are published."""
+        return self._is_on and not blocks.is_private
+
+    def expect(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]]) -> None:
+        """Plan the checkpoints that are known before a sequence is admitted: at these boundaries (in hash blocks), and where its
+        chain parts from another chain that is cached in the full groups beyond the hit."""
+        planned: dict[int, CheckpointKind] = {}
+        if not self.publishes(blocks):
+            return
+        if (hit := blocks.hit) is not None:
+            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.repair.is_needed
+            if parted and blocks.retentions.full_groups:
+                planned[hit.full_groups_reach] = CheckpointKind.FORK
+        planned.update(boundaries)
+        blocks.planned_checkpoints = sorted(planned.items())
 
     def plan(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool) -> None:
         """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
@@ -54,9 +73,9 @@ class Publishing:
         The other chain is either cached in the full groups beyond the hit, or evicted. If the request `is_new` (not admitted again
         after a preemption), the cache also learns what clients return to.
         """
-        if not self._is_on or blocks.is_private:
+        if not self.publishes(blocks):
             return
-        planned: dict[int, CheckpointKind] = {}
+        self.expect(blocks, boundaries)
         hit = blocks.hit
         if hit is not None:
             self._checkpoints.count_hit(blocks.base_node, hit.num_hash_blocks)
@@ -64,25 +83,20 @@ class Publishing:
                 continuation = self._checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
                 blocks.num_returns = continuation.num_returns
                 if continuation.parts_at is not None and continuation.parts_at > hit.num_hash_blocks:
-                    planned[continuation.parts_at] = CheckpointKind.FORK
+                    self._plan_fork(blocks, continuation.parts_at)
             elif blocks.base_node is not None:
                 blocks.num_returns = blocks.base_node.num_returns
-            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.repair.is_needed
-            if parted and blocks.retentions.full_groups:
-                planned[hit.full_groups_reach] = CheckpointKind.FORK
-        planned.update(boundaries)
-        blocks.planned_checkpoints = sorted(planned.items())
 
     def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
         """Plan one more checkpoint, at a boundary that the sequence has yet to reach.
 
         Without sliding groups none is needed: all blocks stay.
         """
-        if (
-            self._is_on
-            and blocks.retentions.slides
-            and all(boundary != planned for planned, _ in blocks.planned_checkpoints)
-        ):
+        if self._is_on and blocks.retentions.slides:
+            self._plan_fork(blocks, boundary)
+
+    def _plan_fork(self, blocks: SequenceBlocks, boundary: int) -> None:
+        if all(boundary != planned for planned, _ in blocks.planned_checkpoints):
             insort(blocks.planned_checkpoints, (boundary, CheckpointKind.FORK))
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
@@ -114,9 +128,15 @@ class Publishing:
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
         """Place a checkpoint after the last whole hash block of a sequence that is released.
 
-        Nothing is placed if the blocks up to there were not all published, or if their contents are unknown (`lost_contents`).
+        Nothing is placed if the blocks up to there were not all published, or if their contents are unknown (`lost_contents`). With
+        recurrent layers the checkpoint is the last boundary whose state is kept, if that is not the sequence's node already.
         """
         boundary = blocks.processed // self._block_size
+        if self._state_group is not None:
+            above = blocks.base_node.boundary if blocks.base_node is not None else 0
+            boundary = min(boundary, len(blocks.chain))
+            while boundary > above and not self._registry.has(self._state_group, blocks.chain[boundary - 1]):
+                boundary -= 1
         complete = (
             self._is_on
             and not (blocks.is_private or blocks.lost_contents)

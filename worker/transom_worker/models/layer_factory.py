@@ -1,4 +1,4 @@
-"""Makes the attention or short convolution and the norms of one layer from a checkpoint, as the family's `Style` says.
+"""Makes the attention (or what stands in its place) and the norms of one layer from a checkpoint, as the family's `Style` says.
 
 Legend: H query heads and KV heads, D head width.
 """
@@ -14,6 +14,7 @@ from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
 from transom_worker.models.layers.attention import Attention, TokenMixer
+from transom_worker.models.layers.gated_delta_net import GatedDeltaNet
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
@@ -24,7 +25,9 @@ from transom_worker.models.style import Style
 
 
 def make_token_mixer(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
-    """Make the attention or the short convolution of layer `index`; `load` reads names within the layer."""
+    """Make the attention of layer `index`, or what stands in its place; `load` reads names within the layer."""
+    if architecture.layers[index].recurrent is not None:
+        return _delta_net(architecture, index, load.under("linear_attn."))
     if architecture.layers[index].convolution is not None:
         return _short_convolution(architecture, index, load.under("conv."))
     load = load.under("self_attn.")
@@ -50,11 +53,51 @@ def _short_convolution(architecture: Architecture, index: int, load: Loader) -> 
     )
 
 
+def _delta_net(architecture: Architecture, index: int, load: Loader) -> GatedDeltaNet:
+    """Make the gated delta net of layer `index` with this rank's heads."""
+    layer, hidden = architecture.layers[index], architecture.hidden_size
+    assert layer.recurrent is not None
+    assert layer.value_size is not None
+    heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
+    keys, values = layer.num_kv_heads * layer.head_size, layer.num_heads * layer.value_size
+    own_keys, own_values = _rows(heads.kv, layer.head_size), _rows(heads.queries, layer.value_size)
+    # Names of the parts of the input's projection, the rows of each in the whole model, and this rank's.
+    parts = [("q", keys, own_keys), ("k", keys, own_keys), ("v", values, own_values), ("z", values, own_values)]
+    parts += [("b", layer.num_heads, heads.queries), ("a", layer.num_heads, heads.queries)]
+    projection = load.linear(
+        *(f"in_proj_{name}" for name, _, _ in parts),
+        shapes=[(rows, hidden) for _, rows, _ in parts],
+        rows=[own for _, _, own in parts],
+    )
+    firsts = (own_keys, _shifted(own_keys, keys), _shifted(own_values, 2 * keys))
+    channels = (2 * keys + values, 1, layer.recurrent)
+    weight_C1L = torch.cat([load.tensor("conv1d.weight", shape=channels, part=(own,)) for own in firsts])
+    step_bias, log_rate = (
+        load.tensor(name, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
+        for name in ("dt_bias", "A_log")
+    )
+    return GatedDeltaNet(
+        projection,
+        load.row_parallel("out_proj", shape=(hidden, values), columns=own_values),
+        replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv),
+        weight_LC=weight_C1L[:, 0].T.contiguous(),
+        step_bias_H=step_bias,
+        log_rate_H=log_rate,
+        norm_weight_D=load.tensor("norm.weight", torch.float32, shape=(layer.value_size,)),
+        eps=architecture.rms_norm_eps,
+    )
+
+
+def _shifted(rows: slice, first: int) -> slice:
+    """Return the same rows in a tensor in which other rows come first."""
+    return slice(first + rows.start, first + rows.stop)
+
+
 def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
     """Make the attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
-    qkv = _projections(architecture, index, heads, load)
+    qkv = _projections(architecture, index, heads, style, load)
     value_size = layer.value_size or layer.head_size
     widths = (architecture.hidden_size, layer.num_heads * value_size)
     columns = _rows(heads.queries, value_size)
@@ -81,12 +124,14 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         scale=float(layer.head_size**-0.5 if scale is None else scale),
         soft_cap=architecture.scales.attention_cap,
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
+        has_gate=bool(style.output_gate),
         most_kv_heads=head_share(architecture, index, 0, load.parallel.size).num_kv,  # the first ranks have most
     )
 
 
-def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
-    """Load the fused projection of queries, keys and values; of queries alone if the layer reads another layer's cache."""
+def _projections(architecture: Architecture, index: int, heads: HeadShare, style: Style, load: Loader) -> Linear:
+    """Load the fused projection of queries, keys and values, and of the output's gate if the family has one; of queries alone if
+    the layer reads another layer's cache."""
     layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
     queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
     own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
@@ -94,11 +139,14 @@ def _projections(architecture: Architecture, index: int, heads: HeadShare, load:
         return load.linear("q_proj", bias=bias, shapes=[queries], rows=[own_queries])
     pairs = (heads.num_queries, heads.num_kv, None) if rope is not None and rope.interleaved else ()
     keys_are_values = architecture.keys_are_values and layer.window is None
-    names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
+    names: tuple[str, ...] = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
     value_size = layer.value_size or layer.head_size
     values = (layer.num_kv_heads * value_size, architecture.hidden_size)
-    own = (own_queries, own_keys, _rows(heads.kv, value_size))
-    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=(queries, keys, values), rows=own)
+    shapes = [queries, keys, values]
+    own = [own_queries, own_keys, _rows(heads.kv, value_size)]
+    if style.output_gate:
+        names, shapes, own = (*names, style.output_gate), [*shapes, queries], [*own, own_queries]
+    return load.linear(*names, bias=bias, pairs_of=pairs, shapes=shapes, rows=own)
 
 
 def _rows(heads: slice, size: int) -> slice:

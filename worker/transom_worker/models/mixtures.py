@@ -8,6 +8,8 @@
     deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite
                     MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
                     routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
+    qwen3_next, qwen3_5_moe_text
+                    as qwen3_5_text, with experts as qwen2_moe
     lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
@@ -33,6 +35,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mixture import Mixture
+from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name, experts_by_rows, experts_by_stack
@@ -107,7 +110,7 @@ def _shared(architecture: Architecture, load: Loader) -> GatedMlp | WeightedExpe
     mixture, hidden_size = _mixture(architecture), architecture.hidden_size
     if not mixture.shared_size:
         return None
-    if architecture.family != "qwen2_moe":
+    if architecture.family not in ("qwen2_moe", *DELTA_NET_FAMILIES):
         sizes = (hidden_size, mixture.shared_size)
         return load.partial().mlp(architecture.gate_activation, sizes, prefix="shared_experts.")
     alone = replace(mixture, num_experts=1, inner_size=mixture.shared_size)
@@ -168,6 +171,8 @@ MIXTURE_STYLES = {
     "mixtral": Style(feed_forward=_mixtral),
     "qwen2_moe": Style(feed_forward=_qwen),
     "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen),
+    "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_qwen),
+    "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_qwen),
     "glm4_moe": Style(qk_norm="each", feed_forward=_mimo),
     "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
     "deepseek_v2": Style(feed_forward=_qwen),

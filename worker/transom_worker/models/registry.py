@@ -11,6 +11,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
+from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
 from transom_worker.models.gemma4 import Gemma4
@@ -22,6 +23,7 @@ from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.renamed_weights import FUSED_FAMILIES, FusedProjections, RenamedWeights, lfm2_name
+from transom_worker.models.weights.split_projections import SplitProjections
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},
@@ -58,6 +60,8 @@ def build_model(
     )
     if architecture.family in FUSED_FAMILIES:
         load = replace(load, weights=FusedProjections(weights, architecture))
+    if architecture.family in DELTA_NET_FAMILIES:
+        load = replace(load, weights=SplitProjections(weights, architecture))
     if architecture.family in LFM2_FAMILIES:
         load = replace(load, weights=RenamedWeights(weights, lfm2_name))
     return FAMILIES[architecture.family](architecture, load)

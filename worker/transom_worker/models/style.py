@@ -8,6 +8,8 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
                    separate ones (`weights.renamed_weights`)
     youtu          MLA (`mla.py`)
     qwen3          QK norm of each head
+    qwen3_5_text   gated delta nets instead of attention in most layers, whose output has a gate in the others; QK norm of each
+                   head, norm weights minus 1; projections that hold several are read as separate ones
     lfm2           short convolutions instead of attention in some layers, QK norm of each head
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
@@ -70,6 +72,7 @@ class Style:
     # RMS norm of queries and keys before RoPE: of each head, or over all heads.
     qk_norm: Literal["none", "each", "all"] = "none"
     value_norm: bool = False  # RMS norm of each value head without a weight
+    output_gate: str = ""  # name of the projection whose sigmoid multiplies attention's output; "": none
     sink_logits: str = ""  # name of the sinks' tensor within attention, for the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
 
@@ -99,6 +102,7 @@ DENSE_STYLES = {
     "qwen2": Style(),
     "youtu": Style(),
     "qwen3": Style(qk_norm="each"),
+    "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
     "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),

@@ -5,6 +5,7 @@
     compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
     compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
     convolution row    a token's gated input of a short convolution; each rank has the channels that it computes
+    snapshot           the states of recurrent layers after some number of tokens, and their convolutions' last inputs
     scale              the float32 number by which a quantised key or value of one token and KV head is multiplied
 
 Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tokens: K takes 16 * 8 * 64 * 2 = 16,384 bytes of a
@@ -33,11 +34,11 @@ from transom_core.settings.kv_dtypes import AUTO, QUANTISED
 from transom_worker.planner.layer_groups import Rule, group_formats, layer_rules, make_groups
 
 RAW = "uint8"  # the dtype of rows that mix number formats
-STATE_DTYPE = "float32"  # of compressor states
+STATE_DTYPE = "float32"  # of compressor states and recurrent states
 # Quantised format -> torch's name of the dtype in which its values are stored (int4 packs two values into a byte).
 STORED_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 SCALE_BYTES = 4
-QUANTISED_ALIGNMENT_BYTES = 16  # of each tensor of a quantised layer
+ALIGNMENT_BYTES = 16  # of each tensor of a quantised layer, and of recurrent states
 FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8 bytes
 INDEXER_SCALE_BYTES = 4  # of an indexer key in FP8
 
@@ -66,7 +67,8 @@ def cache_groups(
     rank: int = 0,
     hybrid: bool = True,
 ) -> tuple[GroupLayout, ...]:
-    """Return every group's block: its tensors layer by layer, K before V, then their scales; a block has gaps only if quantised.
+    """Return every group's block: its tensors layer by layer, K before V, then their scales; a block has gaps only if quantised
+    or a snapshot.
 
     `dtype` is torch's name of the model's dtype; `kv_cache_dtype` is the setting of that name. The KV heads are those of `rank`;
     rank 0 has at least as many as any other rank. Every rank holds all latent rows and compressed entries. `hybrid=False` keeps
@@ -111,6 +113,13 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
     size, compression = layer.head_size, layer.compression
     if layer.convolution is not None:
         return (Tensor(Role.KV, heads, size, 0, name),)
+    if layer.recurrent is not None:
+        values = (
+            layer.num_heads // layer.num_kv_heads * (layer.value_size or size)
+        )  # of the heads that a key head serves
+        state = Tensor(Role.RECURRENT, heads, size * values, 0, STATE_DTYPE)
+        of_token = Tensor(Role.CONVOLVED, heads, size, size, name), Tensor(Role.CONVOLVED, heads, values, 0, name)
+        return (state, *of_token * (layer.recurrent - 1))
     if not layer.latent:
         per_element = 2 if name == "int4" else 1
         widths = size // per_element, (layer.value_size or size) // per_element
@@ -164,7 +173,7 @@ def _group_layout(
 
 def _place(tensor: Tensor, layer: int, rows: int, begin: int) -> tuple[LayerTensors, int]:
     """Return where a tensor's K, V and scales lie if byte `begin` of the block is the first free one, and where they end."""
-    alignment = QUANTISED_ALIGNMENT_BYTES if tensor.scaled else 1
+    alignment = ALIGNMENT_BYTES if tensor.scaled or tensor.role is Role.RECURRENT else 1
     row_bytes = rows * tensor.heads * DTYPE_BYTES[tensor.dtype]
     scale_bytes = rows * tensor.heads * SCALE_BYTES
     sizes = [row_bytes * tensor.k_size, row_bytes * tensor.v_size, *([scale_bytes] * 2 if tensor.scaled else [])]

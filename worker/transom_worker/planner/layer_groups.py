@@ -8,7 +8,7 @@ with latent attention keep other tensors than keys and values (`planner.blocks` 
 
 - Latent rows, compressed entries and indexer keys can be planned in 16 or 32 bits, or in fp8, as such models are published. The
   engine runs them in the model's own format only.
-- Compressor states are always float32, and rows of convolutions have the model's format.
+- Compressor states and recurrent states are always float32, and rows of convolutions have the model's format.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Rule(NamedTuple):
     @property
     def name(self) -> str:
         """Return the group's name in reports and metrics, such as window_128."""
+        if self.kind is GroupKind.STATE:
+            return str(self.kind)
         window = "convolution" if self.kind is GroupKind.CONVOLUTION else "window"
         sizes = {"sinks": self.sinks, window: self.window, "chunk": self.chunk}
         words = [f"{word}_{size}" for word, size in sizes.items() if size]
@@ -50,10 +52,12 @@ def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
     """Return role -> rule for the parts of a layer's cache; empty if the layer reads another layer's cache.
 
     `hybrid=False` keeps every token, even if the window, chunk or compressor state no longer needs it. Rows of a convolution always
-    slide, since they are no keys and values that could share a full group's format.
+    slide, since they are no keys and values that could share a full group's format, and of recurrent layers there is only a state.
     """
     if layer.reads_cache_of is not None:
         return {}
+    if layer.recurrent is not None:
+        return dict.fromkeys((Role.RECURRENT, Role.CONVOLVED), Rule(GroupKind.STATE, window=2))
     if layer.convolution is not None:
         return {Role.KV: Rule(GroupKind.CONVOLUTION, window=layer.convolution)}
     everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
@@ -106,7 +110,11 @@ def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSp
 
 
 STATE_FORMAT = "float32"
-_FIXED_FORMATS = (GroupKind.COMPRESSOR_STATE, GroupKind.CONVOLUTION)  # `--kv-cache-dtype` does not change them
+_FIXED_FORMATS = (
+    GroupKind.COMPRESSOR_STATE,
+    GroupKind.CONVOLUTION,
+    GroupKind.STATE,
+)  # `--kv-cache-dtype` does not change them
 
 
 def group_formats(
@@ -164,7 +172,7 @@ def check_runs(groups: Sequence[GroupLayout], dtype: str) -> None:
     """
     for group in groups:
         tensors = next(iter(group.layers))
-        if group.format == dtype or group.spec.kind is GroupKind.COMPRESSOR_STATE:
+        if group.format == dtype or group.spec.kind in (GroupKind.COMPRESSOR_STATE, GroupKind.STATE):
             continue
         asked = f"--kv-cache-dtype asks for {group.format} in KV group {group.spec.name}"
         if tensors.k_offset == tensors.v_offset:

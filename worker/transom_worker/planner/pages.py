@@ -181,10 +181,12 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
 def in_flight_blocks(retentions: Sequence[Retention], max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the blocks, by group, that a step of `max_num_batched_tokens` prompt tokens takes beyond the demands while in flight.
 
-    A full group has 0: it keeps these blocks anyway, so the demands already count them.
+    A full group has 0: it keeps these blocks anyway, so the demands already count them. A snapshot stands for any number of tokens.
     """
     return tuple(
-        0 if retention.keeps_everything else -(-max_num_batched_tokens // retention.block_size)
+        0
+        if retention.keeps_everything or retention.spec.is_state
+        else -(-max_num_batched_tokens // retention.block_size)
         for retention in retentions
     )
 

@@ -311,6 +311,17 @@ class AdmissionControl:
         self.fair.num_steps += 1
         self.in_flight_prefixes.end_long_waits(self.fair.num_steps)
 
+    def before_checkpoint(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence may be computed before its next checkpoint; without recurrent layers all.
+
+        Their state at a boundary is only known if a row ends there.
+        """
+        if self.cache.state_group is not None and sequence.blocks is not None:
+            for boundary, _ in sequence.blocks.planned_checkpoints:
+                if boundary * self.cache.block_size > sequence.scheduled:
+                    return boundary * self.cache.block_size - sequence.scheduled
+        return sequence.max_tokens_total
+
     def apply_policy(self, sequence: Sequence, history: AttentionHistory) -> None:
         """Take the due decision of a running sequence's KV policy, and remove the blocks that the policy does not keep."""
         blocks = sequence.blocks
@@ -345,6 +356,8 @@ class AdmissionControl:
         if found is not None and self.in_flight_prefixes.may_await(sequence, found[0], step=self.fair.num_steps):
             producer, num_hash_blocks = found
             assert producer.blocks is not None
+            if not (num_hash_blocks := self._reachable(producer, hit, num_hash_blocks)):
+                return False
             self.cache.publishing.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
         elif (shared := self.cache.load_to_share(sequence.chain, hit, sequence.retentions)) is not None:
             producer, num_blocks = shared
@@ -355,6 +368,20 @@ class AdmissionControl:
             return False
         self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True
+
+    def _reachable(self, producer: Sequence, hit: PrefixHit, num_hash_blocks: int) -> int:
+        """Return the last of the `num_hash_blocks` boundaries that a waiter shares with its producer at which it can continue; 0 if
+        none is worth waiting for.
+
+        With recurrent layers it can only where the producer has planned a checkpoint, or has not been scheduled yet.
+        """
+        block_size = self.cache.block_size
+        if self.cache.state_group is None or num_hash_blocks * block_size > producer.scheduled:
+            return num_hash_blocks
+        assert producer.blocks is not None
+        planned = [at for at, _ in producer.blocks.planned_checkpoints if at <= num_hash_blocks]
+        is_worth = planned and planned[-1] * block_size >= hit.start + self.in_flight_prefixes.min_shared_tokens
+        return planned[-1] if is_worth else 0
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int) -> int | None:
         """Start a sequence after its hit and move it to the running ones.
@@ -377,7 +404,9 @@ class AdmissionControl:
         )
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
         sequence.begin_history(block_size=self.cache.block_size)
-        count = min(sequence.num_ready, budget)
+        boundaries = checkpoint_boundaries(sequence, hit, block_size=self.cache.block_size)
+        self.cache.publishing.expect(blocks, boundaries)
+        count = min(sequence.num_ready, budget, self.before_checkpoint(sequence))
         if sequence.history is not None:
             count = min(count, sequence.history.next_decision)
         # One block for each running sequence must stay available (`reserve`), or they would soon preempt this one. If no other
@@ -394,11 +423,7 @@ class AdmissionControl:
             sequence.leave_device(is_swapped=False)
             return None
         # The sequence runs from here on.
-        self.cache.plan_checkpoints(
-            blocks,
-            checkpoint_boundaries(sequence, hit, block_size=self.cache.block_size),
-            is_new=not sequence.was_admitted,
-        )
+        self.cache.plan_checkpoints(blocks, boundaries, is_new=not sequence.was_admitted)
         self._starts(sequence, blocks, tokens=count_outcome(self.cache, sequence, hit, index_version=index_version))
         return count
 

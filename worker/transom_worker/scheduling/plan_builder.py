@@ -23,6 +23,7 @@ from __future__ import annotations
 from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.block_table import StateTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSequence, StepPlan
@@ -155,6 +156,7 @@ class PlanBuilder:
             self._add_moves()
         plan.attend_from = [[0] * len(plan.seq_ids) for _ in self._retentions]
         plan.write_from = [plan.start.copy() for _ in self._retentions]
+        self._add_states()
         for row, blocks in self._repairing_rows:
             self._bound_repair(row, blocks)
         if self._policy_rows:
@@ -162,6 +164,18 @@ class PlanBuilder:
         for copy in copies:
             self._add_copy(copy)
         return plan
+
+    def _add_states(self) -> None:
+        """Set which block's state each row begins with, and in which block it leaves its own."""
+        for group, retention in enumerate(self._retentions):
+            if not retention.spec.is_state:
+                continue
+            for row, (sequence, start) in enumerate(zip(self.rows, self.plan.start, strict=True)):
+                table = sequence.blocks.tables[group] if sequence.blocks is not None else None
+                assert isinstance(table, StateTable)
+                read = table.read_by(start)
+                self.plan.attend_from[group][row] = NO_ID if read is None else read
+                self.plan.write_from[group][row] = table.written_by(start)
 
     def _add_copy(self, copy: BlockCopy) -> None:
         """Add a block copy. Its end on the disk, if any, is an index into `disk_digests` instead of a block id."""

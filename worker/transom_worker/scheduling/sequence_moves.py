@@ -100,6 +100,9 @@ class SequenceMoves:
         were computed again in other steps, these sums would be rounded differently, and the policy could choose other blocks.
         """
         rates = self._cache.changes.rates
+        # A step that failed may have changed a recurrent state in place, which is then that of another position.
+        if self._cache.state_group is not None and sequence.scheduled != blocks.processed:
+            return False
         never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
         if self._mode == "recompute" or rates is None or never_ran or not blocks.can_be_swapped:
             return False

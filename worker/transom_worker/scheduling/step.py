@@ -23,7 +23,7 @@ from typing import NamedTuple
 from transom_core.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
 from transom_core.kv_cache import tiers
 
-STEP_VERSION = 4
+STEP_VERSION = 5
 
 TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
@@ -31,7 +31,7 @@ TIER_DISK = tiers.DISK  # files; a copy names one by an index into the plan's `d
 
 LOAD_WAIT_S = 0.005  # the most time for which a rank waits for a load before it answers a plan without rows
 
-NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token
+NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token; of a state: no block
 WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
 
 
@@ -96,8 +96,14 @@ class StepPlan:
         window group: read                 |============================|     attend_from = 96: below it there are no blocks
                       write                |============================|     write_from = 96
 
-    Per group `g`: queries of row `b` read no key below `attend_from[g][b]`, sink tokens apart, and write no key or value below
-    position `write_from[g][b]`.
+    **States.** A block of a `state` group has the recurrent layers' state after some number of tokens. For such a group,
+    `attend_from[g][b]` is the logical block with the state that row `b` begins with, NO_ID if it begins at zero, and
+    `write_from[g][b]` the one in which it leaves its state (NO_ID: nowhere). They are the same block, updated in place, unless
+    the block that the row begins with is kept as a snapshot: this is how a checkpoint copies the state. Logical blocks of these
+    tables are not positions; they count the blocks that the sequence has had.
+
+    Per other group `g`: queries of row `b` read no key below `attend_from[g][b]`, sink tokens apart, and write no key or value
+    below position `write_from[g][b]`.
 
     **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for no position if `logits_from[b]` is the end,
     for the last one if a token is sampled after it, for more if prompt log-probabilities are requested. `sample[b]` is 1 if a token

@@ -33,8 +33,11 @@ CHUNKS_PER_POOL = 16  # the window blocks of one chunk take at most 1/16 of the 
 
 
 def chunk_limit(layout: ArenaLayout, block_size: int) -> int | None:
-    """Return the most tokens of one sequence in a step; None if no group slides, since a chunk then takes only blocks that stay."""
-    sliding = [group.stride_bytes for group in layout.groups if not group.spec.keeps_everything]
+    """Return the most tokens of one sequence in a step; None if no group slides by tokens, since a chunk then takes only blocks
+    that stay, and perhaps a snapshot."""
+    sliding = [
+        group.stride_bytes for group in layout.groups if not (group.spec.keeps_everything or group.spec.is_state)
+    ]
     if not sliding:
         return None
     return max(1, layout.pool_bytes // CHUNKS_PER_POOL // sum(sliding)) * block_size

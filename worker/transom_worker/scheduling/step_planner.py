@@ -141,6 +141,7 @@ class StepPlanner:
             )
             if sequence.status is not SequenceStatus.RUNNING or ready <= 0:
                 continue
+            ready = min(ready, self._admission.before_checkpoint(sequence))
             # A chunk leaves a token for each running sequence after it, so that a long prompt does not pause their outputs.
             count = (
                 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))

@@ -69,6 +69,20 @@ def system_prompt(rng: random.Random) -> list[SimulatedRequest]:
     return _one_by_one(users)
 
 
+def shared_prefixes(rng: random.Random) -> list[SimulatedRequest]:
+    """Return groups of requests that share a system prompt each and go on for 40 to 1,300 tokens; groups take turns."""
+    space = TokenSpace()
+    groups = [space.take(1_500) for _ in range(8)]
+    suffixes = [40, 220, 400, 580, 760, 940, 1_120, 1_300]
+    return _one_by_one(
+        [
+            _request([system, space.take(suffix)], space.take(SHORT_ANSWER_TOKENS))
+            for suffix in suffixes
+            for system in groups
+        ]
+    )
+
+
 def long_answers(rng: random.Random) -> list[SimulatedRequest]:
     """Return one conversation whose answers are longer than any sliding window."""
     return _one_by_one(_conversation(TokenSpace(), first=1_000, answer=2_000, turn=200, num_turns=8))
@@ -87,6 +101,7 @@ BUILDERS: dict[str, Callable[[random.Random], list[SimulatedRequest]]] = {
     "shuffled": shuffled,
     "poisson": poisson,
     "system-prompt": system_prompt,
+    "shared-prefixes": shared_prefixes,
     "edited-message": edited_message,
     "long-answers": long_answers,
     "agents": agent_sessions,

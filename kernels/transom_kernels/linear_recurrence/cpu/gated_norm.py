@@ -49,15 +49,27 @@ AT = numbers_of(GatedNormArguments)
 
 
 def gated_rms_norm_cpu(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, size: int, *, gates_first: bool
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    size: int,
+    *,
+    gates_first: bool,
+    by_sigmoid: bool = False,
 ) -> torch.Tensor:
-    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups."""
+    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups; with
+    `by_sigmoid` the factor is sigmoid(gate)."""
     rows, width = x.shape
     out, groups, per_item = empty(x.shape, x.dtype), width // size, max(1, ITEM_ELEMENTS // size)
     kinds = {"dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[x.dtype if weight is None else weight.dtype]}
     launch(
         cpu_kernel(
-            "transom_kernels.linear_recurrence.cpu.gated_norm", "make_gated_norm", **kinds, gates_first=gates_first
+            "transom_kernels.linear_recurrence.cpu.gated_norm",
+            "make_gated_norm",
+            **kinds,
+            gates_first=gates_first,
+            by_sigmoid=by_sigmoid,
         ),
         -(-rows * groups // per_item),
         GatedNormArguments(
@@ -77,7 +89,7 @@ def gated_rms_norm_cpu(
     return out
 
 
-def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool) -> Any:
+def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool, by_sigmoid: bool) -> Any:
     """Build the kernel. A work item is `groups_of_item` groups."""
     (load, store, size), (load_weight, _, weight_size) = row_access(dtype), row_access(weight_dtype)
 
@@ -89,7 +101,7 @@ def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool) -> Any:
             lanes = load(x + k * size, width - k)
             if gates_first or weight == 0:
                 gates = load(gate + k * size, width - k)
-                lanes = lanes * (gates * sigmoid(gates))
+                lanes = lanes * (sigmoid(gates) if by_sigmoid else gates * sigmoid(gates))
             total = fma(lanes, lanes, total)
             store_f32(product + 4 * k, lanes)
         scale = splat(1.0 / sqrt(lane_sum(total) / width + eps)) if weight else splat(1.0)
@@ -99,7 +111,7 @@ def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool) -> Any:
                 lanes = lanes * load_weight(weight + k * weight_size, width - k)
                 if not gates_first:
                     gates = load(gate + k * size, width - k)
-                    lanes = lanes * (gates * sigmoid(gates))
+                    lanes = lanes * (sigmoid(gates) if by_sigmoid else gates * sigmoid(gates))
             store(out + k * size, lanes, width - k)
 
     @each_item

@@ -18,6 +18,7 @@ from tests.block_map_decoder import (
     decode,
 )
 from transom_core.kv_cache.tiers import DEVICE
+from transom_worker.kvcache.blocks.block_table import BlockTable, StateTable
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
@@ -79,9 +80,8 @@ def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
         blocks = sequence.blocks
         assert blocks is not None
         for group, table in enumerate(blocks.tables):
-            for index in range(table.end_block):
-                if (block := table.at(index)) is not None:
-                    assert logical.setdefault((group, block), index) == index
+            for index, block in held(table).items():
+                assert logical.setdefault((group, block), index) == index
             logical |= {(group, block): index for index, block in table.aside.items()}
             if blocks.processed < blocks.repair.end and not cache.retentions[group].keeps_everything:
                 repaired |= {(group, block) for block in table.run}
@@ -160,7 +160,14 @@ def check_sequence(seen: Map, sequence: Any) -> None:
     assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair.start, blocks.repair.end])
     for table, runs in zip(blocks.tables, told["runs"], strict=True):
         flat = {first + k: block + k for first, block, count in runs for k in range(count)}
-        assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}
+        assert flat == held(table)
+
+
+def held(table: BlockTable) -> dict[int, int]:
+    """The blocks of a table by what they stand for."""
+    if isinstance(table, StateTable):
+        return dict(zip(table.places, table.run, strict=True))
+    return {index: block for index in range(table.end_block) if (block := table.at(index)) is not None}
 
 
 def in_host_tier(scheduler: Scheduler) -> dict[tuple[int, int], int]:

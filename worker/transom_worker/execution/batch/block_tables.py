@@ -113,6 +113,18 @@ class BlockTables:
             table[np.arange(table.shape[1]) >= valid[:, None]] = NO_BLOCK
         return table, first
 
+    def blocks_at(self, rows: Ints, logical: Ints) -> Ints:
+        """Return the block ids of these logical blocks, [..., B]; NO_BLOCK where the number is negative.
+
+        Raises:
+            ValueError: a row does not have one of them.
+        """
+        columns = logical - self._first[rows]
+        if ((logical >= 0) & ((columns < 0) | (columns >= self._length[rows]))).any():
+            raise ValueError("A plan names a logical block that its sequence's table does not have.")
+        blocks: Ints = np.where(logical < 0, NO_BLOCK, self._blocks[rows, np.maximum(columns, 0)])
+        return blocks
+
     def as_compact(self, row: int) -> CompactTable:
         """Return a row as a compact table of its own."""
         length, first, num_sinks = int(self._length[row]), int(self._first[row]), self.num_sink_blocks

@@ -46,6 +46,9 @@ class RowRanges:
 class GroupArrays:
     """One group's inputs of a step on the host: everything that planning attention work needs, with the field names of
     `PagedBatch`.
+
+    In a group of snapshots, `first_block` has the block with the state that a sequence's rows begin with (NO_BLOCK: with zeros),
+    and the one column of `block_table` the block in which they leave their state.
     """
 
     block_size: int
@@ -190,6 +193,8 @@ def _group_arrays(
     index: int, tables: BlockTables, plan: StepPlan, table_rows: Ints, rows: RowRanges, layout: ArenaLayout
 ) -> GroupArrays:
     group = layout.groups[index]
+    if group.spec.is_state:
+        return _state_arrays(tables, plan.attend_from[index], plan.write_from[index], table_rows, rows)
     block_table, first_block = tables.gather(table_rows, rows.start + rows.count)
     attend_from, write_from = plan.attend_from[index], plan.write_from[index]
     if group.tokens_per_row > 1:
@@ -204,6 +209,26 @@ def _group_arrays(
         first_block=first_block,
         attend_from_host=attend_from,
         slots=_slots(blocks, group.rows_per_block, rows, write_from, layout.dump_block(index)),
+        rows=rows,
+    )
+
+
+def _state_arrays(
+    tables: BlockTables, read: list[int], written: list[int], table_rows: Ints, rows: RowRanges
+) -> GroupArrays:
+    """Return the arrays of a group of snapshots; `read` and `written` are the logical blocks that the plan names.
+
+    Raises:
+        ValueError: a sequence does not have such a block.
+    """
+    blocks = tables.blocks_at(table_rows, np.array([read, written], dtype=np.int64))
+    return GroupArrays(
+        block_size=1,
+        num_sink_blocks=0,
+        block_table=np.ascontiguousarray(blocks[1:].T, dtype=np.int32),
+        first_block=blocks[0],
+        attend_from_host=[0] * len(table_rows),
+        slots=np.zeros(len(rows.positions), dtype=np.int64),
         rows=rows,
     )
 

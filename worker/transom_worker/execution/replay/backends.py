@@ -6,6 +6,7 @@ Steps always run eagerly where a recording would be wrong or would gain nothing:
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
 - Compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
+- On GPUs, recurrent layers.
 - On GPUs with several ranks whose collectives go through the host (gloo), which a graph cannot record. nccl's can be captured.
 """
 
@@ -44,6 +45,7 @@ _RECORDED_KINDS = (
     GroupKind.CHUNK,
     GroupKind.SINKS_WINDOW,
     GroupKind.CONVOLUTION,
+    GroupKind.STATE,
 )
 
 
@@ -51,6 +53,8 @@ def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
     """Return the sizes of steps to capture as CUDA graphs; None if no graphs are captured."""
+    if any(spec.is_state for spec in groups):  # a capture's trial runs would change the states
+        return None
     if not _may_record(config, groups) or not parallel.comm.can_capture or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):

@@ -6,6 +6,9 @@ A program is used only if a replay over another step's inputs gives the same bit
     second step              replays, runs the forward pass too, and compares the logits
     later steps              replay
 
+Before a size is checked, a step's pass may run twice, and recurrent layers update their states in place. So the states are copied
+before each pass that another one may repeat.
+
 If a model's step cannot be recorded, or a comparison fails, all decode steps run eagerly from then on.
 
 Legend: B sequences of a step, V vocabulary.
@@ -21,6 +24,7 @@ from functools import partial
 import torch
 
 from transom_core.errors import RankLost
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.cpu.program import Program, ReplayMemory, record_program
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
@@ -52,7 +56,9 @@ class DecodePrograms(DecodeReplay):
         self._model, self._builder, self._memory = model, builder, ReplayMemory()
         groups = builder.layout.groups
         # One column more than the longest sequence fills, since a window may begin and end inside a block.
-        self._num_columns = [g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups]
+        self._num_columns = [
+            1 if g.spec.is_state else g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups
+        ]
         self._max_num_seqs = max_num_seqs
         fields = step_fields(builder, max_num_seqs, self._num_columns)
         self._inputs = FixedInputs(builder, FixedArrays.on_cpu(fields | policy_fields(fields)))
@@ -108,22 +114,27 @@ class DecodePrograms(DecodeReplay):
     def _record(self, key: Key, eager_batch: Callable[[], ForwardBatch]) -> torch.Tensor:
         """Run the forward pass and record it. If recording fails, run the forward pass without it."""
         batch = self._inputs.forward_batch(*key)
+        states = KeptStates(batch, self._builder.layout)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
         except Exception as error:  # if the recording was not the reason, the forward pass below raises it again
             if isinstance(error, RankLost) or is_out_of_memory(error):
                 raise
             self._refuse(f"{type(error).__name__}: {error}")
+            states.restore()
             return self._model.forward(eager_batch())
         self._recorded[key] = _Recorded(program, logits_BV)
         return logits_BV
 
     def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
+        batch = self._inputs.forward_batch(*key)
+        states = KeptStates(batch, self._builder.layout)
         replayed_BV = _replay(recorded).clone()
+        states.restore()
         # The replay has added this step's attention mass already; the forward pass adds it again, so the sum begins anew.
         self._inputs.clear_mass()
-        logits_BV = self._model.forward(self._inputs.forward_batch(*key))
+        logits_BV = self._model.forward(batch)
         try:
             check_replay(f"a step of {key[0]} sequences", replayed_BV, logits_BV)
             recorded.is_checked = True
@@ -135,6 +146,24 @@ class DecodePrograms(DecodeReplay):
         logger.warning("Decode steps run without recorded programs, which is slower: %s", reason)
         self._is_refused = True
         self._recorded.clear()
+
+
+class KeptStates:
+    """Copies of the states that a batch writes, from before its pass."""
+
+    def __init__(self, batch: ForwardBatch, layout: ArenaLayout) -> None:
+        self._kept = [
+            (tensor, blocks, tensor[blocks])
+            for cache, index in zip(batch.caches, batch.group_of_layer, strict=True)
+            if layout.groups[index].spec.is_state
+            for tensor in (cache.k, cache.v)
+            for blocks in [batch.groups[index].block_table[:, 0].long()]
+        ]
+
+    def restore(self) -> None:
+        """Write the copies back."""
+        for tensor, blocks, copies in self._kept:
+            tensor[blocks] = copies
 
 
 def _replay(recorded: _Recorded) -> torch.Tensor:

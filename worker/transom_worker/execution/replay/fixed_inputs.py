@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from transom_worker.execution.batch.batch import POLICY_TENSORS, BatchBuilder
+from transom_worker.execution.batch.block_tables import NO_BLOCK
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_replay import PolicyVariant
 from transom_worker.models.layers.forward_batch import ForwardBatch
@@ -141,7 +142,10 @@ class FixedInputs:
             return
         for index, group in enumerate(arrays.groups):
             self._write_table(f"block_table {index}", group.block_table)
-            self._fill(f"first_block {index}", group.first_block, num_seqs)
+            is_state = layout.groups[index].spec.is_state  # padding has none
+            self._fill(f"first_block {index}", group.first_block, num_seqs, padding=NO_BLOCK if is_state else 0)
+            if is_state:
+                to[f"block_table {index}"][len(group.block_table) : num_seqs] = NO_BLOCK
             self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
 
     def forward_batch(self, num_seqs: int, policy: PolicyVariant | None = None) -> ForwardBatch:

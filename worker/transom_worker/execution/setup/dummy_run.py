@@ -19,7 +19,7 @@ from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.models.model import Model
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import WHOLE_TABLE, NewSequence, StepPlan, StepResult
+from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, StepPlan, StepResult
 
 # Asks for everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
 WORST_CASE_SAMPLING = SamplingParams(
@@ -157,8 +157,9 @@ def _dummy_step(
         seq_ids=list(range(len(counts))),
         start=starts,
         count=list(counts),
-        attend_from=[[0] * len(counts) for _ in groups],
-        write_from=[list(ends) for _ in groups],  # all tokens are below, so they are written to the dump block
+        attend_from=[[NO_ID if spec.is_state else 0] * len(counts) for spec in groups],
+        # All tokens are below, so they are written to the dump block; states are not kept.
+        write_from=[[NO_ID] * len(counts) if spec.is_state else list(ends) for spec in groups],
         logits_from=[end - 1 for end in ends],
         sample=[1] * len(counts),
     )

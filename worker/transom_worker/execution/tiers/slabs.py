@@ -107,9 +107,26 @@ def pinned_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def layer_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[LayerCache, ...]:
-    """Return views of every layer's K and V, by layer."""
+    """Return views of every layer's K and V, by layer; of recurrent layers the states and the convolution's rows."""
     parts = _parts(layout, slab)
-    return tuple(parts[layer, Role.KV].cache for layer in _layers(layout))
+    return tuple(_own_cache(layout, slab, parts, layer) for layer in _layers(layout))
+
+
+def _own_cache(layout: ArenaLayout, slab: torch.Tensor, parts: Parts, layer: int) -> LayerCache:
+    if (layer, Role.RECURRENT) not in parts:
+        return parts[layer, Role.KV].cache
+    state = parts[layer, Role.RECURRENT]
+    group = layout.groups[state.group]
+    rows = [one for one in group.layers if (one.layer, one.role) == (layer, Role.CONVOLVED)]
+    queries, values = rows[:2]  # of the earliest of the tokens
+    channels = queries.num_kv_heads * (2 * queries.k_size + values.k_size)
+    dtype: torch.dtype = getattr(torch, queries.dtype)
+    rows_NRC = slab.view(dtype).as_strided(
+        (layout.num_block_ids(state.group), len(rows) // 2, channels),
+        (group.stride_bytes // dtype.itemsize, channels, 1),
+        queries.k_offset // dtype.itemsize,
+    )
+    return LayerCache(state.cache.k, rows_NRC)
 
 
 def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
@@ -118,7 +135,7 @@ def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
         tensors.layer: index
         for index, group in enumerate(layout.groups)
         for tensors in group.layers
-        if tensors.role is Role.KV
+        if tensors.role in (Role.KV, Role.RECURRENT)
     }
     return tuple(groups[layer] for layer in _layers(layout))
 

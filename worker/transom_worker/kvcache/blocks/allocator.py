@@ -54,6 +54,13 @@ class BlockAllocator:
             num_pages += len(pool.idle_pages)
         return num_pages
 
+    def has_unpinned(self, group: int) -> bool:
+        """Return whether the group can get a block without evicting a checkpoint."""
+        pool = self._pools[group]
+        return bool(
+            pool.num_free or pool.evictable or self._arena.num_free or any(one.evictable_pages for one in self._pools)
+        )
+
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
         """Return how many usable pages each group must take to get `num_blocks[group]` more blocks; None if there are too few
         pages.

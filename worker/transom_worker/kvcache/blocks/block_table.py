@@ -17,11 +17,20 @@ removed:
     logical    0         3   6   7   8
     id         17        40  23  41  18
                sink      run, logicals = [3, 6, 7, 8]               end_block = 9
+
+A `StateTable` has snapshots of recurrent layers. Its last block is updated in place; those before it are snapshots that are kept,
+until no step in flight reads them. Its logical indices count the blocks since the sequence's start. Example with hash blocks of 16
+tokens, after a hit of 64 tokens and a checkpoint at 96:
+
+    logical    0              1              2
+    id         17             40             23
+               snapshot at    snapshot at    written from token 96 on
+               64: the hit    96             ends = [64, 96]
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,6 +89,10 @@ class BlockTable:
             return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
         offset = logical - self.first_block
         return self.run[offset] if 0 <= offset < len(self.run) else None
+
+    def num_missing(self, end: int, block_size: int) -> int:
+        """Return how many blocks the table lacks for positions below `end`."""
+        return max(0, -(-end // block_size) - self.end_block)
 
     def blocks(self, begin: int, end: int) -> list[int | None]:
         """Return the block ids of logical blocks `[begin, end)`, with None for each that slid out or is not allocated yet."""
@@ -274,3 +287,62 @@ class GappedBlockTable(BlockTable):
         run = range(self.first_block, self.end)
         self._appended = self.sink_blocks + [held.get(one, self.aside.get(one, HOLE)) for one in run]
         self._removed = gaps
+
+
+@dataclass(slots=True)
+class StateTable(BlockTable):
+    """The snapshots of a group of recurrent layers: `ends[i]` is the number of tokens after which `run[i]` was not written any
+    more. The last block has no end, unless a snapshot is all that the table has yet. Ends are multiples of `block_size`.
+    """
+
+    block_size: int = 0  # tokens of a hash block
+    ends: list[int] = field(default_factory=list)
+    _last_end: int = 0  # of the snapshots that were dropped
+
+    def num_missing(self, end: int, block_size: int) -> int:
+        """Return 1 if the table has no block to write, else 0: no number of tokens takes more."""
+        return int(len(self.ends) == len(self.run))
+
+    def keep(self, end: int) -> None:
+        """Keep the state after `end` tokens in the last block but one, since the row that begins there writes the last block."""
+        self.ends.append(end)
+        assert len(self.ends) == len(self.run) - 1
+
+    @property
+    def places(self) -> list[int]:
+        """The hash blocks that the run's blocks stand for: the last one before a snapshot, and the next one of the last block."""
+        last = [self.ends[-1] if self.ends else self._last_end] if len(self.run) > len(self.ends) else []
+        return [*(end // self.block_size - 1 for end in self.ends), *(begin // self.block_size for begin in last)]
+
+    def read_by(self, start: int) -> int | None:
+        """Return the logical index of the block that a row from position `start` on begins with; None: its state begins at zero."""
+        return self.first_block + bisect_left(self.ends, start) if start else None
+
+    def written_by(self, start: int) -> int:
+        """Return the logical index of the block that a row from position `start` on writes."""
+        return self.first_block + bisect_right(self.ends, start)
+
+    def blocks(self, begin: int, end: int) -> list[int | None]:
+        """Return the snapshots at the ends of hash blocks `[begin, end)`, with None where there is none."""
+        snapshots = dict(zip(self.ends, self.run, strict=False))
+        return [snapshots.get((at + 1) * self.block_size) for at in range(begin, end)]
+
+    def live(self, end: int) -> list[int]:
+        """Return the block that has the state after `end` tokens."""
+        return self.run[bisect_left(self.ends, end) :][:1] if end else []
+
+    def with_holes(self, end: int) -> StateTable:
+        """Return a table that the ranks do not know, whose only block is a hole to be written in place."""
+        return StateTable(0, 0, run=[HOLE] * len(self.live(end)), block_size=self.block_size)
+
+    def drop_until(self, first: int) -> list[tuple[int, int]]:
+        """Drop the snapshots at the ends of hash blocks before `first`; return (logical index, block id) of each."""
+        num_dropped = bisect_right(self.ends, first * self.block_size)
+        self._last_end = max([self._last_end, *self.ends[:num_dropped]])
+        del self.ends[:num_dropped]
+        return BlockTable.drop_until(self, self.first_block + num_dropped)
+
+    def take_all(self) -> list[int]:
+        """Empty the table; return its block ids as `BlockTable.take_all` does."""
+        self.ends = []
+        return BlockTable.take_all(self)

@@ -33,7 +33,7 @@ from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.blocks.block_table import HOLE, BlockTable, GappedBlockTable, TableDelta
+from transom_worker.kvcache.blocks.block_table import HOLE, BlockTable, GappedBlockTable, StateTable, TableDelta
 from transom_worker.kvcache.policy_retentions import BoundedRetention
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
@@ -143,8 +143,11 @@ class SequenceBlocks:
         """
         num_hash_blocks, start = (hit.num_hash_blocks, hit.start) if hit else (0, 0)
         needs_repair = hit is not None and hit.needs_repair(block_size)
-        tables = []
+        tables: list[BlockTable] = []
         for retention in retentions:
+            if retention.spec.is_state:
+                tables.append(StateTable(0, 0, block_size=block_size, ends=[start] if start else []))
+                continue
             first = retention.first_live_block(start)
             if needs_repair and not retention.keeps_everything:
                 first = max(retention.num_sink_blocks, start // retention.block_size)
@@ -214,9 +217,9 @@ class SequenceBlocks:
         return [table.with_holes(end) for table, end in self._ends()]
 
     def _ends(self) -> Iterator[tuple[BlockTable, int]]:
-        """Yield each table, and one past its last logical block with a processed token."""
+        """Yield each table, and one past its last logical block with a processed token; for snapshots the number of tokens."""
         for retention, table in zip(self.retentions, self.tables, strict=True):
-            yield table, -(-self.processed // retention.block_size)
+            yield table, self.processed if retention.spec.is_state else -(-self.processed // retention.block_size)
 
     def take_deltas(self) -> list[tuple[int, TableDelta]]:
         """Return (group, delta) of every table that changed since the last call."""

@@ -13,6 +13,7 @@ tokens, and a hit of 64 tokens, 16 of which are repaired:
     hit                cached in every group; not computed
     repaired           cached in the full groups, computed again for sliding groups
     window_evicted     cached in the full groups; the windows were evicted
+    state_not_kept     instead of window_evicted, in models with recurrent layers: no snapshot of their state is cached at the end
     full_evicted       was cached once, and was evicted from the full groups too
     never_seen         was never cached, or was evicted so long ago that the index does not remember it
     below_alignment    the tail, if it is shorter than a hash block
@@ -36,6 +37,7 @@ MISSED = "missed"
 NEVER_SEEN = "missed_never_seen"
 FULL_EVICTED = "missed_full_evicted"
 WINDOW_EVICTED = "missed_window_evicted"
+STATE_NOT_KEPT = "missed_state_not_kept"
 BELOW_ALIGNMENT = "missed_below_alignment"
 LAST_TOKEN = "missed_last_token"
 POLICY = "missed_policy"
@@ -47,7 +49,7 @@ class OutcomeCounts:
     A request counts as repaired if any of its tokens was repaired, else as hit if any of its tokens was a hit, else as missed.
     """
 
-    def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
+    def __init__(self, index: PrefixIndex, *, block_size: int, keeps_states: bool) -> None:
         self.tokens: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.host_tokens = 0  # prompt tokens that were hits only because the host tier had their blocks
@@ -55,6 +57,7 @@ class OutcomeCounts:
         self.repair_tokens = 0
         self._index = index
         self._block_size = block_size
+        self._keeps_states = keeps_states
 
     def count(
         self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
@@ -71,6 +74,7 @@ class OutcomeCounts:
                 num_tokens=num_tokens,
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self._block_size,
+                keeps_states=self._keeps_states,
             )
             self.host_tokens += min(hit.start, num_prompt_tokens) - min(hit.device_start, num_prompt_tokens)
         self.tokens.update(tokens)
@@ -91,6 +95,7 @@ def classify(
     num_tokens: int,
     num_prompt_tokens: int,
     block_size: int,
+    keeps_states: bool = False,
 ) -> dict[str, int]:
     """Return the number of prompt tokens for each outcome, after a search over `num_tokens` known tokens.
 
@@ -104,7 +109,7 @@ def classify(
     ends = (
         (HIT, hit.start),
         (REPAIRED, hit.num_hash_blocks * block_size),
-        (WINDOW_EVICTED, window_end * block_size),
+        (STATE_NOT_KEPT if keeps_states else WINDOW_EVICTED, window_end * block_size),
         (FULL_EVICTED, seen_end * block_size),
         (NEVER_SEEN, hit.limit * block_size),
         (tail, num_tokens),

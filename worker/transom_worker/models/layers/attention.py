@@ -15,6 +15,7 @@ import torch
 
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
+from transom_kernels.linear_recurrence import gated_rms_norm
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.forward_batch import LayerCache
@@ -90,15 +91,18 @@ class Attention(TokenMixer):
         soft_cap: float | None,
         sink_logits: torch.Tensor | None,
         most_kv_heads: int,
+        has_gate: bool = False,
     ) -> None:
         """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
-        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32.
+        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. With a gate, the last rows of `qkv` give
+        the numbers whose sigmoids multiply the output.
         """
         super().__init__(output)
         self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm
         self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
         self._most_kv_heads = most_kv_heads
+        self._gate_width = layer.num_heads * (layer.value_size or layer.head_size) if has_gate else 0
         self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
         tensors = (sink_logits, preparation.q_weight, preparation.k_weight)
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
@@ -113,7 +117,10 @@ class Attention(TokenMixer):
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
-        q_THD, sink_q_THD = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
+        projected = self._qkv(x_TN)
+        gate_TN = projected[:, projected.shape[1] - self._gate_width :]
+        projected = projected[:, : projected.shape[1] - self._gate_width]
+        q_THD, sink_q_THD = self._prepare(projected, tables, cache, batch, query_scale_T11)
         inputs = PagedInputs(
             q=q_THD,
             k_cache=cache.k,
@@ -128,11 +135,12 @@ class Attention(TokenMixer):
             most_kv_heads=self._most_kv_heads,
         )
         out_THD = attend_mixed(inputs, batch, sink_q_THD) if isinstance(batch, MixedBatch) else paged_attention(inputs)
-        return out_THD.flatten(1)
+        out_TN = out_THD.flatten(1)
+        return gated_rms_norm(out_TN, gate_TN, None, 0.0, by_sigmoid=True) if self._gate_width else out_TN
 
     def _prepare(
         self,
-        x_TN: torch.Tensor,
+        projected: torch.Tensor,
         tables: RotaryTables | None,
         cache: LayerCache,
         batch: PagedBatch,
@@ -143,7 +151,7 @@ class Attention(TokenMixer):
         Write keys and values to the cache if the layer has its own. One operator does all this after the projection; only a norm
         over all heads runs by itself before it.
         """
-        q, k, v = self._project(x_TN)
+        q, k, v = self._split(projected)
         if self._norm is not None:
             q, k = self._norm(q, k)
         preparation, cos_sin = self._preparation, None
@@ -174,9 +182,9 @@ class Attention(TokenMixer):
         )
         return prepare_qkv(inputs), sink_q
 
-    def _project(self, x_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return queries [T, H, D] and keys [T, KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
-        layer, projected = self._layer, self._qkv(x_TN)
+        layer = self._layer
         heads, kv_heads, size, value_size = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_size
         if layer.reads_cache_of is not None:
             q = projected.view(-1, heads, size)

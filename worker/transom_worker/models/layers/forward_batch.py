@@ -17,7 +17,8 @@ class LayerCache:
     """Views of one layer's K and V in the KV pool, [num_block_ids, block_size, num_kv_heads, size], strided by block.
 
     Quantised keys and values have scales, [num_block_ids, block_size, num_kv_heads] float32. If `hadamard`, the keys are stored
-    multiplied by a Hadamard matrix (`transom_kernels.kv_write.Preparation` says why).
+    multiplied by a Hadamard matrix (`transom_kernels.kv_write.Preparation` says why). Of a recurrent layer, `k` are its states,
+    [num_block_ids, 1, num_key_heads, numbers], and `v` its convolution's last inputs, [num_block_ids, rows, channels].
     """
 
     k: torch.Tensor

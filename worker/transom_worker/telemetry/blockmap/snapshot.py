@@ -2,7 +2,8 @@
 
 A block table grows at its end and shrinks at its front, so a snapshot has only the blocks that were appended since the last
 snapshot. Compaction (moving blocks together to clear pages) changes tables in the middle, so the snapshot after it has whole
-tables. Tables with gaps, from which KV policies remove blocks anywhere, are short, and a snapshot always has them whole.
+tables. Tables with gaps, from which KV policies remove blocks anywhere, are short, and a snapshot always has them whole; so are
+those of recurrent layers' states.
 
 With a host tier a snapshot also has the *swapped* sequences: they were preempted, and all their blocks are in the host tier.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from transom_core.clock import steady_time_s
-from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable
+from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable, StateTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
@@ -175,6 +176,8 @@ def _phase(sequence: ScheduledSequence, processed: int, *, replays: bool) -> str
 def _pieces(table: BlockTable, num_known: int, *, is_new: bool) -> TablePieces:
     if isinstance(table, GappedBlockTable):
         return _all_pieces(table)
+    if isinstance(table, StateTable):
+        return TablePieces(True, 0, 0, [(at, [block]) for at, block in zip(table.places, table.run, strict=True)])
     num_sink_blocks, first_block = len(table.sink_blocks), table.first_block
     pieces = []
     if num_known < num_sink_blocks:

@@ -18,7 +18,15 @@ from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 # Label values that are known in advance. Their series exist, at 0, before the first event, because a rate needs the value before
 # it.
 HIT_OUTCOMES = ("hit", "repaired", "missed")
-MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")
+MISS_REASONS = (
+    "never_seen",
+    "full_evicted",
+    "window_evicted",
+    "state_not_kept",
+    "below_alignment",
+    "last_token",
+    "policy",
+)
 EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")
 HOST_MOVES = ("spilled", "swapped", "imported", "loaded")  # counts of `HostGroupStats`
 HOST_EVICTION_REASONS = ("own_group", "other_group", "reset")

@@ -1,0 +1,100 @@
+"""Reads projections that hold several things by head (Qwen3-Next, Qwen3.5) under the names of separate ones.
+
+    q_proj [2 H D, N]              of each query head: rows of q_proj, then of q_gate
+    in_proj_qkvz, in_proj_ba       of each key head: rows of in_proj_q, _k, _v and _z, or of in_proj_b and _a (Qwen3-Next)
+    in_proj_qkv                    rows of in_proj_q, then of in_proj_k, then of in_proj_v (Qwen3.5)
+
+Legend: H query heads, D head width, N hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from transom_core.model_config.architecture import Architecture
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
+
+
+class _Split(NamedTuple):
+    """Where a projection's rows are: in each unit of `unit` rows of the tensor `fused`, the `width` rows from `first` on."""
+
+    fused: str
+    unit: int
+    first: int
+    width: int
+
+
+class SplitProjections(WeightsView):
+    """A checkpoint whose projections of several things by head can be read in parts, such as `...q_gate.weight`."""
+
+    def __init__(self, weights: Weights, architecture: Architecture) -> None:
+        super().__init__(weights)
+        self._parts: dict[str, _Split] = {}
+        for layer in architecture.layers:
+            size, values = layer.head_size, layer.num_heads // layer.num_kv_heads * (layer.value_size or 0)
+            if layer.recurrent is None:
+                self._add("self_attn.", "q_proj", {"q_proj": size, "q_gate": size})
+            elif architecture.family == "qwen3_next":
+                widths = {"in_proj_q": size, "in_proj_k": size, "in_proj_v": values, "in_proj_z": values}
+                self._add("linear_attn.", "in_proj_qkvz", widths)
+                per_key = layer.num_heads // layer.num_kv_heads
+                self._add("linear_attn.", "in_proj_ba", {"in_proj_b": per_key, "in_proj_a": per_key})
+            else:
+                keys = layer.num_kv_heads * size
+                widths = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": layer.num_kv_heads * values}
+                self._add("linear_attn.", "in_proj_qkv", widths)
+
+    def _add(self, prefix: str, fused: str, widths: dict[str, int]) -> None:
+        first = 0
+        for name, width in widths.items():
+            self._parts[prefix + name] = _Split(fused, sum(widths.values()), first, width)
+            first += width
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """See `Weights.__call__`; projections need a `shape`."""
+        module, _, kind = name.rpartition(".")
+        split = self._parts.get(".".join(module.split(".")[-2:]))
+        if split is None or shape is None:
+            return super().__call__(name, shape=shape, part=part)
+        fused, rows, units = _rows_of(split, shape, part)
+        found = super().__call__(f"{module.rpartition('.')[0]}.{split.fused}.{kind}", shape=fused, part=rows)
+        return _within_units(found, split, units)
+
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """See `Weights.groups`."""
+        module, _, kind = name.rpartition(".")
+        split = self._parts.get(".".join(module.split(".")[-2:]))
+        if split is None:
+            return super().groups(name, shape=shape, part=part)
+        fused, rows, units = _rows_of(split, shape, part)
+        found = super().groups(
+            f"{module.rpartition('.')[0]}.{split.fused}.{kind}", shape=(fused[0], fused[1]), part=rows
+        )
+        if found is None:
+            return None
+        minima = None if found.minima is None else _within_units(found.minima, split, units)
+        levels, scales = (_within_units(tensor, split, units) for tensor in (found.levels, found.scales))
+        return replace(found, levels=levels, scales=scales, minima=minima)
+
+
+def _rows_of(split: _Split, shape: tuple[int, ...], part: Part) -> tuple[tuple[int, ...], Part, int]:
+    """Return the shape of the fused tensor, the part of it that has the wanted rows, and its number of units; 0 units: all rows of
+    that part are wanted."""
+    units = shape[0] // split.width
+    start, stop, _ = (part[0] if part else slice(None)).indices(shape[0])
+    fused = (units * split.unit, *shape[1:])
+    if units == 1:
+        return fused, (slice(split.first + start, split.first + stop), *part[1:]), 0
+    own = slice(start // split.width * split.unit, stop // split.width * split.unit)
+    return fused, (own, *part[1:]), (stop - start) // split.width
+
+
+def _within_units(rows: torch.Tensor, split: _Split, units: int) -> torch.Tensor:
+    if not units:
+        return rows
+    of_units = rows.view(units, split.unit, *rows.shape[1:])[:, split.first : split.first + split.width]
+    return of_units.reshape(units * split.width, *rows.shape[1:])
