@@ -28,7 +28,8 @@ GPT_OSS: dict[str, Any] = {  # gpt-oss-20b; its experts are in MXFP4, as publish
     "tie_word_embeddings": False,
 }  # fmt: skip
 MXFP4_EXPERTS = re.compile(r"(gate_up|down)_proj$")  # names of gpt-oss's experts, [E, K, N]; Llama's end in ".weight"
-GEOMETRIES = {"llama": LLAMA, "gpt_oss": GPT_OSS}
+GPT_OSS_120B = GPT_OSS | {"num_hidden_layers": 36, "layer_types": [SLIDING, FULL] * 18, "num_local_experts": 128}
+GEOMETRIES = {"llama": LLAMA, "gpt_oss": GPT_OSS, "gpt_oss_120b": GPT_OSS_120B}
 _TINY: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,

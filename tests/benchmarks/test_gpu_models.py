@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu import families, models
 from benchmarks.gpu.engines import prompts
 from benchmarks.gpu.geometries import GEOMETRIES, RandomWeights, config_json, geometry
-from benchmarks.gpu.roofline import step_bytes
+from benchmarks.gpu.roofline import num_launches, step_bytes, weight_bytes
 from tests.engine_driver import Whole
 from transom_core.contract import Logprob, TokenLogprobs
 from transom_core.model_config.architecture import read_architecture
@@ -22,7 +22,7 @@ TINY = argparse.Namespace(device="cpu", tiny=True, quick=False, at_once=2)
 ABOUT = {"ceilings": {"copy_bytes_per_s": 1e9, "matrix_flops_per_s": 1e9}}
 
 
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("name", models.MEASURED)
 def test_the_engine_has_the_model_that_transformers_makes_of_the_weights(name: str) -> None:
     found = models.answer(TINY, f"{name} graphs prefill", ABOUT)
     config = geometry(name, tiny=True)
@@ -42,6 +42,8 @@ def test_a_decode_figure() -> None:
         found = models.answer(TINY, "gpt_oss graphs decode 3 40", ABOUT)
     assert found["tokens_per_s"] == pytest.approx(3 / found["step_s"])
     assert found["steps"] == 3 * models.TINY_STEPS
+    assert found["spread"] >= 0
+    assert found["kv_pool_bytes"] > 0
     assert found["kernels_s"] > 0
     assert found["launches"] > 10
     assert found["reached"]["floor"] == pytest.approx(found["floor_s"] / found["step_s"])
@@ -65,6 +67,13 @@ def test_bytes_of_a_step() -> None:
     cached = 12 * 2 * 2 * 8 * 64 * (1000 + 128)
     read = step_bytes(gpt_oss, experts + table, 1, 1000)
     assert read == pytest.approx(experts * 4 / 32 + cached, rel=1e-9)
+
+
+def test_predictions_count_the_weights_as_published() -> None:
+    """Of gpt-oss the checkpoints' sizes without norms, biases and routers: 13.8 and 65.2 GB."""
+    sizes = {name: weight_bytes(read_architecture(config_json(geometry(name)))) / 1e9 for name in GEOMETRIES}
+    assert sizes == pytest.approx({"llama": 16.06, "gpt_oss": 13.8, "gpt_oss_120b": 65.2}, rel=0.01)
+    assert num_launches(read_architecture(config_json(geometry("llama")))) == 10 * 32 + 8
 
 
 def whole(*steps: tuple[int, float, float]) -> Whole:
