@@ -7,7 +7,7 @@
 #   models    models of 8 billion random parameters against the device's own ceilings
 #
 # Needs no network and no installation: PYTHON (python3) has torch, triton and transformers, `benchmarks/gpu_wheels` has brought the
-# rest. Results go to $OUT, else to benchmarks/results/local; a run that was ended goes on where it was, with the same command, but for tests.
+# rest. Results go to $OUT, else to benchmarks/results/local; a run that was ended goes on where it was, with the same command.
 # Further arguments of a part: KERNELS="--quick --only decode", FAMILIES, MODELS, and CHECKS for the cases of tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,6 +21,7 @@ export PYTHONPATH="$PWD/kernels:$PWD/worker:$PWD/cluster:$PWD${PYTHONPATH:+:$PYT
 unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE NVIDIA_TF32_OVERRIDE # some images set them; float32 is float32 here
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+export TRANSOM_PASSED_TESTS=$out/passed_tests.txt
 site=
 trap '[[ -z $site ]] || rm -rf "$site"' EXIT
 
@@ -43,7 +44,7 @@ check_cases() { # side by side, since most of their time is Triton's compilation
 
 tests() {
     local failed=0 marked side_by_side=()
-    local pytest=("$python" -m pytest -p no:cacheprovider -q -rf --tb=short --continue-on-collection-errors)
+    local pytest=("$python" -m pytest -p no:cacheprovider -p benchmarks.gpu.resumed_tests -q -rf --tb=short --continue-on-collection-errors)
     check_cases 150 || failed=1
     "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 8)
     timeout 180 "${pytest[@]}" "${side_by_side[@]}" tests/kernels -k 'triton or on_device' 2>&1 | tee "$out/tests.log" || failed=1

@@ -1,4 +1,4 @@
-"""`gpu.sh` as a program: its parts fit their time, and one that fails costs no other."""
+"""`gpu.sh` as a program: its parts fit their time, one that fails costs no other, and tests that passed are not run again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import re
 import subprocess
 from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import resumed_tests
 
 ROOT = Path(__file__).parents[2]
 # Stands for the interpreter: writes what it is asked for, and fails where it is asked for $FAILING.
@@ -46,3 +50,23 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert (code, printed.splitlines()[-1]) == (1, "Not sound: families")
     assert [call.split()[1] for call in calls] == ["benchmarks.gpu.families", "benchmarks.gpu.models"]
     assert gpu_sh(tmp_path, "speed")[:2] == (2, "gpu.sh knows tests families kernels models, not speed\n")
+
+
+def test_tests_that_passed_are_not_run_again(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRANSOM_PASSED_TESTS", str(tmp_path / "passed"))
+    pytester.makepyfile(
+        "import pathlib\ndef test_one(): pass\ndef test_two(): assert pathlib.Path('mended').exists()\ndef test_three(): pass"
+    )
+
+    def run(*arguments: str) -> tuple[dict[str, int], int]:
+        done = pytester.runpytest_inprocess("-p", "benchmarks.gpu.resumed_tests", *arguments)
+        return {kind: count for kind, count in done.parseoutcomes().items() if "warning" not in kind}, done.ret
+
+    assert run("-k", "one or two") == ({"passed": 1, "failed": 1, "deselected": 1}, 1)
+    Path("mended").touch()
+    assert run() == ({"passed": 2, "deselected": 1}, 0)
+    assert run() == ({"deselected": 3}, 0)
+    monkeypatch.setattr(resumed_tests, "sources", lambda: "changed")
+    assert run() == ({"passed": 3}, 0)
