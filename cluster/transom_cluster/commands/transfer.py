@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from transom_cluster.commands.chat import LOOPBACK
 from transom_cluster.commands.flags import usage_errors
 from transom_core.errors import ConfigError
 
 Measure = Callable[[str, str, int, str], dict[str, Any]]
 """Measures a fetch of some bytes from a source to a target by a wire, "nixl" or "ray", and returns its `FetchReport`'s fields."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
 WIRES = ("nixl", "ray")
 TIMEOUT_S = 150.0  # longer than the server's own limit
 
