@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.api_keys import ApiKeys, address_digest, needs_admin_key
-from transom_cluster.http.client_limits import ClientLimits, HeldBodies, LimitSet
+from transom_cluster.http.client_limits import Budget, ClientLimits, HeldBodies, LimitSet
 from transom_cluster.http.request_middleware import error_response
 from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.error_responses import HttpError
@@ -34,8 +34,9 @@ class AdmissionMiddleware:
     app reads the body, it checks the body's size, its time to arrive, and the total size of the bodies that the server holds. If
     there are admin keys, only they open the routes that show all clients' data; they open every other route, too.
 
-    A request counts for its client's limits until the last byte of its response. GET requests that need no key have no limits: the
-    server cannot tell their clients apart, and a load balancer must always get its answer.
+    A request counts for its client's limits until the last byte of its response. If there are limits per minute, responses to POST
+    requests have OpenAI's headers about them (`x-ratelimit-...`). GET requests that need no key have no limits: the server cannot
+    tell their clients apart, and a load balancer must always get its answer.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: ApiKeys, admins: ApiKeys, limits: LimitSet) -> None:
@@ -56,7 +57,7 @@ class AdmissionMiddleware:
                 self._check_headers(scope)
                 self._check_key(scope)
                 client = request_state(scope).counted_as
-                send = self._with_slow_refusals(client, send)
+                send = self._with_budgets(client, send, is_post=scope["method"] == "POST")
                 for limits in self._limits_of(scope["method"], routed_path(scope)):
                     stack.enter_context(limits.request(client))
                 self._check_declared_length(scope)
@@ -127,15 +128,22 @@ class AdmissionMiddleware:
         if length.isdecimal() and (len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes):
             raise body_too_large(self._max_body_bytes)
 
-    def _with_slow_refusals(self, client: str, send: Send) -> Send:
-        """Slow down refusals of a client that does not wait."""
+    def _with_budgets(self, client: str, send: Send, *, is_post: bool) -> Send:
+        """Slow down refusals of a client that does not wait, and tell a POST what is left of the client's limits per minute."""
 
-        async def send_slowly(message: Message) -> None:
+        async def send_with_budgets(message: Message) -> None:
             if message.get("status") == 429:  # a refusal because of a limit on clients
                 await self._limits.before_refusal(client)
+            if is_post and message["type"] == "http.response.start":
+                budgets = {
+                    "requests": self._limits.posts.budget(client),
+                    "tokens": self._limits.work.tokens.budget(client),
+                }
+                more = [pair for name, budget in budgets.items() if budget for pair in _budget_headers(name, budget)]
+                message = {**message, "headers": [*message.get("headers", ()), *more]} if more else message
             await send(message)
 
-        return send_slowly
+        return send_with_budgets
 
 
 class _Body:
@@ -189,6 +197,19 @@ def body_too_large(max_body_bytes: int) -> HttpError:
 def _is_open(path: str) -> bool:
     """Return whether a path needs no key, because it shows nothing about requests or about what the server does."""
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and "/" not in path.removeprefix(OPEN_FOLDER))
+
+
+def _budget_headers(name: str, budget: Budget) -> list[tuple[bytes, bytes]]:
+    values = {"limit": str(budget.limit), "remaining": str(budget.remaining), "reset": duration_text(budget.reset_s)}
+    return [(f"x-ratelimit-{which}-{name}".encode(), value.encode()) for which, value in values.items()]
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the form of OpenAI's headers: `0s`, `120ms`, `7.66s`, `6m0s`."""
+    if seconds < 1:
+        return f"{ms}ms" if (ms := round(seconds * 1000)) else "0s"
+    minutes, rest = divmod(round(seconds, 2), 60)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"
 
 
 def _presented_key(headers: Headers) -> bytes:

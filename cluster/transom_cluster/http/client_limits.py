@@ -35,6 +35,15 @@ SLOW_REFUSAL_S = 1.0
 CONCURRENCY_RETRY_S = 1.0  # a guess, because the router does not know when requests will end
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a client has left of a limit per minute: the limit, what is left of it now, and the seconds until all of it is left."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 @dataclass(slots=True)
 class TokenBucket:
     """Holds up to `capacity` tokens, and gains `per_s` of them in a second. It is full when it is made; `left` may be a debt."""
@@ -122,6 +131,13 @@ class ClientLimits:
         """Take more out of a client's bucket, even if that leaves the bucket in debt."""
         if self._rate is not None:
             self._state(client).left -= cost
+
+    def budget(self, client: str) -> Budget | None:
+        """Return what a client has left in its bucket; None if there is no limit per minute."""
+        if self._rate is None:
+            return None
+        left = self._state(client).left
+        return Budget(self._rate, max(0, int(left)), (self._rate - left) * 60 / self._rate)
 
     def _state(self, client: str) -> _Client:
         """Return the client's state, with its bucket refilled up to now."""

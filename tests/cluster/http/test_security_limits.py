@@ -13,7 +13,8 @@ from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
 from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http import client_limits
-from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
+from transom_cluster.http.admission_middleware import duration_text
+from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientLimits
 from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
 from transom_core.config import LimitsConfig, PriorityConfig
@@ -321,6 +322,7 @@ def test_tokens_come_back_by_the_minute_and_outputs_leave_a_debt():
     counted, clock = limits(per_minute=60)
     with counted.request("a", cost=1000):  # more than the bucket ever holds: it starts with a full one
         counted.charge("a", 20)
+    assert counted.budget("a") == Budget(60, 0, 1020.0)
     assert take(counted) == 961
     clock.now_s = 960.0
     for client in range(MAX_IDLE_CLIENTS + 1):
@@ -328,19 +330,30 @@ def test_tokens_come_back_by_the_minute_and_outputs_leave_a_debt():
     assert take(counted) == 1  # the debt is not forgotten
     clock.now_s = 961.0
     assert take(counted) is None
+    clock.now_s = 991.0
+    assert counted.budget("a") == Budget(60, 30, 30.0)
 
 
-async def test_tokens_of_a_client_are_bounded():
-    async with running_api(limits=LimitsConfig(tokens_per_minute=100), api_keys=("a", "b")) as api:
+async def test_tokens_of_a_client_are_bounded_and_headers_tell_what_is_left():
+    limits = LimitsConfig(tokens_per_minute=100, requests_per_minute=60)
+    async with running_api(limits=limits, api_keys=("a", "b")) as api:
         api.client.headers["authorization"] = "Bearer a"
-        for stream in (True, False):  # two prompts of 30, and 40 tokens of output
+        for stream in (True, False):
             response = await api.complete(prompt="x" * 30, n=2, max_tokens=10, stream=stream)
             assert response.status_code == 200
+        headers = response.headers
+        assert [headers[f"x-ratelimit-limit-{name}"] for name in ("requests", "tokens")] == ["60", "100"]
+        assert headers["x-ratelimit-remaining-requests"] == "58"
+        assert headers["x-ratelimit-remaining-tokens"] == "0"  # two prompts of 30, and 40 tokens of output
+        assert headers["x-ratelimit-reset-requests"].endswith("s")
+        assert headers["x-ratelimit-reset-tokens"].endswith("s")
         refused = await api.complete(prompt="x" * 10)
         assert "more than 100 tokens a minute" in problem(refused, 429)["message"]
         assert 1 <= int(refused.headers["retry-after"]) <= 6
+        assert refused.headers["x-ratelimit-limit-tokens"] == "100"
         api.client.headers["authorization"] = "Bearer b"
-        assert (await api.complete(prompt="x")).status_code == 200
+        response = await api.complete(prompt="x")
+        assert response.headers["x-ratelimit-remaining-tokens"] != "0"
 
 
 @pytest.mark.parametrize(
@@ -355,6 +368,13 @@ async def test_a_refused_request_gets_the_tokens_of_its_prompt_back(error, statu
         api.worker.admission_error = None
         assert (await api.complete(prompt="x" * 90)).status_code == 200
         problem(await api.complete(prompt="x" * 90), 429)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (0.12, "120ms"), (7.66, "7.66s"), (360, "6m0s"), (90.4, "1m30s")]
+)
+def test_durations_are_written_as_openai_writes_them(seconds, text):
+    assert duration_text(seconds) == text
 
 
 async def test_the_choices_of_a_request_are_configurable():
