@@ -8,6 +8,7 @@ whose shape depends on numbers, tensors made from the host's memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,18 +32,21 @@ class NotCapturable(Exception):
 
 
 class Recording(TorchDispatchMode):
-    """The operations since recording began; one that a graph cannot hold is an error."""
+    """The operations since recording began; `refuses` says whether one that a graph cannot hold is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool) -> None:
         super().__init__()
+        self._refuses = refuses
         self.steps: list[Callable[[], None]] = []
+        self.names: Counter[str] = Counter()
         self.made: list[torch.Tensor] = []  # memory that belongs to the recording
         self.inside_launch = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args):
+        needs_host = name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args)
+        if needs_host and self._refuses:
             raise NotCapturable(f"{func} needs the host")
         with self:
             parts = func.decompose(*args, **kwargs)
@@ -51,6 +55,10 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
         return out
+
+    def note_launch(self, name: str, launch: Callable[[], None]) -> None:
+        self.steps.append(launch)
+        self.names[name] += 1
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         held = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -68,6 +76,7 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
         self.steps.append(again)
+        self.names[name] += 1
 
 
 class RecordedGraph:
@@ -77,7 +86,7 @@ class RecordedGraph:
 
     @property
     def num_launches(self) -> int:
-        return len(self._recording.steps)
+        return sum(self._recording.names.values())
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -121,11 +130,11 @@ class RecorderDevice(CudaCapture):
 
 
 @contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records the operations inside the context; raises NotCapturable for an operation that a graph cannot hold."""
+def recorded(*, refuses: bool = True) -> Iterator[Recording]:
+    """Records the operations inside the context; if it refuses, raises NotCapturable for an operation that a graph cannot hold."""
     from triton.runtime.interpreter import GridExecutor
 
-    recording, interpret = Recording(), GridExecutor.__call__
+    recording, interpret = Recording(refuses=refuses), GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         def again() -> None:
@@ -135,11 +144,11 @@ def recorded() -> Iterator[Recording]:
         with _disable_current_modes():
             again()
         recording.inside_launch = False
-        recording.steps.append(again)
+        recording.note_launch(self.fn.__name__, again)
 
     def refused(name: str, plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if recording.inside_launch:
+            if recording.inside_launch or not refuses:
                 return plain(*args, **kwargs)
             raise NotCapturable(f"{name} needs the host")
 

@@ -41,6 +41,7 @@ class Rendezvous:
     """Collects the tensors of all threads; the last thread to arrive computes the result for all of them."""
 
     def __init__(self, size: int) -> None:
+        self.sum_widths: list[int] = []
         self._brought: list[tuple[str, torch.Tensor] | None] = [None] * size
         self._made: Any = None
         self._barrier = threading.Barrier(size, self._make, timeout=TIMEOUT_S)
@@ -68,6 +69,7 @@ class Rendezvous:
         match what:
             case "sum":
                 assert len({x.shape for x in tensors}) == 1, [x.shape for x in tensors]
+                self.sum_widths.append(tensors[0].shape[-1])
                 self._made = sum(tensors[1:], tensors[0].clone())
             case "gather":
                 self._made = [x.clone() for x in tensors]

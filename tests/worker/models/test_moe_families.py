@@ -1,21 +1,28 @@
-"""Families with experts against transformers' own, on small random checkpoints."""
+"""Families with experts against transformers' own, on small random checkpoints; and decode steps of all families, recorded in
+bfloat16 as kernels alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, prompt
+from tests.engine_driver import make_engine, make_request, run
+from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
 from tests.worker.models.test_dense_families import DELTA_NET
+from transom_kernels.cpu.program import Program, record_program
+from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
 
 YARN = {
@@ -258,6 +265,38 @@ class TestMoeFamilies(FamilyTests):
     """All of `FamilyTests`, by family."""
 
 
-def test_every_family_has_a_case() -> None:
-    """DeepSeek V4's checkpoint is made otherwise."""
-    assert {case.family for case in (DENSE | CASES).values()} == set(FAMILIES) - {"deepseek_v4"}
+# --- recorded decode steps, of dense families, too
+
+ALL_CASES = DENSE | CASES
+
+
+@pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
+@pytest.mark.parametrize("name", some_daily(ALL_CASES, daily=["gemma4", "cohere2", "llama4"]))
+def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path, ALL_CASES[name].family, **ALL_CASES[name].config)
+    programs = programs_of(tmp_path, dtype="bfloat16", max_model_len=64)
+    assert len(programs) == 1
+    assert programs[0].num_instructions > 0
+    assert programs[0].num_calls == 0
+
+
+def test_every_family_is_asked_whether_it_records() -> None:
+    """DeepSeek V4 does not record."""
+    assert {case.family for case in ALL_CASES.values()} == set(FAMILIES) - {"deepseek_v4"}
+
+
+def programs_of(folder: Path, **settings: Any) -> list[Program]:
+    """The programs that an engine records for one request."""
+    made: list[Program] = []
+
+    def recording(*args: Any) -> Any:
+        program, logits = record_program(*args)
+        made.append(program)
+        return program, logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
+        engine = make_engine(str(folder), **settings)
+        run(engine, [make_request("one", prompt(3), max_tokens=4)])
+        engine.shutdown()
+    return made

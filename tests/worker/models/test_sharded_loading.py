@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import SIZES, make_checkpoint
 from tests.matrices import matrix
 from tests.thread_ranks import RankThreads, make_sharded_engine
 from tests.worker.models.quantised_checkpoints import to_mxfp4
@@ -95,6 +95,22 @@ def test_packed_and_int8_weights_are_cut_too(tmp_path: Path, name: str, quantiza
         engine.shutdown()
     correlation = torch.corrcoef(torch.stack((kept[1][0], kept[2][0])))[0, 1]
     assert correlation > (0.999 if quantization == "none" else 0.98)
+
+
+def test_one_sum_a_sublayer(tmp_path: Path) -> None:
+    """After the embedding: attention and feed-forward layer each, both at once where they stand side by side.
+
+    Counted without recorded decode steps, because a step that is recorded is also computed a second time, to check the recording.
+    """
+    sums = {}
+    for family, config in {"llama": {}, "cohere2": {"sliding_window": 16}, "qwen3_moe": CASES["qwen3_moe"]}.items():
+        folder = make_checkpoint(tmp_path / family, family, num_hidden_layers=4, **config)
+        engine, ranks = make_sharded_engine(str(folder), 2, **CHUNKS, enforce_eager=True)
+        ranks.threads.rendezvous.sum_widths.clear()
+        put(engine, "once", (5,))
+        sums[family] = ranks.threads.rendezvous.sum_widths.count(SIZES["hidden_size"]) / len(ranks.logits())
+        engine.shutdown()
+    assert sums == {"llama": 9, "cohere2": 5, "qwen3_moe": 9}
 
 
 def test_too_many_ranks_are_refused(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class Decoder(Model):
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):
             self._layer(index, residual, rotations, batch)
+            if batch.after_layer is not None:
+                batch.after_layer(index, residual.read())
         return residual.read(self._norm)
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:

@@ -74,6 +74,8 @@ class Gemma4(Decoder):
                 own_TP, is_last = own_TLP[:, index], index == len(self._scales) - 1
                 self._additions[index].add_to(residual, select_rows(own_TP, batch.logit_rows) if is_last else own_TP)
             residual.scale(scale)
+            if batch.after_layer is not None:
+                batch.after_layer(index, residual.read())
         return residual.read(self._norm)
 
 

@@ -22,6 +22,8 @@ from tests.worker.execution.replay.test_graphs_on_ranks import logits_of, random
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import INTERPRETED
 from transom_worker.execution.replay import decode_sizes
+from transom_worker.execution.replay.decode_graphs import DecodeGraphs
+from transom_worker.execution.replay.graph_warm_up import _RandomSteps
 from transom_worker.execution.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -109,6 +111,19 @@ def test_steps_at_the_edges_of_a_size(recorded: ModelRunner, plain: ModelRunner)
     got = logits(recorded, [partial(counted, step=step) for step in steps])
     assert_equal(got, logits(plain, steps))
     assert [*numbers, num_mixed(recorded) - before] == [0, 1, 2, 2, 2]
+
+
+@torch.inference_mode()
+def test_padding_rows_are_computed_too(recorded: ModelRunner) -> None:
+    """A replay poisons its memory before, and a layer's rows that were not written would differ from the forward pass."""
+    graphs = recorded._forward._replay
+    assert isinstance(graphs, DecodeGraphs)
+    size = next(size for size in graphs.sizes.mixed if size.mixed_tokens == MOST_TOKENS)
+    steps = _RandomSteps(graphs.builder.layout, vocab_size=500, max_seqs=MAX_SEQS)
+    first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=seed) for seed in (1, 2))
+    assert len(second.token_ids) < size.num_tokens
+    inputs, sums = graphs.warm_up(size, first), graphs.layer_sums(size)
+    assert graphs.first_wrong_layer(inputs, graphs.record(inputs, sums), sums, second) is None
 
 
 class MixedDevice(RecorderDevice):

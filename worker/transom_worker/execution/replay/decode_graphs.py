@@ -48,8 +48,8 @@ class _Captured:
 class DecodeGraphs(DecodeReplay):
     """The graphs of one model's steps, by size.
 
-    At start, for each size: `warm_up`, `record`, `check`, and `drop` if a rank's graph is wrong. Then, for each step:
-    `prepare`, and the function that it returns, which replays a graph.
+    At start, for each size: `warm_up`, `record`, `check`, and `drop` if a rank's graph is wrong (`first_wrong_layer` says where).
+    Then, for each step: `prepare`, and the function that it returns, which replays a graph.
     """
 
     def __init__(
@@ -112,12 +112,13 @@ class DecodeGraphs(DecodeReplay):
         """Run one size's step, which also compiles its kernels, and return its inputs for `record` and `check`."""
         inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
         self._load_planned(inputs, first)
-        self._device.warm_up(partial(self._run, inputs))
+        self._device.warm_up(partial(self._run, inputs, None))
         return inputs
 
-    def record(self, inputs: GraphInputs) -> Replayable:
-        """Capture the step of `warm_up` without computing anything. Raises any error if the device cannot capture."""
-        graph = self._device.capture(partial(self._run, inputs))
+    def record(self, inputs: GraphInputs, sums: torch.Tensor | None = None) -> Replayable:
+        """Capture the step of `warm_up` without computing anything; with `sums`, those of `layer_sums`. Raises any error if the
+        device cannot capture."""
+        graph = self._device.capture(partial(self._run, inputs, sums))
         self._all_graphs.append(graph)
         return graph
 
@@ -132,14 +133,41 @@ class DecodeGraphs(DecodeReplay):
         check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
         self._captured[size] = _Captured(inputs, graph)
 
+    def layer_sums(self, size: DecodeSize) -> torch.Tensor:
+        """Return memory for the sums over each layer's outputs, and over their absolute values, [2, layers, T]."""
+        return torch.zeros(2, self._model.architecture.num_layers, size.num_tokens, device=self.builder.device)
+
+    def first_wrong_layer(
+        self, inputs: GraphInputs, graph: Replayable, sums: torch.Tensor, second: StepArrays
+    ) -> int | None:
+        """Return the first layer whose sums in a replay over a second step differ from those in its forward pass; None if none
+        differ. `record` has captured the graph with `sums`.
+        """
+        self._load_planned(inputs, second)
+        graph.replay()
+        replayed = sums.clone()
+        self._run(inputs, sums)
+        differs = ~((replayed[0] - sums[0]).abs() <= self.tolerance * sums[1])  # NaN differs
+        wrong = differs.any(-1).tolist()
+        return wrong.index(True) if any(wrong) else None
+
     def drop(self, size: DecodeSize) -> None:
         """Run steps of a size eagerly, because its graph on this or another rank is wrong."""
         self._captured.pop(size, None)
         self.num_wrong += 1
 
-    def _run(self, inputs: GraphInputs) -> None:
-        """Compute the logits of a step."""
-        logits_BV = self._model.forward(inputs.forward_batch())
+    def _run(self, inputs: GraphInputs, sums: torch.Tensor | None) -> None:
+        """Compute the logits of a step; with `sums`, the sums of `layer_sums` as well."""
+        batch = inputs.forward_batch()
+        if sums is not None:
+
+            def note(layer: int, x_BN: torch.Tensor) -> None:
+                # The last layer of a mixed step computes only rows that have logits.
+                of_rows = sums[:, layer, : len(x_BN)]
+                of_rows[0], of_rows[1] = x_BN.float().sum(-1), x_BN.float().abs().sum(-1)
+
+            batch.after_layer = note
+        logits_BV = self._model.forward(batch)
         self._logits_BV[: len(logits_BV)].copy_(logits_BV)
 
     def _replayed(self, graph: Replayable, num_rows: int) -> torch.Tensor:

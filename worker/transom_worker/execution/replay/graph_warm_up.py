@@ -3,7 +3,7 @@ Mixed sizes follow and need more memory: if the capture of one fails, there are 
 
 If a size's graph gives other logits than the forward pass, it is captured and checked once more over other steps: cuBLAS may round
 a product differently on the capture's stream, which may change the choice of an expert in a mixture of experts. If the second graph
-differs too, steps of this size run eagerly, and the log says so; other sizes keep their graphs.
+differs too, steps of this size run eagerly, and the log names the first layer that differs; other sizes keep their graphs.
 
 With several ranks, a step's collectives complete only if all ranks replay it, or all run it eagerly. So ranks capture the same
 sizes in the same order and exchange the outcome of each capture and of each check; all keep a graph, or none does. An error in a
@@ -138,8 +138,8 @@ class _Capture:
             if outcome is _Outcome.DIFFERS:
                 graphs.drop(size)
                 logger.warning(
-                    "%s of %s run without CUDA graphs, which is slower: %s.",
-                    _steps(size), size, error or "another rank's graph is wrong",
+                    "%s of %s run without CUDA graphs, which is slower: %s; %s.",
+                    _steps(size), size, error or "another rank's graph is wrong", self._where(graphs, size),
                 )  # fmt: skip
         spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
         logger.info(
@@ -170,14 +170,14 @@ class _Capture:
         return worst, error
 
     def _record(
-        self, graphs: DecodeGraphs, size: DecodeSize, seed: int
+        self, graphs: DecodeGraphs, size: DecodeSize, seed: int, sums: torch.Tensor | None = None
     ) -> tuple[GraphInputs, Replayable | None, Exception | None]:
         """Capture one size over the step of a seed, on all ranks; return no graph, and this rank's error, if one of them fails."""
         with self._executed():
             inputs = graphs.warm_up(size, self._step(graphs, size, seed))
         graph, error, own = None, None, _Outcome.RIGHT
         try:
-            graph = graphs.record(inputs)
+            graph = graphs.record(inputs, sums)
         except Exception as failure:  # nothing was computed, so the ranks can go on together
             error, own = failure, _Outcome.FAILED
         if self._exchange(own) is _Outcome.FAILED:
@@ -195,6 +195,23 @@ class _Capture:
             if self._parallel.size > 1:
                 raise
             raise _CaptureFailed(error) from error
+
+    def _where(self, graphs: DecodeGraphs, size: DecodeSize) -> str:
+        """Return from which layer on this rank's replay of a size differs."""
+        sums, seed = graphs.layer_sums(size), TRIES[-1]
+        try:
+            inputs, graph, error = self._record(graphs, size, seed, sums)
+            if graph is None:
+                return f"its layers could not be compared ({error or 'another rank could not capture them'})"
+            with self._executed():
+                layer = graphs.first_wrong_layer(inputs, graph, sums, self._step(graphs, size, seed + 1))
+        except _CaptureFailed as failure:
+            return f"its layers could not be compared ({failure.cause})"
+        return (
+            "all layers agree, so the output head differs"
+            if layer is None
+            else f"layer {layer} is the first that differs"
+        )
 
     def _step(self, graphs: DecodeGraphs, size: DecodeSize, seed: int) -> StepArrays:
         return self._steps.step(graphs.builder, size, graphs.sizes, seed=seed)

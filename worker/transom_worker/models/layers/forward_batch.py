@@ -5,6 +5,7 @@ Legend: T tokens, B sequences, R rows that need logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,3 +64,5 @@ class ForwardBatch:
     compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty if no layer has one
     # [T] int64: the positions by which queries are rotated when they read sink tokens; None: `positions`.
     sink_positions: torch.Tensor | None = None
+    # Called with each layer's index and output, [T, N], of the last layer [R, N], to find the layer whose recording is wrong.
+    after_layer: Callable[[int, torch.Tensor], None] | None = None

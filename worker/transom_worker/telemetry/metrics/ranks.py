@@ -85,7 +85,8 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.gauges(
         "transom_rank_wrong_graphs",
-        "Sizes of steps that run eagerly because their CUDA graph gave wrong logits twice; the log says by how much.",
+        "Sizes of steps that run eagerly because their CUDA graph gave wrong logits twice; the log names the first "
+        "layer that differs.",
         ("rank",),
         [((rank,), report.usage.num_wrong_graphs) for rank, report in named],
     )
