@@ -21,6 +21,20 @@ def silu(x):
 
 
 @triton.jit
+def softplus(x):
+    """Return log1p(exp(x)), or x itself if x > 20, as in torch.
+
+    log1p(a) = log(1 + a) * a / ((1 + a) - 1): the quotient makes up for the rounding of 1 + a, so that small a are exact, too.
+    """
+    addend = tl.exp(tl.where(x > 20.0, 20.0, x))
+    one_plus = 1.0 + addend
+    log1p = tl.where(
+        one_plus == 1.0, addend, tl.log(one_plus) * (addend / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0))
+    )
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
 def gelu_tanh(x):
     """Return gelu(x) by its tanh approximation; 1.5957... is 2 * sqrt(2 / pi), since tanh(y) is 2 * sigmoid(2 y) - 1."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))

@@ -16,6 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
+from tests.kernels.test_linear_recurrence import recurrence_case, step_of
 from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_experts, routes
 from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
@@ -30,6 +31,7 @@ from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
+from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.row_blocks import block_rows_triton
@@ -123,6 +125,7 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield from route_calls()
     for units, dtype, bias in product((64, 128), (BF16, F32), (False, True)):  # LFM2 350M's channels and 1.2B's
         yield partial(short_convolution_triton, convolution_case(3, 16, units=units, bias=bias, dtype=dtype)[1])
+    yield from recurrence_calls()
     yield partial(sample_triton, torch.empty(4, 128_256), params_of(4, **changes()))
     yield partial(best_of_slice_triton, torch.empty(4, 16_032), torch.ones(4), torch.arange(4), 16_032)
     for dtype, size, width in ((BF16, 4, 4096), (BF16, 4, 7168), (F32, 4, 7168), (BF16, 3, 2880)):
@@ -306,6 +309,23 @@ def route_calls() -> Iterator[Callable[[], Any]]:
     for score, given in (("softmax", None), ("sigmoid", some)):
         groups = Routing(num_chosen=8, score=score, num_groups=8, top_groups=4)  # type: ignore[arg-type]
         yield partial(route_triton, x, torch.empty(7168, 256).T, groups, correction=given)
+
+
+def recurrence_calls() -> Iterator[Callable[[], Any]]:
+    """Qwen's gated delta nets; Mamba-2 of Nemotron, Granite and Falcon-H1, and the norms of their outputs."""
+    sizes = (
+        ("delta", 32, 16, 128, 128),
+        ("mamba2", 64, 8, 128, 64),
+        ("mamba2", 24, 1, 256, 128),
+        ("mamba2", 24, 1, 64, 32),
+    )
+    for (kind, *heads), dtype in product(sizes, (BF16, F32)):
+        case = recurrence_case(kind, (*heads, 4), [(0, 70), (0, 1)], dtype)
+        yield partial(linear_recurrence_triton, step_of(case, [0, 0], [70, 1]))
+    for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
+        x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
+        yield partial(gated_rms_norm_triton, x, x, weight, 1e-5, group, gates_first=first)
+    yield partial(gated_rms_norm_triton, x, x, None, 1e-5, width, gates_first=True)
 
 
 def hyper_connections(x: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-LIMIT = {F32: 2e-5, BF16: 4e-2, F16: 5e-3}
+LIMIT = {F32: 2e-6, BF16: 1e-2, F16: 2e-3}  # of the largest number
 SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
 STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
 
@@ -100,8 +100,9 @@ def check(inputs: RecurrenceInputs, compute: Recurrence) -> None:
     with nan_memory():
         out = compute(got)
     limit = LIMIT[inputs.projected.dtype]
-    torch.testing.assert_close(out, results, atol=limit, rtol=limit)
-    torch.testing.assert_close(got.state, wanted.state, atol=limit, rtol=limit, equal_nan=True)
+    torch.testing.assert_close(out, results, atol=limit * float(results.abs().max()), rtol=limit)
+    largest = float(wanted.state.nan_to_num(0.0).abs().max())
+    torch.testing.assert_close(got.state, wanted.state, atol=limit * largest, rtol=limit, equal_nan=True)
     assert got.rows.nan_to_num(7.0).equal(wanted.rows.nan_to_num(7.0))
 
 

@@ -12,19 +12,22 @@ S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the con
     out = S^T q                                          out = S^T q + skip * v
 
 The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens
-as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding: nothing at all on
-CPUs, which go from token to token, nor on GPUs where steps end at multiples of 64 tokens, the chunk of their kernel.
+as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding. It changes nothing
+at all on CPUs and in float32, which go from token to token, nor on GPUs where steps end at multiples of 16 tokens, the chunk of
+their kernel, and have more than one token.
 
 Legend: T tokens, H heads, D key width, Dv value width, L tokens of the convolution's kernel, N row width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.cpu.recording import refuse_recording
-from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
 from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
 from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
@@ -41,6 +44,9 @@ def linear_recurrence(inputs: RecurrenceInputs) -> torch.Tensor:
         ValueError: shapes or dtypes do not fit.
     """
     inputs.check()
+    if uses_triton(inputs.projected):
+        out: torch.Tensor = implementation("linear_recurrence.gpu", "linear_recurrence_triton")(inputs)
+        return out
     if uses_cpu_kernels(inputs.projected) and fits_cpu_kernels(inputs):
         return linear_recurrence_cpu(inputs)
     refuse_recording("torch reads blocks in Python")
@@ -71,6 +77,9 @@ def gated_rms_norm(
     if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
+    if uses_triton(x):
+        by_triton: Callable[..., torch.Tensor] = implementation("linear_recurrence.gpu", "gated_rms_norm_triton")
+        return by_triton(x, gate, weight, eps, size, gates_first=gates_first)
     if uses_cpu_kernels(x) and x.dtype in DTYPES and x.stride(1) == gate.stride(1) == 1:
         return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
     return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)

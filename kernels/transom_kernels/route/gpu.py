@@ -22,6 +22,7 @@ import triton.language as tl
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.route.reference import TINY, Routing
+from transom_kernels.triton_math import softplus
 
 MIN_SPLIT = 128  # least elements of N in a split
 # most partial logits of a token (16 KiB). They make 4096 / 32 = 128 programs, about one for each multiprocessor of an H200
@@ -210,14 +211,7 @@ def _scores(logits, is_expert, SCORE: tl.constexpr):
         return weights / tl.sum(tl.where(is_expert, weights, 0.0), 0)
     if SCORE == SIGMOID:
         return tl.sigmoid(logits)
-    # softplus(x) = log1p(exp(x)), or x itself if x > 20, as in torch. log1p(a) = log(1 + a) * a / ((1 + a) - 1): the quotient makes
-    # up for the rounding of 1 + a, so that small a are exact, too.
-    addend = tl.exp(tl.where(logits > 20.0, 20.0, logits))
-    one_plus = 1.0 + addend
-    log1p = tl.where(
-        one_plus == 1.0, addend, tl.log(one_plus) * (addend / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0))
-    )
-    return tl.sqrt(tl.where(logits > 20.0, logits, log1p))
+    return tl.sqrt(softplus(logits))
 
 
 @triton.jit

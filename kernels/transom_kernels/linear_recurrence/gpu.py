@@ -1,0 +1,214 @@
+"""`linear_recurrence` and `gated_rms_norm` on GPUs: their launches, and the Triton kernels `convolve` and `norm_groups`.
+
+`convolve` writes silu(convolution) of all tokens, then the cached rows. Then `kernel.py` computes the recurrence, in two ways:
+
+    recur_tokens     token by token: sequences with one token, and all sequences of models in float32
+    recur_chunks     other sequences with more tokens: `CHUNK` tokens at a time by products of matrices, whose inputs have the 10
+                     bits of TF32; the state itself is kept and summed in float32
+    solve_chunks     comes before it for the delta rule, where a token's change depends on those of earlier tokens of its chunk
+
+Legend: T tokens, B sequences, H heads, Hk key heads, D key width, Dv value width, L tokens of the convolution's kernel, C channels,
+N row width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from transom_kernels.launch import INTERPRETED, next_power_of_two, warps_for
+from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.kernel import locate, recur_chunks, recur_tokens, solve_chunks
+from transom_kernels.triton_math import silu
+
+CHUNK = 16  # tokens
+BLOCK_TOKENS, BLOCK_CHANNELS = 16, 128  # of a program of `convolve`
+BLOCK_SEQUENCES = 128  # whose tokens a program counts at a time, to find its own
+COLUMNS = 32  # of a state in a program
+
+
+def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
+    """Return the heads' results [T, H * Dv], and write the states and rows after each sequence's last token."""
+    projected, state, rows, batch = inputs.projected, inputs.state, inputs.rows, inputs.batch
+    (tokens, channels), (_, heads, width, value_width) = projected.shape, state.shape
+    sequences = len(batch.read_block)
+    mixed, out = projected.new_empty(tokens, channels), projected.new_empty(tokens, heads * value_width)
+    if not tokens:
+        return out
+    convolve[(tokens // BLOCK_TOKENS + sequences + 1, -(-channels // BLOCK_CHANNELS))](
+        projected, inputs.weight, inputs.bias if inputs.bias is not None else projected, mixed, out, rows,
+        batch.query_offset, batch.read_block, batch.write_block, sequences, tokens,
+        projected.stride(0), rows.stride(0), rows.stride(1),
+        C=channels, OUT=heads * value_width, L=len(inputs.weight), HAS_BIAS=inputs.bias is not None,
+        HEAD=next_power_of_two(max(1, len(inputs.weight) - 1)), BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS,
+        BLOCK_B=BLOCK_SEQUENCES, num_warps=4,
+    )  # fmt: skip
+    gates: tuple[Any, ...] = (
+        inputs.step_size, inputs.strength if inputs.strength is not None else inputs.step_size, inputs.step_bias, inputs.log_rate,
+        inputs.skip if inputs.skip is not None else inputs.log_rate,
+    )  # fmt: skip
+    blocks = batch.query_offset, batch.read_block, batch.write_block
+    limits = [float(limit) for limit in inputs.step_limits]
+    numbers = (inputs.step_size.stride(0), gates[1].stride(0), *state.stride()[:3], *limits)
+    shape = {
+        "H": heads, "HK": inputs.key_heads, "D": width, "DV": value_width, "DELTA": inputs.is_delta_rule,
+        "HAS_SKIP": inputs.skip is not None, "BLOCK_D": max(16, next_power_of_two(width)),
+    }  # fmt: skip
+    columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
+    uses_chunks, warps = projected.dtype != torch.float32, max(4, warps_for(shape["BLOCK_D"] * columns) // 2)
+    recur_tokens[(sequences, heads, -(-value_width // columns))](
+        mixed,
+        *gates,
+        out,
+        state,
+        *blocks,
+        *numbers,
+        **shape,
+        ONE=uses_chunks,
+        BLOCK_V=columns,
+        num_warps=warps,
+    )
+    if uses_chunks and tokens > sequences:
+        columns = 16 if width * (1 + inputs.is_delta_rule) > 128 else columns  # the delta rule needs more registers
+        kinds: dict[str, Any] = {"BLOCK_T": CHUNK, "PRECISION": "tf32", "UPCAST": INTERPRETED}
+        kinds["num_warps"] = min(8, max(4, shape["BLOCK_D"] // 16))
+        solved = mixed
+        if inputs.is_delta_rule:
+            solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=projected.device)
+            solve_chunks[(tokens // CHUNK + sequences + 1, heads)](
+                mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2], *limits,
+                H=heads, HK=inputs.key_heads, D=width, DV=value_width, BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES,
+                **kinds | {"num_warps": 4},
+            )  # fmt: skip
+        recur_chunks[(sequences, heads, -(-value_width // columns))](
+            mixed, *gates, solved, out, state, *blocks, *numbers, **shape, BLOCK_V=columns, **kinds
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def convolve(
+    projected,  # [T, C]
+    weight,  # [L, C]
+    bias,  # [C], or unused
+    mixed,  # [T, C]: the result
+    out,  # [T, OUT]: zeros for tokens that pad the step
+    rows,  # [ids, L - 1, C]
+    query_offset,  # [B + 1] int32
+    read_block,  # [B] int32
+    write_block,  # [B] int32
+    num_sequences,
+    num_tokens,
+    projected_stride,
+    rows_stride_b,
+    rows_stride_l,
+    C: tl.constexpr,
+    OUT: tl.constexpr,
+    L: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HEAD: tl.constexpr,  # a power of two, at least L - 1
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Compute `BLOCK_C` channels of a block of tokens of a sequence. The grid is (blocks, blocks of channels).
+
+    The program of a sequence's last block also computes its first L - 1 tokens, the only ones that read cached rows, and writes the
+    new rows: so they are read before they are written, even in the same place.
+    """
+    sequence, block = locate(query_offset, tl.program_id(0), num_sequences, num_tokens, BLOCK_T, BLOCK_B)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    begin = tl.load(query_offset + sequence, mask=sequence <= num_sequences, other=0).to(tl.int64)
+    index = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    if sequence == num_sequences:
+        inside = (begin + index < num_tokens) & (c < OUT)
+        tl.store(out + (begin + index) * OUT + c, tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty), mask=inside)
+    if sequence < num_sequences:
+        count = tl.load(query_offset + sequence + 1).to(tl.int64) - begin
+        new, mixed = projected + begin * projected_stride + c, mixed + begin * C + c
+        shift = tl.zeros([1, BLOCK_C], tl.float32)
+        if HAS_BIAS:
+            shift += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)
+        # --- tokens that read new rows alone ---
+        inside = (index >= L - 1) & (index < count) & (c < C)
+        total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32) + shift
+        for tap in tl.static_range(L):
+            x = tl.load(new + (index - (L - 1 - tap)) * projected_stride, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(weight + tap * C + c, mask=c < C, other=0.0).to(tl.float32) * x
+        tl.store(mixed + index * C, silu(total).to(mixed.dtype.element_ty), mask=inside)
+        if block == (count - 1) // BLOCK_T:
+            # --- the first tokens, and the new rows ---
+            read = tl.load(read_block + sequence).to(tl.int64)
+            write = tl.load(write_block + sequence).to(tl.int64)
+            old, head = rows + read * rows_stride_b + c, tl.arange(0, HEAD)[:, None]
+            is_old = (head < L - 1) & (c < C) & (read >= 0)
+            total_first = tl.zeros([HEAD, BLOCK_C], tl.float32) + shift
+            for tap in tl.static_range(L):
+                at = head - (L - 1 - tap)
+                fresh = tl.load(new + at * projected_stride, mask=(at >= 0) & (head < count) & (c < C), other=0.0)
+                earlier = tl.load(old + (L - 1 + at) * rows_stride_l, mask=is_old & (at < 0), other=0.0)
+                row = tl.where(at >= 0, fresh, earlier).to(tl.float32)
+                total_first += tl.load(weight + tap * C + c, mask=c < C, other=0.0).to(tl.float32) * row
+            is_first = (head < L - 1) & (head < count) & (c < C)
+            tl.store(mixed + head * C, silu(total_first).to(mixed.dtype.element_ty), mask=is_first)
+            at = count - (L - 1) + head
+            fresh = tl.load(new + at * projected_stride, mask=(at >= 0) & (head < L - 1) & (c < C), other=0.0)
+            earlier = tl.load(old + (L - 1 + at) * rows_stride_l, mask=is_old & (at < 0), other=0.0)
+            kept = tl.where(at >= 0, fresh, earlier)
+            tl.debug_barrier()  # wait until all warps of this program have read the old rows
+            places = rows + write * rows_stride_b + head * rows_stride_l + c
+            tl.store(places, kept, mask=(head < L - 1) & (c < C) & (write >= 0))
+
+
+def gated_rms_norm_triton(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, size: int, *, gates_first: bool
+) -> torch.Tensor:
+    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups."""
+    rows, width = x.shape
+    out, block = x.new_empty(rows, width), next_power_of_two(size)
+    groups = width // size
+    block_g = min(max(1, 2048 // block), next_power_of_two(groups))
+    if rows:
+        norm_groups[(rows, -(-groups // block_g))](
+            x, gate, x if weight is None else weight, out, x.stride(0), gate.stride(0), eps,
+            GROUPS=groups, SIZE=size, HAS_WEIGHT=weight is not None, GATES_FIRST=gates_first,
+            OWN_WEIGHTS=weight is not None and weight.numel() > size, BLOCK_G=block_g, BLOCK_N=block,
+            num_warps=max(1, min(16, block_g * block // 512)),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def norm_groups(
+    x,  # [T, N]
+    gate,  # [T, N]
+    weight,  # [N] with OWN_WEIGHTS, else [SIZE]; or unused
+    out,  # [T, N]
+    x_stride,
+    gate_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    OWN_WEIGHTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute `BLOCK_G` groups of a row. The grid is (T, blocks of groups)."""
+    row = tl.program_id(0).to(tl.int64)
+    g, n = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    inside, at = (g < GROUPS) & (n < SIZE), g * SIZE + n
+    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    factor = silu(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32))
+    if GATES_FIRST or not HAS_WEIGHT:
+        values *= factor
+    if HAS_WEIGHT:
+        values *= tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)[:, None]
+        values *= tl.load(weight + (at if OWN_WEIGHTS else n + 0 * g), mask=inside, other=0.0).to(tl.float32)
+        if not GATES_FIRST:
+            values *= factor
+    tl.store(out + row * GROUPS * SIZE + at, values.to(out.dtype.element_ty), mask=inside)

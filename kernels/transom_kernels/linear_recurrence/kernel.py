@@ -1,0 +1,275 @@
+"""The Triton kernels of the recurrence: `recur_tokens`, `solve_chunks` and `recur_chunks`. `op.py` has the formulas.
+
+In a chunk of tokens let c_i be the sum of the log decays up to token i, and S the state before the chunk. With the changes u_i of
+the tokens (what is multiplied by k_i and added to the state),
+
+    out_i = e^c_i S^T q_i + sum over j <= i of e^(c_i - c_j) (q_i . k_j) u_j           S' = e^c S + sum of e^(c - c_j) k_j u_j^T
+
+Mamba-2 has u_i = step_i v_i. In the delta rule u_i also depends on the changes of earlier tokens of the chunk, which is a
+triangular system: (1 + A) u = beta (v - e^c S^T k) with A_ij = beta_i e^(c_i - c_j) (k_i . k_j) for j < i. The inverse of 1 + A
+does not depend on the state, so `solve_chunks` computes it for all chunks at once (the WY form).
+
+Queries and keys stay as they are in memory. Where the delta rule needs them normalised, results are multiplied by their inverse
+lengths instead.
+
+Legend: T tokens, B sequences, H heads, HK key heads, D key width, DV value width, C channels, BLOCK_T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from transom_kernels.triton_math import softplus
+
+
+@triton.jit
+def locate(query_offset, program, num_sequences, num_tokens, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Return the sequence of a program, and the program's number among the blocks of BLOCK_T tokens of this sequence.
+
+    Sequence B has the tokens that pad the step. A program that has no block gets a larger number.
+    """
+    b = tl.arange(0, BLOCK_B)
+    sequence, before, total = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for first in range(0, num_sequences + 1, BLOCK_B):
+        at = first + b
+        begin = tl.load(query_offset + at, mask=at <= num_sequences, other=0)
+        end = tl.load(query_offset + at + 1, mask=at < num_sequences, other=0)
+        end = tl.where(at == num_sequences, num_tokens, end)
+        blocks = ((end - begin + BLOCK_T - 1) // BLOCK_T).to(tl.int64)
+        is_before = (total + tl.cumsum(blocks, 0) <= program) & (at <= num_sequences)
+        sequence += tl.sum(is_before.to(tl.int64), 0)
+        before += tl.sum(tl.where(is_before, blocks, 0), 0)
+        total += tl.sum(blocks, 0)
+    return sequence, program - before
+
+
+@triton.jit
+def _steps(step_size, step_bias, log_rate, at, head, inside, least, most):
+    """Return the steps of tokens, and their log decays; both 0 for tokens that are not inside."""
+    x = tl.load(step_size + at + head, mask=inside, other=0.0).to(tl.float32) + tl.load(step_bias + head)
+    step = tl.where(inside, tl.minimum(tl.maximum(softplus(x), least), most), 0.0)
+    return step, -tl.exp(tl.load(log_rate + head)) * step
+
+
+@triton.jit
+def recur_tokens(
+    mixed,  # [T, C]: queries and keys of HK heads, values of H heads
+    step_size,  # [T, H]
+    strength,  # [T, H], or unused
+    step_bias,  # [H]
+    log_rate,  # [H]
+    skip,  # [H], or unused
+    out,  # [T, H * DV]
+    state,  # [ids, H, D, DV]
+    query_offset,  # [B + 1] int32
+    read_block,  # [B] int32
+    write_block,  # [B] int32
+    step_stride,
+    strength_stride,
+    state_stride_b,
+    state_stride_h,
+    state_stride_d,
+    least,
+    most,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    ONE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute some columns of a head's state in a sequence, token by token. The grid is (B, H, blocks of columns).
+
+    With ONE it does so only where the sequence has one token.
+    """
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(query_offset + sequence).to(tl.int64)
+    count = tl.load(query_offset + sequence + 1) - begin
+    if (count == 1) | ((count > 1) & (not ONE)):
+        d, v = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        read, write = tl.load(read_block + sequence).to(tl.int64), tl.load(write_block + sequence).to(tl.int64)
+        inside = (d < D)[:, None] & (v < DV)[None, :]
+        places = state + head * state_stride_h + d[:, None] * state_stride_d + v[None, :]
+        own = tl.load(places + read * state_stride_b, mask=inside & (read >= 0), other=0.0)
+        for token in range(begin, begin + count):
+            row = mixed + token * (2 * HK * D + H * DV)
+            query = tl.load(row + head // (H // HK) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            key = tl.load(row + (HK + head // (H // HK)) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            value = tl.load(row + 2 * HK * D + head * DV + v, mask=v < DV, other=0.0).to(tl.float32)
+            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, True, least, most)
+            own *= tl.exp(log_decay)
+            if DELTA:
+                query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * D**-0.5
+                key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+                beta = tl.sigmoid(tl.load(strength + token * strength_stride + head).to(tl.float32))
+                change = beta * (value - tl.sum(own * key[:, None], 0))
+            else:
+                change = step * value
+            own += key[:, None] * change[None, :]
+            result = tl.sum(own * query[:, None], 0)
+            if HAS_SKIP:
+                result += tl.load(skip + head) * value
+            tl.store(out + token * H * DV + head * DV + v, result.to(out.dtype.element_ty), mask=v < DV)
+        tl.store(places + write * state_stride_b, own, mask=inside & (write >= 0))
+
+
+@triton.jit
+def _pairs(log_decay, t, BLOCK_T: tl.constexpr):
+    """Return c [BLOCK_T], the sums of log decays, and e^(c_i - c_j) [BLOCK_T, BLOCK_T], which is 0 where j > i."""
+    c = tl.cumsum(log_decay, 0)
+    return c, tl.exp(tl.where(t[:, None] >= t[None, :], c[:, None] - c[None, :], float("-inf")))
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def solve_chunks(
+    mixed,  # [T, C]
+    step_size,  # [T, H]
+    strength,  # [T, H]
+    step_bias,  # [H]
+    log_rate,  # [H]
+    solved,  # [T, H, BLOCK_T] float32: the result, a row of the inverse for each token
+    query_offset,  # [B + 1] int32
+    num_sequences,
+    num_tokens,
+    step_stride,
+    strength_stride,
+    least,
+    most,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,  # whether products are of float32: the interpreter has none of bfloat16
+):
+    """Compute the inverse of 1 + A for a chunk of a sequence and a head. The grid is (chunks, H).
+
+    Row i of the inverse is that of the unit matrix minus the sum over j < i of A_ij times row j. The program keeps A in its own
+    rows of the result, where it reads them again.
+    """
+    head, t, d = tl.program_id(1), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    sequence, chunk = locate(query_offset, tl.program_id(0), num_sequences, num_tokens, BLOCK_T, BLOCK_B)
+    if sequence < num_sequences:
+        begin = tl.load(query_offset + sequence).to(tl.int64)
+        count = tl.load(query_offset + sequence + 1) - begin - chunk * BLOCK_T
+        begin += chunk * BLOCK_T
+        inside = t < count
+        keys = mixed + (begin + t)[:, None] * (2 * HK * D + H * DV) + (HK + head // (H // HK)) * D + d[None, :]
+        key = tl.load(keys, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        wide = key.to(tl.float32)
+        if UPCAST:
+            key = wide
+        length = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+        at = (begin + t) * step_stride
+        _, log_decay = _steps(step_size, step_bias, log_rate, at, head, inside, least, most)
+        _, pairs = _pairs(log_decay, t, BLOCK_T)
+        at = (begin + t) * strength_stride + head
+        beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
+        product = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        product *= pairs * (beta * length)[:, None] * length[None, :]
+        places = solved + ((begin + t) * H + head)[:, None] * BLOCK_T + t[None, :]
+        tl.store(places, product, mask=inside[:, None])
+        tl.debug_barrier()  # other warps read these rows
+        inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+        for i in range(1, BLOCK_T):
+            row = tl.load(solved + ((begin + i) * H + head) * BLOCK_T + t, mask=(t < i) & (i < count), other=0.0)
+            others = tl.sum(row[:, None] * inverse, 0)
+            inverse = tl.where(t[:, None] == i, inverse - others[None, :], inverse)
+        tl.debug_barrier()  # all warps have read the rows
+        tl.store(places, inverse, mask=inside[:, None])
+
+
+@triton.jit
+def recur_chunks(
+    mixed,  # [T, C]
+    step_size,  # [T, H]
+    strength,  # [T, H], or unused
+    step_bias,  # [H]
+    log_rate,  # [H]
+    skip,  # [H], or unused
+    solved,  # [T, H, BLOCK_T] float32, or unused
+    out,  # [T, H * DV]
+    state,  # [ids, H, D, DV]
+    query_offset,  # [B + 1] int32
+    read_block,  # [B] int32
+    write_block,  # [B] int32
+    step_stride,
+    strength_stride,
+    state_stride_b,
+    state_stride_h,
+    state_stride_d,
+    least,
+    most,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,  # whether products are of float32: the interpreter has none of bfloat16
+):
+    """Compute some columns of a head's state in a sequence with several tokens. The grid is that of `recur_tokens`."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(query_offset + sequence).to(tl.int64)
+    count = tl.load(query_offset + sequence + 1) - begin
+    if count > 1:
+        t, d, v = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        read, write = tl.load(read_block + sequence).to(tl.int64), tl.load(write_block + sequence).to(tl.int64)
+        inside_state = (d < D)[:, None] & (v < DV)[None, :]
+        places = state + head * state_stride_h + d[:, None] * state_stride_d + v[None, :]
+        own = tl.load(places + read * state_stride_b, mask=inside_state & (read >= 0), other=0.0)
+        for first in range(0, count, BLOCK_T):
+            inside, token = first + t < count, begin + first + t
+            # --- load the chunk ---
+            rows = mixed + token[:, None] * (2 * HK * D + H * DV)
+            has_key = inside[:, None] & (d < D)[None, :]
+            query = tl.load(rows + head // (H // HK) * D + d[None, :], mask=has_key, other=0.0)
+            key = tl.load(rows + (HK + head // (H // HK)) * D + d[None, :], mask=has_key, other=0.0)
+            has_value = inside[:, None] & (v < DV)[None, :]
+            value = tl.load(rows + 2 * HK * D + head * DV + v[None, :], mask=has_value, other=0.0).to(tl.float32)
+            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, inside, least, most)
+            c, pairs = _pairs(log_decay, t, BLOCK_T)
+            last = tl.sum(log_decay, 0)
+            if UPCAST:
+                key, query = key.to(tl.float32), query.to(tl.float32)
+            weight = tl.dot(query, tl.trans(key), input_precision=PRECISION) * pairs
+            # --- the changes, and factors of queries' and keys' rows ---
+            key, query = key.to(tl.float32), query.to(tl.float32)
+            to_chunk, to_end = tl.exp(c), tl.exp(last - c)
+            if DELTA:
+                key_length = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)
+                query_length = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * D**-0.5
+                beta = tl.sigmoid(
+                    tl.load(strength + token * strength_stride + head, mask=inside, other=0.0).to(tl.float32)
+                )
+                known = tl.dot(key, own, input_precision=PRECISION) * (key_length * to_chunk)[:, None]
+                change = tl.where(inside, beta, 0.0)[:, None] * (value - known)
+                at = (token * H + head)[:, None] * BLOCK_T + t[None, :]
+                inverse = tl.load(solved + at, mask=inside[:, None], other=0.0)
+                change = tl.dot(inverse, change, input_precision=PRECISION)
+                weight *= query_length[:, None] * key_length[None, :]
+                to_chunk *= query_length
+                to_end *= key_length
+            else:
+                change = step[:, None] * value
+            # --- results, and the state after the chunk ---
+            result = tl.dot(query, own, input_precision=PRECISION) * to_chunk[:, None]
+            result += tl.dot(weight, change, input_precision=PRECISION)
+            if HAS_SKIP:
+                result += tl.load(skip + head) * value
+            tl.store(
+                out + token[:, None] * H * DV + head * DV + v[None, :], result.to(out.dtype.element_ty), mask=has_value
+            )
+            own = own * tl.exp(last) + tl.dot(tl.trans(key), change * to_end[:, None], input_precision=PRECISION)
+        tl.store(places + write * state_stride_b, own, mask=inside_state & (write >= 0))

@@ -1,0 +1,71 @@
+"""The Triton kernels of `linear_recurrence` and `gated_rms_norm`, in the interpreter (or on a GPU where there is one)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.test_linear_recurrence import (
+    BF16,
+    F16,
+    F32,
+    SHAPES,
+    check,
+    check_norm,
+    check_padding,
+    middle_step,
+    recurrence_case,
+    step_of,
+)
+from tests.matrices import matrix
+from transom_kernels.linear_recurrence import gpu
+from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
+
+STEPS = [(0, 1), (5, 1), (1, 2), (3, 0), (2, 70), (0, 7)]  # tokens before and in the step
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs of everything."""
+    monkeypatch.setattr(gpu, "BLOCK_SEQUENCES", 4)
+    monkeypatch.setattr(gpu, "BLOCK_CHANNELS", 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "in_place"), matrix(["delta", "mamba2"], SHAPES, [F32, BF16, F16], [False, True])
+)
+def test_against_the_reference_in_float64(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
+) -> None:
+    case = recurrence_case(kind, shape, STEPS, dtype)
+    check(middle_step(case, STEPS, in_place=in_place), linear_recurrence_triton)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+def test_a_prompt_has_the_same_bits_if_it_is_cut_at_multiples_of_16_and_whatever_is_beside_it(
+    kind: str, dtype: torch.dtype
+) -> None:
+    case = recurrence_case(kind, (2, 1, 24, 20, 4), [(0, 50), (0, 9)], dtype)
+    whole = linear_recurrence_triton(step_of(case, [0, 0], [50, 9]))
+    state, rows = case.state[2].clone(), case.rows[2].clone()
+    for cuts in ([16], [32, 48], [1, 6] if dtype == F32 else [16, 32]):
+        parts = [
+            linear_recurrence_triton(step_of(case, [a], [b], in_place=True))
+            for a, b in zip([0, *cuts], [*cuts, 50], strict=True)
+        ]
+        assert torch.cat(parts).equal(whole[:50]), cuts
+        assert case.state[1].equal(state)
+        assert case.rows[1].equal(rows)
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(kind: str) -> None:
+    check_padding(kind, linear_recurrence_triton)
+
+
+@pytest.mark.parametrize(
+    ("group", "own_weights", "gates_first", "dtype"), matrix([20, 60, None], [True, False], [True, False], [F32, BF16])
+)
+def test_gated_norm(group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype) -> None:
+    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_triton)
