@@ -124,11 +124,11 @@ def convolve(
     begin = tl.load(query_offset + sequence, mask=sequence <= num_sequences, other=0).to(tl.int64)
     index = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     if sequence == num_sequences:
-        inside = (begin + index < num_tokens) & (c < OUT)
-        tl.store(out + (begin + index) * OUT + c, tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty), mask=inside)
+        is_padding = (begin + index < num_tokens) & (c < OUT)
+        tl.store(out + (begin + index) * OUT + c, tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty), mask=is_padding)
     if sequence < num_sequences:
         count = tl.load(query_offset + sequence + 1).to(tl.int64) - begin
-        new, mixed = projected + begin * projected_stride + c, mixed + begin * C + c
+        new, target = projected + begin * projected_stride + c, mixed + begin * C + c
         shift = tl.zeros([1, BLOCK_C], tl.float32)
         if HAS_BIAS:
             shift += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)
@@ -138,7 +138,7 @@ def convolve(
         for tap in tl.static_range(L):
             x = tl.load(new + (index - (L - 1 - tap)) * projected_stride, mask=inside, other=0.0).to(tl.float32)
             total += tl.load(weight + tap * C + c, mask=c < C, other=0.0).to(tl.float32) * x
-        tl.store(mixed + index * C, silu(total).to(mixed.dtype.element_ty), mask=inside)
+        tl.store(target + index * C, silu(total).to(mixed.dtype.element_ty), mask=inside)
         if block == (count - 1) // BLOCK_T:
             # --- the first tokens, and the new rows ---
             read = tl.load(read_block + sequence).to(tl.int64)
@@ -153,7 +153,7 @@ def convolve(
                 row = tl.where(at >= 0, fresh, earlier).to(tl.float32)
                 total_first += tl.load(weight + tap * C + c, mask=c < C, other=0.0).to(tl.float32) * row
             is_first = (head < L - 1) & (head < count) & (c < C)
-            tl.store(mixed + head * C, silu(total_first).to(mixed.dtype.element_ty), mask=is_first)
+            tl.store(target + head * C, silu(total_first).to(mixed.dtype.element_ty), mask=is_first)
             at = count - (L - 1) + head
             fresh = tl.load(new + at * projected_stride, mask=(at >= 0) & (head < L - 1) & (c < C), other=0.0)
             earlier = tl.load(old + (L - 1 + at) * rows_stride_l, mask=is_old & (at < 0), other=0.0)
