@@ -273,8 +273,8 @@ class KvCache:
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
 
-        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If there are enough blocks but
-        they are scattered over pages of other groups, `compact` allows moving active blocks together.
+        `reserve` more blocks per group, except of states, must stay available. Cached blocks are evicted as needed. If there are
+        enough blocks but they are scattered over pages of other groups, `compact` allows moving active blocks together.
 
         If the next row ends at a boundary whose state should be kept (`_keeps_state`), a state group gets one more block, which
         rows after the boundary write, as long as that takes no block from other sequences.
@@ -287,7 +287,7 @@ class KvCache:
         taken = None
         if keeps_state := self._keeps_state(blocks, end):
             more = [need + retention.spec.is_state for need, retention in zip(needs, blocks.retentions, strict=True)]
-            taken = self._allocate(more, near, reserve=max(reserve, 1), compact=False)
+            taken = self._allocate(more, near, reserve=max(reserve, len(self.running)), compact=False)
             keeps_state = taken is not None
         if taken is None:
             taken = self._allocate(needs, near, reserve=reserve, compact=compact)
@@ -479,7 +479,11 @@ class KvCache:
         (`extend`).
         """
         if reserve:  # what fits with the reserve fits without it, too
-            if self.allocator.pages_needed([need + reserve for need in needs]) is None:
+            is_state = [
+                retention.spec.is_state for retention in self.retentions
+            ]  # running sequences need no more of these
+            needed = [need if state else need + reserve for need, state in zip(needs, is_state, strict=True)]
+            if self.allocator.pages_needed(needed) is None:
                 return None
         elif self.allocator.pages_needed(needs) is None:
             if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
