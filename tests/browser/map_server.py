@@ -35,6 +35,8 @@ class MapServer:
         self.url = ""
         self.key: str | None = None
         self.on_open: Callable[[], list[str]] = list
+        self.description: dict[str, Any] = {}
+        self.described: list[dict[str, str]] = []
         self.stream_queries: list[dict[str, str]] = []
         self.periods: tuple[float, list[str]] | None = None  # seconds between events and the events, over and over
         self._streams: set[asyncio.Queue[str | None]] = set()
@@ -74,6 +76,7 @@ class MapServer:
                 Route("/blocks", self._page),
                 Route("/blocks/assets/{name}", self._asset),
                 Route("/blocks/stream", self._stream),
+                Route("/blocks/describe", self._describe),
             ]
         )
 
@@ -82,6 +85,10 @@ class MapServer:
 
     async def _asset(self, request: Request) -> Response:
         return FileResponse(f"{STATIC}/{request.path_params['name']}", headers={"cache-control": "no-cache"})
+
+    async def _describe(self, request: Request) -> Response:
+        self.described.append(dict(request.query_params))
+        return JSONResponse(self.description)
 
     async def _stream(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":

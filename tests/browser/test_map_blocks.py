@@ -138,9 +138,15 @@ def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> 
     assert brightness(*block_map.colours(0, 0)) == looks[1], "time passes without a record"
 
 
-def test_hover_tells_what_the_frames_know(block_map: MapPage, worker: FakeWorker) -> None:
+def test_hover_tells_what_the_frames_and_the_worker_know(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 17, ACTIVE, references=1, logical=2, hash_prefix=0x00C0FFEE, age=125)
     worker.sequence(1, "cmpl-hovered", [[[0, 0, 1], [1, 16, 2]], []], phase="prefill")
+    block_map.server.description = {
+        "checkpoints": [{"kind": "turn", "boundary_tokens": 48, "turns": 2, "running": 1, "part": "chain"}],
+        "hash": "00c0ffee00000001",
+        "cached_s": None,
+        "first_byte": 4352,
+    }
     block_map.show(worker)
     block_map.hover(0, 17)
     assert block_map.rows("#inspector [data-rows]") == {
@@ -156,8 +162,15 @@ def test_hover_tells_what_the_frames_know(block_map: MapPage, worker: FakeWorker
     }
     assert block_map.text("#tooltip") == "full block 17: active, cmpl-hovered"
     assert "tokens 32 to 47 (logical block 2), prefill" in block_map.text("#inspector [data-requests]")
+    block_map.page.wait_for_function("() => document.querySelector('#inspector [data-details]').children.length > 0")
+    assert block_map.rows("#inspector [data-details]") == {
+        "Checkpoint": "turn, at 48 tokens, which needs it for its chain; came back 2 times; 1 request on it",
+        "Longer hash": "00c0ffee00000001…",
+        "First byte": "4,352",
+    }
     block_map.hover(0, worker.blocks_of(0, 12)[0])
     assert block_map.text("#tooltip") == "Page 12: free"
+    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "17"}]
 
 
 def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> None:

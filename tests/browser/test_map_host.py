@@ -62,6 +62,16 @@ def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage)
     worker = worker_with_host()
     worker.put(0, 3, EVICTABLE, hash_prefix=7)
     worker.sequence(1, "waits", [[], []], phase="swapped")
+    block_map.server.description = {
+        "tier": "host",
+        "references": 2,
+        "sequences": [{"id": 1, "request": "waits", "processed": 32}],
+        "logical": 4,
+        "tokens": 16,
+        "hash": "ab" * 8,
+        "first_byte": 5120,
+        "checkpoints": [{"kind": "turn", "boundary_tokens": 80, "turns": 0, "running": 0, "part": "chain"}],
+    }
     block_map.show(worker)
     assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
     assert "0 loading, 1 swapped" in block_map.text("#map-world")
@@ -76,6 +86,16 @@ def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage)
     block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
     assert block_map.text("#tooltip") == "host tier, full block 20: needed"
     assert block_map.rows("#inspector [data-rows]")["State"] == "needed"
+    block_map.page.wait_for_function("() => document.querySelector('#inspector [data-details]').children.length > 0")
+    assert block_map.rows("#inspector [data-details]") == {
+        "Checkpoint": "turn, at 80 tokens, which needs it for its chain",
+        "Request": "waits",
+        "References": "2",
+        "Tokens": "64 to 79 (logical block 4)",
+        "Hash": "abababababababab…",
+        "First byte": "5,120",
+    }
+    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "20", "tier": "host"}]
     worker.put_host(0, 20, 1, UNLEASED)
     block_map.send(worker.frame())
     assert block_map.evaluate(STATES, "w0")[1][1] == 0

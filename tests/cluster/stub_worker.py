@@ -242,6 +242,15 @@ class StubWorker:
             self.watchers.remove(queue)
             self._notify()
 
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        if self.is_dead:
+            raise ConnectionError("no worker")
+        return (
+            {"error": f"There is no group {group}."}
+            if group
+            else {"group": group, "block": block, "state": "active", "tier": tier}
+        )
+
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         return {self.worker: [source, num_bytes, wire]}
 

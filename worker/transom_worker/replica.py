@@ -287,6 +287,12 @@ class WorkerReplica:
                 if num_frames == MAX_CALL_MESSAGES:
                     return
 
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Describe the present state of one block of a tier ("device" or "host") as JSON values; only `error` is set if there is
+        no such block.
+        """
+        return await self.block_map.describe(group, block, tier)
+
     def check_health(self) -> None:
         """Raise if the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:

@@ -1,4 +1,4 @@
-"""The routes of the live block map: its page and files, and one stream with the frames of all workers.
+"""The routes of the live block map: its page and files, a block's description, and one stream with the frames of all workers.
 
 Feed: the task that reads one worker's frames. A stream starts and ends feeds as workers join and leave (docs/block_map.md).
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Query, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from transom_cluster.blockmap.feed import Feed, Outbox, sse_json
+from transom_cluster.blockmap.feed import Feed, Outbox, describe_error, sse_json
 from transom_cluster.blockmap.static_files import PAGE, file_response
 from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
+from transom_core.errors import WorkerLost
 
 MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 10.0
+DESCRIBE_TIMEOUT_S = 10.0  # for the worker's answer about one block
 
 _Period = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
@@ -56,6 +58,20 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
             check_worker(router, worker)
         period_s = min(max(period_s, MIN_PERIOD_S), MAX_PERIOD_S)
         return BlockStream(router, worker=worker, period_s=period_s)
+
+    @api.get("/blocks/describe", include_in_schema=False)
+    async def describe(
+        worker: str, group: int, block: int, tier: Literal["device", "host"] = "device"
+    ) -> dict[str, Any]:
+        check_worker(router, worker)
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                described = await router.connections[worker].client.describe_block(group, block, tier)
+        except Exception as error:
+            raise WorkerLost(describe_error(error)) from error
+        if "error" in described:
+            raise HttpError(404, described["error"], param="block", code="block_not_found")
+        return {"worker": worker, **described}
 
 
 def check_worker(router: Router, worker: str) -> None:

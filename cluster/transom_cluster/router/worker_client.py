@@ -42,6 +42,9 @@ class WorkerClient(Protocol):
         """Yield frames of the live block map (docs/block_map.md) every `period_s`: first one with all blocks, then the changes.
         They end with the router's event stream."""
 
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Return the present content of one block of a tier ("device" or "host") as JSON values, for the block map's page."""
+
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         """Have the worker fetch about `num_bytes` of any cached blocks from another one by a wire, "nixl" or "ray", and drop them.
         Return the fields of its `FetchReport`."""

@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -77,6 +78,13 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
         stats = server.replica.engine.scheduler.stats()
         assert len(cached) == sum(group.cached_blocks for group in stats.groups) > 0
         assert seen.header["free_pages"] == stats.free_pages
+        group, block = cached[0]
+        query: dict[str, Any] = {"worker": "0", "group": group, "block": block}
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            described = (await client.get("/blocks/describe", params=query)).json()
+        assert described["state"] == ("held" if seen.shown[group, block].state == HELD else "loose")
+        assert int(described["hash"][:8], 16) == seen.shown[group, block].hash
+        assert described["cached_s"] >= 0
 
 
 async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) -> None:

@@ -187,12 +187,27 @@ async def test_periods_that_mean_nothing_are_refused(api: Api, given: str):
 
 
 async def test_unknown_workers_are_not_found(api: Api):
-    response = await api.client.get("/blocks/stream?worker=unknown")
-    assert response.status_code == 404
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("worker", "worker_not_found")
-    assert "'unknown'" in error["message"]
-    assert "w0" in error["message"]
+    for path in ("/blocks/stream?worker=unknown", "/blocks/describe?worker=unknown&group=0&block=1"):
+        response = await api.client.get(path)
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("worker", "worker_not_found")
+        assert "'unknown'" in error["message"]
+        assert "w0" in error["message"]
+
+
+async def test_a_block_is_described(api: Api):
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
+    assert response.json() == {"worker": "w0", "group": 0, "block": 7, "state": "active", "tier": "device"}
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7&tier=host")
+    assert response.json()["tier"] == "host"
+    assert (await api.client.get("/blocks/describe?worker=w0&group=0&block=7&tier=tape")).status_code == 400
+    response = await api.client.get("/blocks/describe?worker=w0&group=3&block=7")
+    assert (response.status_code, response.json()["error"]["message"]) == (404, "There is no group 3.")
+    assert (await api.client.get("/blocks/describe?worker=w0&group=0")).status_code == 400
+    api.worker.is_dead = True
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
 
 
 async def test_files_need_no_key_and_data_does():
@@ -205,7 +220,7 @@ async def test_files_need_no_key_and_data_does():
         assert script.headers["content-type"].startswith("text/javascript")
         again = await api.client.get("/blocks/assets/frames.js", headers={"if-none-match": script.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        for path in ("/blocks/stream", "/blocks/", "/blocks/assets"):
+        for path in ("/blocks/stream", "/blocks/describe?worker=w0&group=0&block=0", "/blocks/", "/blocks/assets"):
             assert (await api.client.get(path)).status_code == 401, path
 
 

@@ -18,6 +18,7 @@ SHARED = (
     "/metrics",
     "/metrics/sd",
     "/metrics/process",
+    "/blocks/describe",
     "/blocks/stream?worker=none",
 )
 MEASURE = "/transfers/measure"
@@ -86,7 +87,9 @@ def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
     assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {"/blocks/assets/{name}"}
 
 
-@pytest.mark.parametrize("path", ["/metrics%0A", "/metrics/sd%0A", "/blocks/stream%0A?worker=none"])
+@pytest.mark.parametrize(
+    "path", ["/metrics%0A", "/metrics/sd%0A", "/blocks/describe%0A", "/blocks/stream%0A?worker=none"]
+)
 async def test_a_line_feed_after_a_path_opens_nothing(admins: str, path: str) -> None:
     """Patterns of routes match in front of one."""
     async with running_api(api_keys=("k",), admin_api_key_file=admins) as api:

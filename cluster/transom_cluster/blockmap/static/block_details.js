@@ -1,4 +1,7 @@
-/** What the page says about one block, in a tooltip beside it and in the inspector panel. Row: [name, text]. */
+/**
+ * What the page says about one block: in a tooltip beside it, in the inspector panel, and with the details that the server sends
+ * when asked (`/blocks/describe`). Row: [name, text].
+ */
 
 import { element, formatAge, formatBytes, formatCount, formatNoun, requestButton, setText } from "./text.js";
 import { stateOf } from "./map_view.js";
@@ -8,6 +11,7 @@ const STATE_NAMES = {
   [UNLEASED]: "not leased", [FREE]: "free", [ACTIVE]: "active", [EVICTABLE]: "cached, evictable",
   [PINNED]: "cached, pinned by a checkpoint", [REPAIR]: "active, in a window repair", [EVICTED]: "just evicted",
 };
+const ASK_AFTER_MS = 250; // the pointer stays on a block for so long before the server is asked
 const TOOLTIP_OFFSET_CSS_PX = 14;
 
 /** One line about a hit. */
@@ -48,6 +52,7 @@ export class Inspector {
     this.hint = panel.querySelector("[data-hint]");
     this.rows = panel.querySelector("[data-rows]");
     this.requests = panel.querySelector("[data-requests]");
+    this.details = panel.querySelector("[data-details]");
     this.onRequest = onRequest;
     this.requestsKey = "";
   }
@@ -61,6 +66,11 @@ export class Inspector {
     this.#showRequests(hasBlock ? target : null);
   }
 
+  /** Show the server's details as rows; an empty list while there are none. */
+  showDetails(rows) {
+    fillRows(this.details, rows);
+  }
+
   #showRequests(target) {
     const found = target === null ? [] : stateOf(target).sequencesOf(target.group, target.block);
     const blockSize = target?.worker.state.geometry.groups[target.group].block_size;
@@ -69,6 +79,39 @@ export class Inspector {
     if (key === this.requestsKey) return; // a button that is replaced loses the focus
     this.requestsKey = key;
     this.requests.replaceChildren(...lines.map(([{ request }, text]) => element("li", {}, requestButton(request, this.onRequest), text)));
+  }
+}
+
+/** Asks the server about the block at the cursor. `onRows(rows)` gets the details; an empty list while there are none. */
+export class Describer {
+  constructor({ url, keys, onRows }) {
+    Object.assign(this, { url, keys, onRows });
+    this.requested = "";
+    this.timer = null;
+  }
+
+  /** Ask about a block, or about nothing (null). */
+  lookAt(target) {
+    const query = target === null || target.block === null ? "" : queryOf(target);
+    if (query === this.requested) return;
+    this.requested = query;
+    clearTimeout(this.timer);
+    this.onRows([]);
+    if (query) this.timer = setTimeout(() => this.#ask(query), ASK_AFTER_MS);
+  }
+
+  async #ask(query) {
+    const rows = await this.#fetchRows(query);
+    if (query === this.requested) this.onRows(rows);
+  }
+
+  async #fetchRows(query) {
+    try {
+      const response = await fetch(`${this.url}?${query}`, { headers: this.keys.headers() });
+      return response.ok ? detailRows(await response.json()) : [["Details", `the server answered ${response.status}`]];
+    } catch (error) {
+      return [["Details", `not available: ${error.message}`]];
+    }
   }
 }
 
@@ -114,6 +157,35 @@ function tokenRange(logical, blockSize) {
   if (logical === UNKNOWN) return "unknown";
   const first = logical * blockSize;
   return `${formatCount(first)} to ${formatCount(first + blockSize - 1)} (logical block ${formatCount(logical)})`;
+}
+
+/**
+ * What the server's details add to the frames: the first byte, a longer hash, and the checkpoints that pin the block. Of a host block
+ * also its references, requests and tokens, since frames tell only its state.
+ */
+function detailRows({ tier, references, sequences, logical, tokens, first_byte, hash, cached_s, checkpoints = [] }) {
+  const rows = checkpoints.map((checkpoint) => ["Checkpoint", checkpointText(checkpoint)]);
+  if (tier === "host") {
+    rows.push(...sequences.map(({ request }) => ["Request", request]), ["References", formatCount(references)]);
+    rows.push(["Tokens", tokenRange(logical ?? UNKNOWN, tokens)]);
+  }
+  if (hash) rows.push([tier === "host" ? "Hash" : "Longer hash", `${hash}…`]);
+  if (typeof cached_s === "number") rows.push(["Not used for", formatAge(cached_s)]);
+  if (typeof first_byte === "number") rows.push(["First byte", formatCount(first_byte)]);
+  return rows;
+}
+
+function checkpointText({ kind, boundary_tokens, turns, running, part }) {
+  const parts = [`${kind}, at ${formatNoun(boundary_tokens, "token")}, which needs it for its ${part}`];
+  if (turns) parts.push(`came back ${formatNoun(turns, "time")}`);
+  if (running) parts.push(`${formatNoun(running, "request")} on it`);
+  return parts.join("; ");
+}
+
+function queryOf({ worker, tier, group, block }) {
+  const query = new URLSearchParams({ worker: worker.id, group, block });
+  if (tier === "host") query.set("tier", tier);
+  return query.toString();
 }
 
 function fillRows(list, rows) {

@@ -1,7 +1,7 @@
 /** Binds the modules to the page's elements and starts them. */
 
 import { App } from "./app.js";
-import { Inspector, Tooltip } from "./block_details.js";
+import { Describer, Inspector, Tooltip } from "./block_details.js";
 import { GroupHues, Theme } from "./colours.js";
 import { Cursor } from "./cursor.js";
 import { FilterControls, Filters } from "./filters.js";
@@ -29,6 +29,7 @@ const map = new MapView({
   },
 });
 const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseRequest });
+const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onRows: (rows) => inspector.showDetails(rows) });
 const tooltip = new Tooltip({ tip: find("tooltip"), box: find("map-box") });
 const cursor = new Cursor({ map, outline: find("cursor"), onChange: showTarget });
 const legend = new Legend(find("legend"), DEVICE_LOOKS);
@@ -43,6 +44,7 @@ const filterControls = new FilterControls({
 const theme = new Theme(() => app.requestRender(true));
 
 let paintedTheme = 0;
+let isConnected = false; // if not, the page shows the past, and the server would describe the present
 
 function draw() {
   if (paintedTheme !== theme.version) map.setStyles(theme.styles);
@@ -84,11 +86,13 @@ function drawStrip() {
 function showTarget() {
   const { target } = cursor;
   inspector.show(target);
+  describer.lookAt(isConnected ? target : null);
   tooltip.show(target === cursor.hovered ? target : null, rectOnScreen(target));
 }
 
 /** Show a status {kind, message, retry_s} of the stream (frame_sources.js). */
 function showStatus({ kind, message = "", retry_s = null }) {
+  isConnected = kind === "live";
   find("status").dataset.kind = kind;
   setText(find("status"), STATUS_TEXTS[kind]);
   setText(find("status-message"), retry_s === null ? message : `${message} Trying again in ${retry_s} s.`);

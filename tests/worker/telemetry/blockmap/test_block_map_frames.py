@@ -33,6 +33,7 @@ from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
+from transom_worker.telemetry.blockmap.describe import describe_block
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
 ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
@@ -232,6 +233,29 @@ def test_a_large_host_tier_is_copied_in_pieces() -> None:
     for pages in pieces:
         copy = host.copy(pages)
         assert sum(len(changes.blocks) for changes in copy) < 1.5 * cache_snapshot.BLOCKS_PER_COPY
+
+
+def test_every_block_of_the_host_tier_can_be_described() -> None:
+    driver = Driver(layout(("full", "window"), num_pages=12), host_pages=60, max_num_batched_tokens=64)
+    for token in range(6):
+        driver.add(request(f"r{token}", [token] * 40, 2))
+        driver.run()
+    scheduler = driver.scheduler
+    host = scheduler.cache.tiers.host
+    states = in_host_tier(scheduler)
+    assert HELD in states.values()
+    for (group, block), state in states.items():
+        described = describe_block(scheduler, group, block, "host")
+        assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
+        assert (described["hash"] is not None) == (state == HELD)
+        assert described["state"] == {EMPTY: "empty", LOOSE: "loose", HELD: "held"}[state]
+    for group, block in plain(scheduler):
+        on_device = describe_block(scheduler, group, block)
+        assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
+    for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
+        assert list(describe_block(scheduler, group, block, "host")) == ["error"]
+    without = Driver(layout(("full",), num_pages=12)).scheduler
+    assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)

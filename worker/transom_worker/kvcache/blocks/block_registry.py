@@ -177,6 +177,10 @@ class BlockRegistry:
         """Return, by block, when its last reference was removed, in seconds of the cache's clock; 0 if that never happened."""
         return self._times[group].since_s()
 
+    def cached_age_s(self, group: int, block: int) -> float:
+        """Return how long ago a block's last reference was removed."""
+        return self._times[group].age_s(block)
+
     def num_evicted(self) -> list[dict[str, int]]:
         """Return, by group, the number of blocks evicted since start, by reason."""
         return [dict(evicted) for evicted in self._evicted]
@@ -244,6 +248,10 @@ class BlockTimes:
     def since_s(self) -> list[float]:
         """Return a copy of the times at which blocks lost their last reference, by block; 0 if that never happened."""
         return self._since_s.copy()
+
+    def age_s(self, block: int) -> float:
+        """Return how long ago a block's last reference was removed."""
+        return self._clock() - self._since_s[block]
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """Note that these blocks were evicted just now."""

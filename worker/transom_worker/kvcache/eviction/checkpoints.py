@@ -97,6 +97,22 @@ class Checkpoints:
             return 0
         return sorted(self._return_offsets)[int(OFFSET_QUANTILE * (len(self._return_offsets) - 1))]
 
+    def pinning_nodes(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
+        """Return the nodes that pin a block, each with the part that pins it: "chain" (its segment) or "window".
+
+        Searches all nodes.
+        """
+        found = []
+        owner = self.tree.owner.get(digest)
+        if owner is not None:
+            index = owner.boundary - len(owner.segment) + owner.segment.index(digest)
+            num_sink_blocks = dict(owner.retentions.sliding_groups).get(group)
+            if num_sink_blocks is None or index < num_sink_blocks:
+                found.append((owner, "chain"))
+        for node in self.tree.nodes():
+            found += [(node, "window") for at, digests in node.window_blocks() if at == group and digest in digests]
+        return found
+
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
         """Lock and return the deepest node of a chain within its first `num_hash_blocks` hash blocks (a hit); None if the tree has
         none of these.

@@ -23,6 +23,7 @@ from typing import Any
 from transom_core.clock import steady_time_s
 from transom_core.errors import Overloaded, RequestError
 from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.telemetry.blockmap.describe import describe_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.telemetry.blockmap.frame import Frame
 from transom_worker.telemetry.blockmap.log import BlockMapLog
@@ -137,6 +138,11 @@ class BlockMap:
         finally:
             self._watchers.discard(watcher)
             self._came.set()
+
+    async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Describe one block as it is now, as `describe_block` does; `tier` is "device" or "host"."""
+        described: dict[str, Any] = await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
+        return described
 
     async def _make_frames(self) -> None:
         """Make frames while there are watchers. A watcher that arrives while a round ends gets another round."""
