@@ -23,7 +23,7 @@ from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
-from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_host_tier, plain
+from tests.worker.telemetry.blockmap.watch import Watch, check, check_described, check_host, in_host_tier, plain
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
@@ -147,12 +147,16 @@ def random_lives(
                 check_host(watch)
             if rng.random() < 0.3:
                 check_late_watcher(watch, catches_up=catches_up)
+                check_described(watch, rng)
     others.end()
     watch.look()
     settle(watch)
     assert watch.map.shown == plain(driver.scheduler)
     if has_host:
         assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
+        for group, block in watch.map.shown_in_host:  # only checkpoints need host blocks now
+            told = describe_block(driver.scheduler, group, block, "host")
+            assert len(told["checkpoints"]) == told["references"]
     return watch
 
 
@@ -202,6 +206,7 @@ def test_every_state_of_a_host_block_shows() -> None:
     watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(6)]
     states = set().union(*(watch.host_states for watch in watches))
     assert states == {GONE, EMPTY, LOOSE, HELD, EVICTED}
+    assert set().union(*(watch.needs for watch in watches)) >= {"prompt", "sequence"}
 
 
 def test_what_does_not_fit_into_a_frame_is_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,25 +240,11 @@ def test_a_large_host_tier_is_copied_in_pieces() -> None:
         assert sum(len(changes.blocks) for changes in copy) < 1.5 * cache_snapshot.BLOCKS_PER_COPY
 
 
-def test_every_block_of_the_host_tier_can_be_described() -> None:
-    driver = Driver(layout(("full", "window"), num_pages=12), host_pages=60, max_num_batched_tokens=64)
-    for token in range(6):
-        driver.add(request(f"r{token}", [token] * 40, 2))
-        driver.run()
-    scheduler = driver.scheduler
-    host = scheduler.cache.tiers.host
-    states = in_host_tier(scheduler)
-    assert HELD in states.values()
-    for (group, block), state in states.items():
-        described = describe_block(scheduler, group, block, "host")
-        assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
-        assert (described["hash"] is not None) == (state == HELD)
-        assert described["state"] == {EMPTY: "empty", LOOSE: "loose", HELD: "held"}[state]
-    for group, block in plain(scheduler):
-        on_device = describe_block(scheduler, group, block)
-        assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
+def test_what_is_not_there_is_not_described() -> None:
+    scheduler = Driver(layout(("full", "window"), num_pages=12), host_pages=60).scheduler
     for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
-        assert list(describe_block(scheduler, group, block, "host")) == ["error"]
+        for tier in ("device", "host"):
+            assert list(describe_block(scheduler, group, block, tier)) == ["error"]
     without = Driver(layout(("full",), num_pages=12)).scheduler
     assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}
 

@@ -168,26 +168,3 @@ async def test_a_failure_ends_all_watchers_and_the_next_begin_anew(monkeypatch: 
     await until(lambda: worker.keeps_nothing)
     async with watching(worker) as frames:
         assert decode(await anext(frames)).header["whole"]
-
-
-async def test_every_block_can_be_described() -> None:
-    worker, seen = Worker(num_pages=40), Map()
-    worker.run("a")
-    worker.run("b", [*PROMPT, 5, 6, 7])
-    worker.driver.add(request("c", PROMPT[:17], 5))
-    worker.step()
-    names = ("gone", "empty", "active", "loose", "held", "repair")
-    async with watching(worker) as frames:
-        seen.take(await anext(frames))
-    pools = worker.scheduler.cache.pools
-    for (group, block), told in seen.shown.items():
-        described = await worker.map.describe(group, block)
-        assert (described["state"], described["references"]) == (names[told.state], told.refs)
-        assert described["logical"] == told.logical
-        assert int((described["hash"] or "0" * 8)[:8], 16) == told.hash
-        assert len(described["checkpoints"]) == pools[group].pins[block]
-        assert len(described["sequences"]) == told.refs
-    kinds = set()
-    for block, holds in enumerate(pools[1].pins):
-        kinds |= {one["kind"] for one in (await worker.map.describe(1, block))["checkpoints"]} if holds else set()
-    assert "prompt" in kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ from transom_core.kv_cache.tiers import DEVICE
 from transom_worker.kvcache.blocks.block_table import BlockTable, StateTable
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
+from transom_worker.telemetry.blockmap.describe import describe_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
 
 COUNTED = {"held": HELD, "loose": LOOSE, "empty": EMPTY}
+STATE_NAMES = {ACTIVE: "active", REPAIR: "repair", **{state: name for name, state in COUNTED.items()}}
 
 
 class Watch:
@@ -52,6 +55,7 @@ class Watch:
                 between()
         self.states: set[int] = set()  # ever shown
         self.host_states: set[int] = set()
+        self.needs: set[str] = set()  # what ever needed a described host block: checkpoints by kind, and sequences
 
     def look(self) -> Map:
         first = not self.number
@@ -195,3 +199,27 @@ def check_host(watch: Watch) -> None:
     for group, counts in enumerate(told["counts"]):
         states = [state for (of, _), state in expected.items() if of == group]
         assert counts == {name: states.count(state) for name, state in COUNTED.items()}
+
+
+def check_described(watch: Watch, rng: random.Random) -> None:
+    """The description of a block says what is there, in both tiers."""
+    scheduler, cache = watch.scheduler, watch.scheduler.cache
+    on_device, in_host = plain(scheduler), in_host_tier(scheduler)
+    for group, block in rng.sample(sorted(on_device), min(20, len(on_device))):
+        told, there = describe_block(scheduler, group, block), on_device[group, block]
+        assert (told["state"], told["references"]) == (STATE_NAMES[there.state], there.refs)
+        assert told["logical"] == there.logical
+        assert int((told["hash"] or "0")[:8], 16) == there.hash
+        assert len(told["checkpoints"]) == cache.pools[group].pins[block]
+        assert {one["request"] for one in told["sequences"]} == {
+            sequence.request.request_id
+            for sequence in scheduler.sequences_with_blocks()
+            if sequence.blocks is not None and sequence.blocks.tables[group].holds(block)
+        }
+    for group, block in rng.sample(sorted(in_host), min(20, len(in_host))):
+        told = describe_block(scheduler, group, block, "host")
+        assert told["state"] == STATE_NAMES[in_host[group, block]]
+        assert told["references"] == cache.tiers.host.pools[group].refs[block]
+        needs = len(told["checkpoints"]) + len(told["sequences"])
+        assert needs <= told["references"], "imports, exports and loads of requests that ended need it too"
+        watch.needs |= {one["kind"] for one in told["checkpoints"]} | {"sequence" for _ in told["sequences"]}

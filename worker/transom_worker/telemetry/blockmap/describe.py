@@ -12,6 +12,7 @@ from transom_core.clock import steady_time_s
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.arena import FREE
+from transom_worker.kvcache.blocks.block_table import BlockTable, StateTable
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.scheduler import Scheduler
@@ -104,7 +105,7 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
                 {
                     "id": sequence.seq_id,
                     "request": sequence.request.request_id,
-                    "logical": table.logical_of(block),
+                    "logical": _logical(table, block),
                     "processed": blocks.processed,
                     "repair": blocks.processed < blocks.repair.end
                     and not blocks.retentions[group].keeps_everything
@@ -112,6 +113,13 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
                 }
             )
     return users
+
+
+def _logical(table: BlockTable, block: int) -> int:
+    """Return a block's logical index as frames tell it: a snapshot has that of the hash block at whose end it was taken."""
+    if isinstance(table, StateTable):
+        return table.places[table.run.index(block)]
+    return table.logical_of(block)
 
 
 def _checkpoints(cache: KvCache, group: int, digest: bytes, tier: int) -> list[dict[str, Any]]:
