@@ -302,10 +302,8 @@ def route_calls() -> Iterator[Callable[[], Any]]:
             yield partial(route_triton, x, weight, plain, bias=some, expert_scale=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, correction=some)
             yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, chosen=fixed)
-    x, some = (
-        torch.empty(1, 7168, dtype=BF16),
-        torch.empty(256),
-    )  # DeepSeek V2's and V3's groups; last, so compiled every day
+    # --- DeepSeek V2's and V3's groups; last, so compiled every day ---
+    x, some = torch.empty(1, 7168, dtype=BF16), torch.empty(256)
     for score, given in (("softmax", None), ("sigmoid", some)):
         groups = Routing(num_chosen=8, score=score, num_groups=8, top_groups=4)  # type: ignore[arg-type]
         yield partial(route_triton, x, torch.empty(7168, 256).T, groups, correction=given)
@@ -313,19 +311,15 @@ def route_calls() -> Iterator[Callable[[], Any]]:
 
 def recurrence_calls() -> Iterator[Callable[[], Any]]:
     """Qwen's gated delta nets; Mamba-2 of Nemotron, Granite and Falcon-H1, and the norms of their outputs."""
-    sizes = (
-        ("delta", 32, 16, 128, 128),
-        ("mamba2", 64, 8, 128, 64),
-        ("mamba2", 24, 1, 256, 128),
-        ("mamba2", 24, 1, 64, 32),
-    )
-    for (kind, *heads), dtype in product(sizes, (BF16, F32)):
+    mamba2 = (64, 8, 128, 64), (24, 1, 256, 128), (24, 1, 64, 32)
+    sizes = (("delta", (32, 16, 128, 128)), *product(("mamba2",), mamba2))
+    for (kind, heads), dtype in product(sizes, (BF16, F32)):
         case = recurrence_case(kind, (*heads, 4), [(0, 70), (0, 1)], dtype)
         yield partial(linear_recurrence_triton, step_of(case, [0, 0], [70, 1]))
     for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
         x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
         yield partial(gated_rms_norm_triton, x, x, weight, 1e-5, group, gates_first=first)
-    yield partial(gated_rms_norm_triton, x, x, None, 1e-5, width, gates_first=True)
+    yield partial(gated_rms_norm_triton, x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True)
 
 
 def hyper_connections(x: torch.Tensor) -> None:

@@ -65,7 +65,10 @@ def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_ke
 
 
 @pytest.mark.parametrize(
-    ("group", "own_weights", "gates_first", "dtype"), matrix([20, 60, None], [True, False], [True, False], [F32, BF16])
+    ("group", "own_weights", "gates_first", "by_sigmoid", "dtype"),
+    matrix([20, 60, None], [True, False], [True, False], [True, False], [F32, BF16]),
 )
-def test_gated_norm(group: int | None, own_weights: bool, gates_first: bool, dtype: torch.dtype) -> None:
-    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_triton)
+def test_gated_norm(
+    group: int | None, own_weights: bool, gates_first: bool, by_sigmoid: bool, dtype: torch.dtype
+) -> None:
+    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_triton, by_sigmoid=by_sigmoid)

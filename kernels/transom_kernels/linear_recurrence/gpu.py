@@ -60,16 +60,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
     columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
     uses_chunks, warps = projected.dtype != torch.float32, max(4, warps_for(shape["BLOCK_D"] * columns) // 2)
     recur_tokens[(sequences, heads, -(-value_width // columns))](
-        mixed,
-        *gates,
-        out,
-        state,
-        *blocks,
-        *numbers,
-        **shape,
-        ONE=uses_chunks,
-        BLOCK_V=columns,
-        num_warps=warps,
+        mixed, *gates, out, state, *blocks, *numbers, **shape, ONE=uses_chunks, BLOCK_V=columns, num_warps=warps
     )
     if uses_chunks and tokens > sequences:
         columns = 16 if width * (1 + inputs.is_delta_rule) > 128 else columns  # the delta rule needs more registers
@@ -164,9 +155,19 @@ def convolve(
 
 
 def gated_rms_norm_triton(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, size: int, *, gates_first: bool
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    size: int,
+    *,
+    gates_first: bool,
+    by_sigmoid: bool = False,
 ) -> torch.Tensor:
-    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups."""
+    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups.
+
+    With `by_sigmoid` the factor is sigmoid(gate) instead.
+    """
     rows, width = x.shape
     out, block = x.new_empty(rows, width), next_power_of_two(size)
     groups = width // size
@@ -174,7 +175,7 @@ def gated_rms_norm_triton(
     if rows:
         norm_groups[(rows, -(-groups // block_g))](
             x, gate, x if weight is None else weight, out, x.stride(0), gate.stride(0), eps,
-            GROUPS=groups, SIZE=size, HAS_WEIGHT=weight is not None, GATES_FIRST=gates_first,
+            GROUPS=groups, SIZE=size, HAS_WEIGHT=weight is not None, GATES_FIRST=gates_first, BY_SIGMOID=by_sigmoid,
             OWN_WEIGHTS=weight is not None and weight.numel() > size, BLOCK_G=block_g, BLOCK_N=block,
             num_warps=max(1, min(16, block_g * block // 512)),
         )  # fmt: skip
@@ -194,6 +195,7 @@ def norm_groups(
     SIZE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,7 +205,8 @@ def norm_groups(
     g, n = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_N)[None, :]
     inside, at = (g < GROUPS) & (n < SIZE), g * SIZE + n
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    factor = silu(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32))
+    factor = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(factor) if BY_SIGMOID else silu(factor)
     if GATES_FIRST or not HAS_WEIGHT:
         values *= factor
     if HAS_WEIGHT:

@@ -77,9 +77,9 @@ def gated_rms_norm(
     if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
-    if uses_triton(x) and not by_sigmoid:  # torch computes that factor on GPUs
+    if uses_triton(x):
         by_triton: Callable[..., torch.Tensor] = implementation("linear_recurrence.gpu", "gated_rms_norm_triton")
-        return by_triton(x, gate, weight, eps, size, gates_first=gates_first)
+        return by_triton(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
     if uses_cpu_kernels(x) and x.dtype in DTYPES and x.stride(1) == gate.stride(1) == 1:
         return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
     return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
