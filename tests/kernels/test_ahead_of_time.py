@@ -74,7 +74,7 @@ def test_every_configuration_fits(arch: str) -> None:
 @pytest.mark.compile
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", SPILLED_BYTES)
-def test_attention_and_experts_fit_other_architectures(arch: str) -> None:
+def test_attention_experts_and_recurrences_fit_other_architectures(arch: str) -> None:
     check(compiled(arch, "--served"), SPILLED_BYTES[arch])
 
 

@@ -12,9 +12,8 @@ S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the con
     out = S^T q                                          out = S^T q + skip * v
 
 The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens
-as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding. It changes nothing
-at all on CPUs and in float32, which go from token to token, nor on GPUs where steps end at multiples of 16 tokens, the chunk of
-their kernel, and have more than one token.
+as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding, and on CPUs and in
+float32 nothing at all.
 
 Legend: T tokens, H heads, D key width, Dv value width, L tokens of the convolution's kernel, N row width.
 """
