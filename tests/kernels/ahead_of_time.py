@@ -4,7 +4,7 @@ A process of its own: triton decides when a kernel is defined whether it is inte
 
     python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each|--served] [--loops] [words of names to choose]
 
---one-each: one configuration of each kernel; --served: also all of attention, experts and recurrences in bfloat16; --loops: opcodes of loops.
+--one-each: one configuration of each kernel; --served: also all that `is_served`; --loops: opcodes of loops.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def main(words: list[str]) -> None:
 
 def is_served(case: Compilation) -> bool:
     """Whether it is a configuration of the kernels that take the most registers and shared memory, in bfloat16."""
-    names = ("attention", "moe", "linear_recurrence")
-    return "*bf16" in case.types.values() and any(name in case.kernel.__module__ for name in names)
+    return "*bf16" in case.types.values() and bool(re.search("attention|moe|recurrence", case.kernel.__module__))
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
     sizes = (("delta", (32, 16, 128, 128)), *product(("mamba2",), mamba2))
     for (kind, heads), dtype in product(sizes, (BF16, F32)):
         case = recurrence_case(kind, (*heads, 4), [(0, 70), (0, 1)], dtype)
-        yield partial(linear_recurrence_triton, step_of(case, [0, 0], [70, 1]))
+        yield from (partial(linear_recurrence_triton, step_of(case, [0, 0], [count, 1])) for count in (1, 70))
     for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
         x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
         yield partial(gated_rms_norm_triton, x, x, weight, 1e-5, group, gates_first=first)

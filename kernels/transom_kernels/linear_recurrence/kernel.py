@@ -250,9 +250,8 @@ def recur_chunks(
             if DELTA:
                 key_length = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)
                 query_length = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * D**-0.5
-                beta = tl.sigmoid(
-                    tl.load(strength + token * strength_stride + head, mask=inside, other=0.0).to(tl.float32)
-                )
+                at = token * strength_stride + head
+                beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
                 known = tl.dot(key, own, input_precision=PRECISION) * (key_length * to_chunk)[:, None]
                 change = tl.where(inside, beta, 0.0)[:, None] * (value - known)
                 at = (token * H + head)[:, None] * BLOCK_T + t[None, :]
@@ -268,8 +267,7 @@ def recur_chunks(
             result += tl.dot(weight, change, input_precision=PRECISION)
             if HAS_SKIP:
                 result += tl.load(skip + head) * value
-            tl.store(
-                out + token[:, None] * H * DV + head * DV + v[None, :], result.to(out.dtype.element_ty), mask=has_value
-            )
+            at = token[:, None] * H * DV + head * DV + v[None, :]
+            tl.store(out + at, result.to(out.dtype.element_ty), mask=has_value)
             own = own * tl.exp(last) + tl.dot(tl.trans(key), change * to_end[:, None], input_precision=PRECISION)
         tl.store(places + write * state_stride_b, own, mask=inside_state & (write >= 0))
