@@ -18,8 +18,10 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import RUNNABLE_FAMILIES, choose_max_model_len, read_architecture, runnable
+from transom_core.model_config.mamba import Mamba
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES
+from transom_core.model_config.sharding import check_size
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
@@ -178,6 +180,39 @@ def test_lfm2_configs_in_their_own_words() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(LFM2 | wrong)
+
+
+def test_granite_hybrids_as_published() -> None:
+    """Without experts, the shared MLP is the only one; norms of hidden rows have the eps divided by the residual's factor squared."""
+    published = SMALL | {
+        **{"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 5 + ["attention"], "num_local_experts": 0},
+        **{"mamba_n_heads": 4, "shared_intermediate_size": 96, "residual_multiplier": 0.5, "rope_theta": 10_000},
+    }
+    theirs = AutoConfig.for_model(**published).to_dict()
+    architecture = runnable(read_architecture(published))
+    assert architecture == read_architecture(theirs)
+    assert [layer.recurrent for layer in architecture.layers] == [4] * 5 + [None]
+    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (1, 32)
+    assert (architecture.intermediate_size, architecture.mixture, set(architecture.ropes)) == (96, None, {None})
+    assert architecture.mamba == Mamba(norm_eps=1e-5, convolution_bias=True, projection_bias=False)
+    assert architecture.rms_norm_eps == 4e-5
+    rotary = read_architecture(published | {"position_embedding_type": "rope"}).ropes
+    assert [rope is None for rope in rotary] == [True] * 5 + [False]
+    for wrong, message in (
+        ({"mamba_rate": 2}, "the field 'mamba_rate', which is not known of models with Mamba-2 layers"),
+        ({"time_step_floor": 1e-4}, "the field 'time_step_floor'"),
+        ({"time_step_limit": [0.1, math.inf]}, "only 0 to infinity"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'; known are"),
+        ({"mamba_d_head": 64}, "4 heads of 64; mamba_expand times hidden_size is 128"),
+        ({"mamba_n_groups": 3}, "3 KV heads for 4 heads"),
+        ({"mamba_d_conv": 0}, "which see 0 tokens"),
+        ({"mamba_d_state": None}, "no size or number"),
+        ({"layer_types": ["conv"] * 6}, "layer type 'conv'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(published | wrong)
+    with pytest.raises(ConfigError, match="2; this granitemoehybrid model has 1 groups of heads in Mamba-2 layers"):
+        check_size(architecture, 2)
 
 
 def test_families_that_run_have_a_class() -> None:

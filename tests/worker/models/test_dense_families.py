@@ -32,7 +32,19 @@ DELTA_NET: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
     **{"num_hidden_layers": 5, "full_attention_interval": 2, "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3},
 }
+MAMBA: dict[str, Any] = {
+    **{"layer_types": ["mamba", "attention", "mamba", "attention", "mamba"], "num_hidden_layers": 5},
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 1, "mamba_d_conv": 3},
+    **{"position_embedding_type": "nope", "shared_intermediate_size": 80, "num_local_experts": 0},
+    **{"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "attention_multiplier": 0.25, "logits_scaling": 4.0},
+    "rms_norm_eps": 1e-3,
+}
 CASES = {
+    "granite4": FamilyCase(
+        family="granitemoehybrid",
+        config=MAMBA | {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True},
+        mistakes=({"position_embedding_type": "rope"}, {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-1}),
+    ),
     "qwen3_5": FamilyCase(
         family="qwen3_5_text",
         config=DELTA_NET,

@@ -37,10 +37,15 @@ def make_qwen(folder: Path) -> Path:
     return make_checkpoint(folder, "qwen3_5_text", **CASES["qwen3_5"].config)
 
 
+def make_granite(folder: Path) -> Path:
+    return make_checkpoint(folder, "granitemoehybrid", **CASES["granite4"].config)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v4": make_deepseek_v4,
     "lfm2": make_lfm2,
     "qwen3_5": make_qwen,
+    "granite4": make_granite,
 }
 
 
@@ -89,7 +94,11 @@ def fill(engine: Engine, boundaries: range) -> None:
     some_daily(
         [
             *(("deepseek_v4", *rest) for rest in ((4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False))),
-            *((name, *rest) for name in ("lfm2", "qwen3_5") for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
+            *(
+                (name, *rest)
+                for name in ("lfm2", "qwen3_5", "granite4")
+                for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))
+            ),
         ],
         daily=[
             ("deepseek_v4", 32, 5, True),

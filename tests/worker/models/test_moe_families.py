@@ -20,7 +20,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_dense_families import DELTA_NET
+from tests.worker.models.test_dense_families import DELTA_NET, MAMBA
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
@@ -95,6 +95,13 @@ CASES = {
         family="qwen3_5_moe_text",
         config=DELTA_NET | SHARED | {"seed": 1},
         mistakes=({"num_experts_per_tok": 3},),
+    ),
+    "granite4 with experts": FamilyCase(
+        family="granitemoehybrid",
+        config=MAMBA
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"mamba_n_groups": 2, "mamba_conv_bias": False, "position_embedding_type": "rope"},
+        mistakes=({"num_experts_per_tok": 3}, {"position_embedding_type": "nope"}),
     ),
     "qwen2_moe": FamilyCase(
         family="qwen2_moe",

@@ -42,13 +42,13 @@ NINE_HEADS = {
 # At the sharpness of its other tests one rank's own logits move by more than the tolerance when its chunks are cut otherwise.
 BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
 NINE = FamilyCase(family="llama", config=NINE_HEADS)
-# As many key heads as the most ranks; three ranks have two, one and one of them.
+# As many key heads (Mamba: groups) as the most ranks; three ranks have two, one and one of them.
+FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "mamba_n_groups": 4}
 FOUR_KEY_HEADS = {
-    name: replace(case, config=case.config | {"linear_num_key_heads": 4, "linear_num_value_heads": 8})
+    name: replace(case, config=case.config | {field: value for field, value in FOUR.items() if field in case.config})
     for name, case in (DENSE | MIXTURES).items()
-    if "linear_num_key_heads" in case.config
 }
-CASES = DENSE | MIXTURES | FOUR_KEY_HEADS | {"gemma4": BLUNT, "llama with nine heads": NINE}
+CASES = FOUR_KEY_HEADS | {"gemma4": BLUNT, "llama with nine heads": NINE}
 VARIANTS = ("llama3", "mistral without windows", "mixtral", "qwen3_moe as it is", "llama4 without norms", *QUANTISED)
 FAMILIES = [name for name in (*CASES, "deepseek_v4") if name not in VARIANTS]
 SIZES = (2, 3, 4)
@@ -57,6 +57,7 @@ EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
 DIVIDED = (
     "llama with nine heads", "olmo3", "cohere2", "gemma3", "gemma4", "gemma4 with experts", "mixtral", "gpt_oss", "llama4",
     "mimo_v2_flash", *QUANTISED, "deepseek_v4", "deepseek_v2", "deepseek_v3", "qwen3_next",
+    "granite4 with experts",
 )  # fmt: skip
 DAILY = {name: SIZES[at % 3] for at, name in enumerate(DIVIDED)}
 DAILY_PREEMPTED = {

@@ -67,6 +67,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         *(32, 8, 64, 128_000),
         conv_L_cache=3,
     ),
+    "granite-4.0-h-small": _config(
+        "granitemoehybrid",
+        ["attention" if index % 10 == 5 else "mamba" for index in range(40)],
+        *(32, 8, 128, 131_072),
+        **{"mamba_d_head": 64, "mamba_d_state": 128, "num_local_experts": 72, "num_experts_per_tok": 10},
+        position_embedding_type="nope",
+    ),
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
     "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),

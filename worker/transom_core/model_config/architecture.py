@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
+from transom_core.model_config import lfm2, mamba
 from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_core.model_config.lfm2 import with_common_names
+from transom_core.model_config.mamba import Mamba, read_mamba
 from transom_core.model_config.mixture import Mixture, read_mixture
 from transom_core.model_config.mla import Mla, read_mla
 from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
@@ -53,6 +54,7 @@ RUNNABLE_FAMILIES = (
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
     *("lfm2", "lfm2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "granitemoehybrid",
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -92,6 +94,7 @@ class Architecture:
     layer_vocab_size: int = 0  # vocabulary size of the per-layer embeddings
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
     mla: Mla | None = None  # sizes of multi-head latent attention, which all layers or none have
+    mamba: Mamba | None = None  # what the recurrent layers have if they are Mamba-2's
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +125,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
         )
     try:
-        config = with_common_names(config)
+        config = mamba.with_common_names(lfm2.with_common_names(config))
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
@@ -146,6 +149,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             mla=read_mla(config, ropes[0]) if ropes[0] is not None else None,
+            mamba=read_mamba(config),
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=attention_bias or family in _BIASED_INPUTS,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_config import lfm2, recurrent
+from transom_core.model_config import lfm2, mamba, recurrent
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_core.model_config.mla import MLA_FAMILIES
 
@@ -131,6 +131,8 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return lfm2.convolution_layer(config)
         case recurrent.LINEAR if config.get("model_type") in recurrent.DELTA_NET_FAMILIES:
             return recurrent.delta_net_layer(config)
+        case recurrent.LINEAR if config.get("model_type") in mamba.MAMBA_FAMILIES:
+            return mamba.mamba_layer(config)
         case "sliding_attention":
             return replace(layer, window=_window(config))
         case "chunked_attention":
@@ -163,6 +165,10 @@ def _compression(kind: str, config: Config) -> Compression:
 
 def _always_full(_config: Config, _index: int) -> str:
     return FULL
+
+
+def _always_recurrent(_config: Config, _index: int) -> str:
+    return recurrent.LINEAR
 
 
 def _sliding_if_set(config: Config, _index: int) -> str:
@@ -260,6 +266,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "mimo_v2_flash": _full_first_and_every_sixth,
     **dict.fromkeys(MLA_FAMILIES, _always_full),
     **dict.fromkeys(recurrent.DELTA_NET_FAMILIES, recurrent.layer_type),
+    **dict.fromkeys(mamba.MAMBA_FAMILIES, _always_recurrent),
     "lfm2": lfm2.layer_type,
     "lfm2_moe": lfm2.layer_type,
     "deepseek_v4": _by_ratio,

@@ -38,6 +38,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
+    "granitemoehybrid": {
+        **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_d_conv": 4},
+        **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        **{"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
+    },
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations

@@ -70,6 +70,7 @@ _DEFAULTS: dict[str, Config] = {
         **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True},
         **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
     },
+    "granitemoehybrid": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "lfm2_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
     "deepseek_v4": {
@@ -89,6 +90,8 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
     """
     family = str(config.get("model_type", ""))
     if family not in _DEFAULTS or (family == "gemma4_text" and not config.get("enable_moe_block")):
+        return None
+    if family == "granitemoehybrid" and config.get("num_local_experts") == 0:
         return None
     given = {name: value for name, value in config.items() if value is not None}
     mixture = _read(family, {**_DEFAULTS[family], **given}, num_layers)
@@ -117,6 +120,8 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 normalise=bool(config.get("norm_topk_prob", False)),
                 shared_size=int(config.get("shared_expert_intermediate_size", 0)),
             )
+        case "granitemoehybrid":
+            return replace(plain, shared_size=int(config["shared_intermediate_size"]))
         case "llama4_text":
             layers = _llama4_layers(config, num_layers)
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)

@@ -65,7 +65,7 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             return Scales(value=float(config.get("attention_value_scale") or 1.0))
         case "cohere2":
             return Scales(logit=float(config.get("logit_scale", 0.0625)))
-        case "granite":
+        case "granite" | "granitemoehybrid":
             return Scales(
                 embedding=float(config.get("embedding_multiplier", 1.0)) / residual_factor(config),
                 query=float(config.get("attention_multiplier", 1.0)),
@@ -82,7 +82,8 @@ def residual_factor(config: Mapping[str, Any]) -> float:
     The model is computed without this factor, with the residual divided by m: x + m y = m (x / m + y). So embeddings are divided by
     m, and since rms_norm(x, eps) = rms_norm(x / m, eps / m ** 2), norms have the eps divided by m ** 2.
     """
-    return float(config.get("residual_multiplier", 1.0)) if config.get("model_type") == "granite" else 1.0
+    is_granite = config.get("model_type") in ("granite", "granitemoehybrid")
+    return float(config.get("residual_multiplier", 1.0)) if is_granite else 1.0
 
 
 def _llama4_scale(config: Mapping[str, Any]) -> PositionScale | None:

@@ -97,7 +97,9 @@ def largest_size(architecture: Architecture) -> Limit:
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     what = what if fewest.convolution is None else "units of channels"
-    what = what if fewest.recurrent is None else "key heads in recurrent layers"
+    if fewest.recurrent is not None:
+        is_mamba = architecture.mamba is not None
+        what = "groups of heads in Mamba-2 layers" if is_mamba else "key heads in recurrent layers"
     limits = [
         Limit(size=_query_units(architecture, fewest), what=what),
         *(Limit(size=width, what=what) for what, width in inner_sizes(architecture).items()),

@@ -14,9 +14,9 @@ from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
 from transom_worker.models.layers.attention import Attention, TokenMixer
-from transom_worker.models.layers.gated_delta_net import GatedDeltaNet
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.recurrent_layer import RecurrentLayer, RecurrentWeights
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
 from transom_worker.models.layers.short_convolution import ShortConvolution
 from transom_worker.models.loading import Loader
@@ -27,7 +27,7 @@ from transom_worker.models.style import Style
 def make_token_mixer(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
     """Make the attention of layer `index`, or what stands in its place; `load` reads names within the layer."""
     if architecture.layers[index].recurrent is not None:
-        return _delta_net(architecture, index, load.under("linear_attn."))
+        return _recurrent(architecture, index, load.under("linear_attn." if architecture.mamba is None else "mamba."))
     if architecture.layers[index].convolution is not None:
         return _short_convolution(architecture, index, load.under("conv."))
     load = load.under("self_attn.")
@@ -53,9 +53,9 @@ def _short_convolution(architecture: Architecture, index: int, load: Loader) -> 
     )
 
 
-def _delta_net(architecture: Architecture, index: int, load: Loader) -> GatedDeltaNet:
-    """Make the gated delta net of layer `index` with this rank's heads."""
-    layer, hidden = architecture.layers[index], architecture.hidden_size
+def _recurrent(architecture: Architecture, index: int, load: Loader) -> RecurrentLayer:
+    """Make the recurrent layer `index` with this rank's heads."""
+    layer, hidden, mamba = architecture.layers[index], architecture.hidden_size, architecture.mamba
     assert layer.recurrent is not None
     assert layer.value_size is not None
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
@@ -63,28 +63,39 @@ def _delta_net(architecture: Architecture, index: int, load: Loader) -> GatedDel
     own_keys, own_values = _rows(heads.kv, layer.head_size), _rows(heads.queries, layer.value_size)
     # Names of the parts of the input's projection, the rows of each in the whole model, and this rank's.
     parts = [("q", keys, own_keys), ("k", keys, own_keys), ("v", values, own_values), ("z", values, own_values)]
-    parts += [("b", layer.num_heads, heads.queries), ("a", layer.num_heads, heads.queries)]
+    parts += [(name, layer.num_heads, heads.queries) for name in ("ba" if mamba is None else "a")]
+    has_bias = mamba is not None and mamba.projection_bias
     projection = load.linear(
         *(f"in_proj_{name}" for name, _, _ in parts),
         shapes=[(rows, hidden) for _, rows, _ in parts],
         rows=[own for _, _, own in parts],
+        bias=has_bias,
     )
-    firsts = (own_keys, _shifted(own_keys, keys), _shifted(own_values, 2 * keys))
-    channels = (2 * keys + values, 1, layer.recurrent)
-    weight_C1L = torch.cat([load.tensor("conv1d.weight", shape=channels, part=(own,)) for own in firsts])
-    step_bias, log_rate = (
-        load.tensor(name, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
-        for name in ("dt_bias", "A_log")
-    )
-    return GatedDeltaNet(
+    # Where the channels of queries, keys and values begin in the checkpoint's tensors: Mamba-2 has them the other way round.
+    firsts = (0, keys, 2 * keys) if mamba is None else (values + keys, values, 0)
+    own_channels = [_shifted(own, first) for own, first in zip((own_keys, own_keys, own_values), firsts, strict=True)]
+    channels = 2 * keys + values
+
+    def convolution(name: str, *rest: int) -> torch.Tensor:
+        return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
+
+    def by_head(name: str) -> torch.Tensor:
+        return load.tensor(name, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
+
+    own_norm = (layer.value_size, slice(None)) if mamba is None else (values, own_values)
+    return RecurrentLayer(
         projection,
-        load.row_parallel("out_proj", shape=(hidden, values), columns=own_values),
+        load.row_parallel("out_proj", shape=(hidden, values), columns=own_values, bias=has_bias),
         replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv),
-        weight_LC=weight_C1L[:, 0].T.contiguous(),
-        step_bias_H=step_bias,
-        log_rate_H=log_rate,
-        norm_weight_D=load.tensor("norm.weight", torch.float32, shape=(layer.value_size,)),
-        eps=architecture.rms_norm_eps,
+        RecurrentWeights(
+            convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
+            bias_C=convolution("conv1d.bias") if mamba is not None and mamba.convolution_bias else None,
+            step_bias_H=by_head("dt_bias"),
+            log_rate_H=by_head("A_log"),
+            skip_H=None if mamba is None else by_head("D"),
+            norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]),
+            eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
+        ),
     )
 
 

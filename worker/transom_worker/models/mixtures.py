@@ -10,6 +10,8 @@
                     routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
     qwen3_next, qwen3_5_moe_text
                     as qwen3_5_text, with experts as qwen2_moe
+    granitemoehybrid
+                    Mamba-2 instead of attention in most layers; experts beside a shared one, or the shared one alone
     lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
@@ -18,9 +20,9 @@
     llama4_text     chunked attention with RoPE, and every fourth layer global without RoPE (NoPE), both in `Architecture`; a shared
                     expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
 
-Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss and (unless quantised) llama4_text all experts in two
-stacks. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device computes with
-MXFP4.
+Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss, granitemoehybrid and (unless quantised) llama4_text all
+experts in two stacks. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device
+computes with MXFP4.
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`); model cards of gpt-oss and Llama 4.
 
@@ -68,6 +70,12 @@ def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
     return _routed_or_dense(architecture, index, load, correction="gate.e_score_correction_bias")
 
 
+def _granite(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    if architecture.mixture is None:
+        return dense_feed_forward(architecture, index, load)
+    return _routed(architecture, load.under("block_sparse_moe."))
+
+
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, correction: str = "") -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
     if index not in _mixture(architecture).layers:
@@ -77,9 +85,10 @@ def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, co
 
 
 def _routed(
-    architecture: Architecture, load: Loader, *, names: tuple[str, str, str], correction: str = ""
+    architecture: Architecture, load: Loader, *, names: tuple[str, str, str] | None = None, correction: str = ""
 ) -> FeedForward:
-    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, up and down matrices.
+    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, up and down matrices; without them, and in
+    checkpoints that have such tensors, all experts are in two stacks.
 
     `correction` names a learned correction: then the scores are sigmoids, and the router chooses the experts by the sum of both.
     """
@@ -98,7 +107,7 @@ def _routed(
     is_stacked = any(name.endswith(f"{load.prefix}experts.gate_up_proj") for name in load.weights.names)
     weights = (
         experts_by_rows(load.under("experts."), mixture, architecture.hidden_size)
-        if is_stacked
+        if is_stacked or names is None
         else experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size)
     )
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
@@ -179,6 +188,7 @@ MIXTURE_STYLES = {
     "deepseek_v3": Style(feed_forward=_mimo),
     "kimi_k2": Style(feed_forward=_mimo),
     "glm4_moe_lite": Style(feed_forward=_mimo),
+    "granitemoehybrid": Style(feed_forward=_granite),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture
-from transom_core.model_config.lfm2 import LFM2_FAMILIES
+from transom_core.model_config.mamba import MAMBA_FAMILIES
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
@@ -22,7 +22,13 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.renamed_weights import FUSED_FAMILIES, FusedProjections, RenamedWeights, lfm2_name
+from transom_worker.models.weights.renamed_weights import (
+    FUSED_FAMILIES,
+    OWN_NAMES,
+    FusedProjections,
+    RenamedWeights,
+    own_name,
+)
 from transom_worker.models.weights.split_projections import SplitProjections
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
@@ -60,8 +66,8 @@ def build_model(
     )
     if architecture.family in FUSED_FAMILIES:
         load = replace(load, weights=FusedProjections(weights, architecture))
-    if architecture.family in DELTA_NET_FAMILIES:
-        load = replace(load, weights=SplitProjections(weights, architecture))
-    if architecture.family in LFM2_FAMILIES:
-        load = replace(load, weights=RenamedWeights(weights, lfm2_name))
+    if architecture.family in OWN_NAMES:
+        load = replace(load, weights=RenamedWeights(weights, partial(own_name, architecture.family)))
+    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
+        load = replace(load, weights=SplitProjections(load.weights, architecture))
     return FAMILIES[architecture.family](architecture, load)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
@@ -19,7 +20,7 @@ _DECODERS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
-# A part of a name in other families -> LFM2's own.
+# A part of a name in other families -> the family's own.
 _LFM2 = {
     "model.norm.": "model.embedding_norm.",
     ".self_attn.o_proj.": ".self_attn.out_proj.",
@@ -29,6 +30,14 @@ _LFM2 = {
     ".mlp.up_proj.": ".feed_forward.w3.",
     ".mlp.down_proj.": ".feed_forward.w2.",
 }
+_GRANITE_HYBRID = {
+    ".block_sparse_moe.gate.": ".block_sparse_moe.router.layer.",
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    ".block_sparse_moe.shared_experts.": ".shared_mlp.",
+    ".mlp.": ".shared_mlp.",
+}
+OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID}
 
 
 class RenamedWeights(WeightsView):
@@ -59,9 +68,9 @@ def text_decoder(weights: Weights) -> Weights:
     return weights
 
 
-def lfm2_name(name: str) -> str:
-    """Return LFM2's name of a tensor that other families name `name`."""
-    return next((name.replace(part, own) for part, own in _LFM2.items() if part in name), name)
+def own_name(family: str, name: str) -> str:
+    """Return the family's name of a tensor that other families name `name`."""
+    return next((name.replace(part, own) for part, own in OWN_NAMES[family].items() if part in name), name)
 
 
 def _replace_start(prefixes: dict[str, str], name: str) -> str:

@@ -1,8 +1,10 @@
-"""Reads projections that hold several things by head (Qwen3-Next, Qwen3.5) under the names of separate ones.
+"""Reads projections that hold several things (Qwen3-Next, Qwen3.5, Granite 4) under the names of separate ones.
 
     q_proj [2 H D, N]              of each query head: rows of q_proj, then of q_gate
     in_proj_qkvz, in_proj_ba       of each key head: rows of in_proj_q, _k, _v and _z, or of in_proj_b and _a (Qwen3-Next)
     in_proj_qkv                    rows of in_proj_q, then of in_proj_k, then of in_proj_v (Qwen3.5)
+    in_proj                        rows of in_proj_z, in_proj_v, in_proj_k, in_proj_q and in_proj_a (Mamba-2: z, x, B, C and dt)
+    input_linear, output_linear    rows of gate_proj, then of up_proj; rows of down_proj (Granite 4)
 
 Legend: H query heads, D head width, N hidden width.
 """
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import LayerAttention
 from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
 
@@ -36,7 +39,9 @@ class SplitProjections(WeightsView):
         self._parts: dict[str, _Split] = {}
         for layer in architecture.layers:
             size, values = layer.head_size, layer.num_heads // layer.num_kv_heads * (layer.value_size or 0)
-            if layer.recurrent is None:
+            if architecture.mamba is not None:
+                self._add_granite(architecture, layer)
+            elif layer.recurrent is None:
                 self._add("self_attn.", "q_proj", {"q_proj": size, "q_gate": size})
             elif architecture.family == "qwen3_next":
                 widths = {"in_proj_q": size, "in_proj_k": size, "in_proj_v": values, "in_proj_z": values}
@@ -47,6 +52,17 @@ class SplitProjections(WeightsView):
                 keys = layer.num_kv_heads * size
                 widths = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": layer.num_kv_heads * values}
                 self._add("linear_attn.", "in_proj_qkv", widths)
+
+    def _add_granite(self, architecture: Architecture, layer: LayerAttention) -> None:
+        if layer.recurrent is not None:
+            keys, values = layer.num_kv_heads * layer.head_size, layer.num_heads * (layer.value_size or 0)
+            widths = {"in_proj_z": values, "in_proj_v": values, "in_proj_k": keys, "in_proj_q": keys}
+            self._add("mamba.", "in_proj", widths | {"in_proj_a": layer.num_heads})
+        mixture = architecture.mixture
+        inner = architecture.intermediate_size if mixture is None else mixture.shared_size
+        for prefix in ("mlp.", "shared_experts."):
+            self._add(prefix, "input_linear", {"gate_proj": inner, "up_proj": inner})
+            self._add(prefix, "output_linear", {"down_proj": architecture.hidden_size})
 
     def _add(self, prefix: str, fused: str, widths: dict[str, int]) -> None:
         first = 0

@@ -1,0 +1,106 @@
+"""Reads what only configs with Mamba-2 layers have: Granite 4's hybrids. This module imports no torch.
+
+A Mamba-2 layer is a recurrent layer. Its heads form `mamba_n_groups` *groups*. A group has queries (C) and keys (B) of its own, as a
+key head of other recurrent layers has, and one norm over the outputs of all its heads.
+
+A field `mamba_*` or `time_step_*` that is not known here is refused, since it may change what the model computes.
+
+Source: `transformers/models/granitemoehybrid/configuration_granitemoehybrid.py` and `modeling_granitemoehybrid.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transom_core.errors import ModelError
+from transom_core.model_config.layer_attention import LayerAttention
+
+Config = Mapping[str, Any]
+
+MAMBA_FAMILIES = ("granitemoehybrid",)
+_KNOWN = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+    "mamba_chunk_size",  # how many tokens a kernel of theirs computes at a time
+)
+_LAYER_TYPES = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}  # published name -> transformers' later name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """What all Mamba-2 layers of a model have in common besides their sizes, which are in `LayerAttention`."""
+
+    norm_eps: float  # of the gated norm
+    convolution_bias: bool
+    projection_bias: bool  # of the projections of inputs and outputs
+
+
+def with_common_names(config: Config) -> Config:
+    """Return a config with Mamba-2 layers in which layer types and widths have the names that other families' have; other families'
+    configs unchanged.
+
+    Raises:
+        ModelError: a field is unknown, or has a value that the family's models do not have.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
+    """
+    if config.get("model_type") not in MAMBA_FAMILIES:
+        return config
+    for name in config:
+        if name.startswith(("mamba_", "time_step_")) and name not in _KNOWN:
+            raise ModelError(f"config.json has the field {name!r}, which is not known of models with Mamba-2 layers.")
+    # transformers applies the limits to the steps of a prompt, and not to those of single tokens.
+    if [_number(limit) for limit in config.get("time_step_limit") or ()] not in ([], [0.0, math.inf]):
+        raise ModelError(
+            f"config.json says time_step_limit {config['time_step_limit']}; only 0 to infinity is possible."
+        )
+    if config.get("position_embedding_type") not in (None, "nope", "rope"):
+        raise ModelError(
+            f"config.json says position_embedding_type {config['position_embedding_type']!r}; known are 'nope' and 'rope'."
+        )
+    types = config.get("layer_types") or config.get("layers_block_type")
+    has_experts = int(config.get("num_local_experts", 1)) > 0
+    return {
+        **config,
+        "layer_types": types and [_LAYER_TYPES.get(kind, kind) for kind in types],
+        "intermediate_size": config["intermediate_size" if has_experts else "shared_intermediate_size"],
+    }
+
+
+def mamba_layer(config: Config) -> LayerAttention:
+    """Return a Mamba-2 layer.
+
+    Raises:
+        ModelError: the heads do not make up the inner width.
+        KeyError, TypeError, ValueError: a value is missing or wrong.
+    """
+    names = ("n_heads", "n_groups", "d_state", "d_conv", "expand")
+    heads, groups, state, length, expand = (int(config[f"mamba_{name}"]) for name in names)
+    inner, given = expand * int(config["hidden_size"]), config["mamba_d_head"]
+    size = inner // heads if given == "auto" else int(given)
+    if size * heads != inner:
+        raise ModelError(
+            f"config.json gives Mamba-2 layers {heads} heads of {size}; mamba_expand times hidden_size is {inner}."
+        )
+    return LayerAttention(num_heads=heads, num_kv_heads=groups, head_size=state, value_size=size, recurrent=length)
+
+
+def read_mamba(config: Config) -> Mamba | None:
+    """Return what the Mamba-2 layers of a model have in common; None if the family has none."""
+    if config.get("model_type") not in MAMBA_FAMILIES:
+        return None
+    return Mamba(
+        norm_eps=float(config["rms_norm_eps"]),
+        convolution_bias=bool(config["mamba_conv_bias"]),
+        projection_bias=bool(config["mamba_proj_bias"]),
+    )
+
+
+def _number(value: Any) -> float:
+    """Return a number of a config; those that JSON does not know are written as {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)

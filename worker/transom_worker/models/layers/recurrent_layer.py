@@ -1,0 +1,95 @@
+"""A layer with a recurrent state, which stands in most layers of hybrids instead of attention.
+
+Gated delta nets (Qwen3-Next, Qwen3.5), whose norm is over each head:
+
+    mixed, gate, strength, step = projections of x
+    out = output projection of rms_norm(linear_recurrence(mixed, strength, step)) * silu(gate)
+
+Mamba-2 (Granite 4), whose norm is over the heads that a key head serves:
+
+    mixed, gate, step = projections of x
+    out = output projection of rms_norm(linear_recurrence(mixed, step) * silu(gate))
+
+Legend: T tokens, N hidden width, H heads and Hk key heads of this rank, D key width, Dv value width, L tokens of the convolution's
+kernel, C = 2 Hk D + H Dv channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transom_core.model_config.layer_attention import LayerAttention
+from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
+from transom_kernels.paged_attention.inputs import PagedBatch
+from transom_worker.models.layers.attention import TokenMixer
+from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.linear import Linear
+from transom_worker.models.layers.rotary_embedding import RotaryTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentWeights:
+    """What a recurrent layer has besides its projections, of this rank's heads."""
+
+    convolution_LC: torch.Tensor
+    bias_C: torch.Tensor | None  # of the convolution
+    step_bias_H: torch.Tensor
+    log_rate_H: torch.Tensor
+    skip_H: torch.Tensor | None  # Mamba-2's; None: a gated delta net
+    norm: torch.Tensor  # [Dv] for all heads, or Mamba-2's [H * Dv]
+    eps: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors."""
+        tensors = (self.convolution_LC, self.bias_C, self.step_bias_H, self.log_rate_H, self.skip_H, self.norm)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class RecurrentLayer(TokenMixer):
+    """Fused projection, causal convolution, gated delta rule or Mamba-2's recurrence, gated norm, output projection."""
+
+    def __init__(self, projection: Linear, output: Linear, layer: LayerAttention, weights: RecurrentWeights) -> None:
+        """`projection` gives, of this rank's heads: queries, keys, values, the output's gate, strengths of a delta rule, and steps;
+        `layer` counts these heads."""
+        super().__init__(output)
+        assert layer.value_size is not None
+        self._projection, self._layer, self._weights = projection, layer, weights
+        self._value_size, self._is_mamba = layer.value_size, weights.skip_H is not None
+        by_head = (layer.num_heads,) * (1 if self._is_mamba else 2)
+        self._widths = (weights.convolution_LC.shape[1], layer.num_heads * layer.value_size, *by_head)
+        heads_of_norm = layer.num_heads // layer.num_kv_heads if self._is_mamba else 1
+        self._norm_width = heads_of_norm * layer.value_size
+        self.weight_bytes = projection.weight_bytes + output.weight_bytes + weights.num_bytes
+
+    def _mix(
+        self,
+        x_TN: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: LayerCache,
+        batch: PagedBatch,
+        query_scale_T11: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the gated results of all heads, [T, H * Dv], and write each sequence's state to the cache."""
+        layer, weights = self._layer, self._weights
+        mixed, gate, *strength, step = self._projection(x_TN).split_with_sizes(self._widths, dim=1)
+        inputs = RecurrenceInputs(
+            projected=mixed,
+            weight=weights.convolution_LC,
+            bias=weights.bias_C,
+            step_size=step,
+            step_bias=weights.step_bias_H,
+            log_rate=weights.log_rate_H,
+            strength=strength[0] if strength else None,
+            skip=weights.skip_H,
+            key_heads=layer.num_kv_heads,
+            state=cache.k.view(len(cache.k), layer.num_heads, layer.head_size, self._value_size),
+            rows=cache.v,
+            batch=StateBatch(
+                query_offset=batch.query_offset, read_block=batch.first_block, write_block=batch.block_table[:, 0]
+            ),
+        )
+        out_TN, width = linear_recurrence(inputs), self._norm_width
+        return gated_rms_norm(out_TN, gate, weights.norm, weights.eps, group=width, gates_first=self._is_mamba)
