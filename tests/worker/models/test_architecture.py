@@ -183,7 +183,7 @@ def test_lfm2_configs_in_their_own_words() -> None:
 
 
 def test_granite_hybrids_as_published() -> None:
-    """Without experts, the shared MLP is the only one; norms of hidden rows have the eps divided by the residual's factor squared."""
+    """Without experts, the shared MLP is the only one. Norms of rows have the eps divided by the residual's factor squared."""
     published = SMALL | {
         **{"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 5 + ["attention"], "num_local_experts": 0},
         **{"mamba_n_heads": 4, "shared_intermediate_size": 96, "residual_multiplier": 0.5, "rope_theta": 10_000},

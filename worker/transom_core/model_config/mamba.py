@@ -1,7 +1,7 @@
 """Reads what only configs with Mamba-2 layers have: Granite 4's hybrids. This module imports no torch.
 
-A Mamba-2 layer is a recurrent layer. Its heads form `mamba_n_groups` *groups*. A group has queries (C) and keys (B) of its own, as a
-key head of other recurrent layers has, and one norm over the outputs of all its heads.
+A Mamba-2 layer is a recurrent layer. Its heads form `mamba_n_groups` *groups*. A group has queries (C) and keys (B) of its own, as
+a key head of other recurrent layers has, and one norm over the outputs of all its heads.
 
 A field `mamba_*` or `time_step_*` that is not known here is refused, since it may change what the model computes.
 
