@@ -219,7 +219,9 @@ def test_a_combination_is_exact(
     )
     seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair", num_clients=mix.num_clients)
     assert not isinstance(engine.executor, AheadExecutor) or engine.executor.queue.num_ahead > 0
-    assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
+    assert (seen["hits"] > 0) == (mix.caching != "off")
+    # A request waits for a recurrent state only where the one that computes it has yet to keep a snapshot, which may be nowhere.
+    assert bool(waits) == (mix.caching != "off") or (mix.model == "states" and not waits)
     if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side
         assert seen["preemptions"] > 0
     if mix.caching != "repair" or not slides or mix.model in ("full", "windows only", "states"):

@@ -74,7 +74,7 @@ def _choice(preference: torch.Tensor, routing: Routing, *, best_of_group: int) -
     """Return each token's experts [T, K]; a group is as good as the sum of its `best_of_group` largest preferences."""
     if routing.num_groups == 1:
         return _largest(preference, routing.num_chosen)
-    of_group = preference.view(len(preference), routing.num_groups, -1)
+    of_group = preference.view(len(preference), routing.num_groups, preference.shape[1] // routing.num_groups)
     merits = of_group.topk(best_of_group, dim=-1).values.sum(dim=-1)
     groups = _largest(merits, routing.top_groups).sort(dim=-1).values
     members = torch.arange(of_group.shape[2], device=preference.device)

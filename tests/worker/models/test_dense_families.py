@@ -48,7 +48,7 @@ CASES = {
     "qwen3_5": FamilyCase(
         family="qwen3_5_text",
         config=DELTA_NET,
-        mistakes=({"partial_rotary_factor": 1.0}, {"rms_norm_eps": 1e-2}),
+        mistakes=({"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}, {"rms_norm_eps": 1e-2}),
     ),
     "llama3": FamilyCase(
         family="llama",

@@ -89,7 +89,7 @@ CASES = {
     "qwen3_next": FamilyCase(
         family="qwen3_next",
         config=DELTA_NET | SHARED | {"mlp_only_layers": [1]},
-        mistakes=({"norm_topk_prob": False}, {"partial_rotary_factor": 0.25}),
+        mistakes=({"norm_topk_prob": False}, {"rope_parameters": MIMO_ROPE}),
     ),
     "qwen3_5_moe": FamilyCase(
         family="qwen3_5_moe_text",

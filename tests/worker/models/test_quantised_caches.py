@@ -31,7 +31,14 @@ LENGTHS = (5, 41, 90, 200)
 FORMATS = ("fp8", "int8", "int4")
 BOUNDS = {"fp8": 0.25, "int8": 0.01, "int4": 2.5}
 BOUNDS_WITH_EXPERTS = {"fp8": 1.0, "int8": 0.2, "int4": 4.0}
-NAMES = [name for name in CASES if " in " not in name]
+LATENT = (
+    "youtu",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
+)  # latent rows are in the model's format alone
+NAMES = [name for name in CASES if " in " not in name and name not in LATENT]
 # Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.
 KINDS = ("llama3", "gemma3", "gemma4", "gemma4 with experts", "gpt_oss", "llama4", "mimo_v2_flash")
 DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(KINDS)]
@@ -74,6 +81,13 @@ def test_every_family_stays_near_its_logits(folder: Path, asked: str, request: p
     exact = log_probabilities(folder)
     bound = (BOUNDS_WITH_EXPERTS if name in MIXTURES or "experts" in name else BOUNDS)[asked]
     assert 0 < divergence(folder, exact, kv_cache_dtype=asked) < bound
+
+
+@pytest.mark.parametrize("folder", some_daily(LATENT, daily=["deepseek_v2"]), indirect=True)
+def test_latent_rows_in_other_formats_are_refused(folder: Path) -> None:
+    log_probabilities(folder)  # also computes a step without rows, the last one of each request
+    with pytest.raises(ConfigError, match=r"asks for int8 in KV group latent"):
+        make_sharded_engine(str(folder), 1, **CHUNKS, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("folder", ["llama3"], indirect=True)

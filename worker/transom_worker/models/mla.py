@@ -117,8 +117,9 @@ class MlaAttention(TokenMixer):
             v_cache=cache.k[..., : mla.latent_rank],
         )
         prepare_qkv(row)
+        projected = self._queries(query_TQ)
         queries = QkvInputs(
-            q=self._absorb(self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)),
+            q=self._absorb(projected.view(len(x_TN), self._num_heads, projected.shape[1] // self._num_heads)),
             slots=batch.slots,
             tables=cos_sin,
             preparation=replace(how, rotates_last=True),
