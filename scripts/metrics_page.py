@@ -19,7 +19,14 @@ from transom_worker.engine.startup import build_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
-INTRODUCTION = ROOT / "scripts" / "metrics_page_intro.md"
+INTRODUCTION = """# Metrics
+
+*Written by `make docs` from the code (`scripts/metrics_page.py`); a test keeps it equal.*
+
+Counters end in `_total`. Histograms are shown with `_bucket`; all others are gauges. Series whose label values are known
+beforehand are there, at 0, from the start, so `rate` and `increase` see the first event of a kind.
+[Monitoring](monitoring.md#scraping) says how to scrape them.
+"""
 OWN_LABELS = ("model", "worker", "router")
 # Labels whose values are few and always the same: the page names them, unless the family's text does.
 LISTED = "cause change finish_reason forward judgement kind mode outcome part phase reason state target"
@@ -62,7 +69,7 @@ def main() -> None:
 def page(worker: Iterable[Metric], router: Iterable[Metric]) -> str:
     """The whole page: the introduction, and a table for each section."""
     parts = [
-        INTRODUCTION.read_text(),
+        INTRODUCTION,
         "## Workers\n\nEvery series has `model` and `worker`.\n",
         *_sections(worker, OF_WORKERS),
         "## Routers\n\nEvery series has `model` and `router`.\n",
