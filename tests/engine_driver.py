@@ -163,6 +163,14 @@ def run(engine: Engine, requests: list[Request]) -> list[Whole]:
     return list(answers.values())
 
 
+def embeddings(engine: Engine, prompts: list[list[int]], pooling: str) -> list[OutputEvent]:
+    """Run prompts together; the event with each one's embedding."""
+    for index, ids in enumerate(prompts):
+        engine.add(make_request(str(index), ids, max_tokens=1, pooling=pooling))
+    found = {event.request_id: event for event in drain(engine)}
+    return [found[str(index)] for index in range(len(prompts))]
+
+
 def prompt_logprobs(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
     """Run prompts together; each one's log-probabilities of 20 tokens and the next one at every position."""
     for index, ids in enumerate(prompts):

@@ -30,6 +30,7 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.text.chat_template import Prompt
 
 EOS = 256
+EMBEDDING = (3.0, 4.0, 12.0)
 VOCAB_SIZE = 260
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # a stub worker's whole answer
 MAX_MODEL_LEN = 512
@@ -362,6 +363,7 @@ class StubWorker:
             prompt_logprobs=prompt_logprobs,
             finish_reason="length" if is_last else None,
             usage=usage if position == begin or is_last else None,
+            embedding=None if params.pooling is None else EMBEDDING,
         )
 
 

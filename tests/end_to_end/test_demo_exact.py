@@ -11,10 +11,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import httpx
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.cluster.engine_server import engine_server
 from tests.how_many import ALL_TESTS
 from tests.tiny_checkpoints import FULL, HybridCase, reference_steps
 from transom_core.model_files.resolve import resolve_model
@@ -150,3 +152,31 @@ def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: i
         again = generate(llm, some)
         check(again, expected)
         assert sum(out.num_cached_tokens for out in again) > 0
+
+
+NUM_ITEMS, CONTEXT, CONTINUATION = 50, 9, 4  # of lm-eval's test; tokens of an item and of each of its two continuations
+
+
+@torch.inference_mode()
+def test_lm_eval_gets_the_log_likelihoods_of_its_hf_model(oracle: LlamaForCausalLM) -> None:
+    """The requests are those of lm-eval's `local-completions`, which reads its figures from the echoed prompt's tokens."""
+    text = Tokenizer.load(resolve_model("smollm2")).encode(inspect.getsource(argparse))
+    items = [text[31 * i : 31 * i + CONTEXT + CONTINUATION] for i in range(NUM_ITEMS)]
+    prompts = [
+        item[:CONTEXT] + ends for i, item in enumerate(items) for ends in (item[CONTEXT:], items[i - 7][:CONTINUATION])
+    ]
+    logprobs = torch.log_softmax(oracle(torch.tensor(prompts)).logits[:, CONTEXT - 1 : -1], dim=-1)
+    chosen = torch.tensor(prompts)[:, CONTEXT:]
+    expected = logprobs.gather(2, chosen[..., None])[..., 0].sum(dim=1)
+    is_greedy = (logprobs.argmax(dim=-1) == chosen).all(dim=1)
+    body = {"model": "tiny", "prompt": prompts, "seed": 1234}
+    body |= {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    with engine_server("smollm2", dtype="float32", kv_cache_memory_bytes="64MiB", max_num_seqs=8) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    found = [choice["logprobs"] for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+    sums = [sum(one["token_logprobs"][CONTEXT:-1]) for one in found]
+    assert sums == pytest.approx(expected.tolist(), abs=1e-3)
+    for one, greedy in zip(found, is_greedy.tolist(), strict=True):
+        pairs = zip(one["token_logprobs"][CONTEXT:-1], one["top_logprobs"][CONTEXT:-1], strict=True)
+        assert all(logprob == max(top.values()) for logprob, top in pairs) == greedy
+    assert 0 < sum(is_greedy.tolist()) < NUM_ITEMS

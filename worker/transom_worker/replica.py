@@ -229,6 +229,7 @@ class WorkerReplica:
             num_ranks=self.engine.config.ranks.size,
             weight_bytes=info.memory.weight_bytes,
             kv_bytes=info.memory.kv_bytes,
+            hidden_size=info.hidden_size,
             start_s=self._start_s,
             report=self.engine.report,
         )

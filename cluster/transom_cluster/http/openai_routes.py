@@ -1,4 +1,5 @@
-"""The routes that generate text: /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages (and its count_tokens)."""
+"""The routes that run a model: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages (and its count_tokens), and
+/v1/embeddings, whose requests are completions of one token that the client does not get."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from transom_cluster.http.prompt_request import PromptRequest
 from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.answer.embedding_writer import EmbeddingWriter
 from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.openai.messages.chat_form import MessagesChat, messages_chat
 from transom_cluster.openai.messages.messages_writer import MessagesWriter
@@ -25,8 +27,10 @@ from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest
+from transom_cluster.openai.request.converted_chat import renamed_errors
+from transom_cluster.openai.request.embedding_request import EMBEDDING_RULES, EmbeddingRequest
 from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
-from transom_cluster.openai.request.request_limits import check_tokenize_bytes, check_tokenize_tokens
+from transom_cluster.openai.request.request_limits import ModelLimits, check_tokenize_bytes, check_tokenize_tokens
 from transom_cluster.openai.responses.chat_form import chat_form
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
@@ -36,6 +40,7 @@ from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import RequestEvents
 from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core import contract
+from transom_core.contract import SamplingParams
 from transom_core.errors import RequestError
 from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
@@ -44,6 +49,7 @@ _CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)
 _COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)
 _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 _MESSAGES = BodyParser(MessagesRequest, MESSAGES_RULES)
+_EMBEDDINGS = BodyParser(EmbeddingRequest, EMBEDDING_RULES)
 _COUNT_TOKENS = BodyParser(CountTokensRequest, MESSAGES_RULES)
 
 
@@ -61,6 +67,7 @@ class OpenAiRoutes:
             "/v1/chat/completions": self.chat_completions,
             "/v1/completions": self.completions,
             "/v1/responses": self.responses,
+            "/v1/embeddings": self.embeddings,
             "/v1/messages": self.messages,
             "/v1/messages/count_tokens": self.count_tokens,
         }
@@ -147,16 +154,8 @@ class OpenAiRoutes:
         asked = PromptRequest(self._router, self._threads, request, id_prefix="cmpl-")
         body = await asked.parse(_COMPLETION)
         tokenizer, params = self._router.tokenizer, body.params()
-        limits = asked.limits(body, params)
-        num_bytes = len(memoryview(body.prompt))
-        given = await asked.threads.run(
-            lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES
-        )
-        encode = functools.partial(
-            encode_prompts, tokenizer, given, limits=limits, add_special_tokens=body.add_special_tokens
-        )
+        given, prompts, limits = await self._prompts(asked, body, params)
         run = functools.partial(asked.threads.run, inline_chars=MAX_INLINE_CHARS)
-        prompts = await run(encode, num_chars=sum(len(prompt) for prompt in given))
         options = await run(lambda: body.answer_options(tokenizer.marker_id), num_chars=body.num_form_bytes)
         grammar = await asked.grammar(PLAIN, options, AnswerContext())
         requests = await asked.engine_requests(body, prompts, params, limits, grammar, prompt_param="prompt")
@@ -173,6 +172,35 @@ class OpenAiRoutes:
             echo_only=body.echo_only,
         )
         return self._response(asked, requests, writer, stream=bool(body.stream))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Compute the embeddings of one or several inputs."""
+        asked = PromptRequest(self._router, self._threads, request, id_prefix="embd-")
+        body = await asked.parse(_EMBEDDINGS)
+        body.check_dimensions(self._router.limits.current.hidden_size)
+        completion, params = body.completion(), body.params()
+        with renamed_errors({"prompt": "input"}.get):
+            _, prompts, limits = await self._prompts(asked, completion, params)
+            requests = await asked.engine_requests(completion, prompts, params, limits, None, prompt_param="prompt")
+        return self._response(asked, requests, EmbeddingWriter(asked.metadata, requests, body), stream=False)
+
+    async def _prompts(
+        self, asked: PromptRequest, body: CompletionRequest, params: SamplingParams
+    ) -> tuple[Sequence[str] | Sequence[list[int]], list[Prompt], ModelLimits]:
+        """Return a completion's prompts as the client sent them, and in tokens, and the request's limits."""
+        tokenizer = self._router.tokenizer
+        limits = asked.limits(body, params)
+        num_bytes = len(memoryview(body.prompt))
+        given = await asked.threads.run(
+            lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES
+        )
+        encode = functools.partial(
+            encode_prompts, tokenizer, given, limits=limits, add_special_tokens=body.add_special_tokens
+        )
+        prompts = await asked.threads.run(
+            encode, num_chars=sum(len(prompt) for prompt in given), inline_chars=MAX_INLINE_CHARS
+        )
+        return given, prompts, limits
 
     def _response(
         self,

@@ -24,6 +24,7 @@ from transom_cluster.openai.messages.request_body import MESSAGES_RULES, CountTo
 from transom_cluster.openai.request.body import BodyModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.request.embedding_request import EMBEDDING_RULES, EmbeddingRequest
 from transom_cluster.openai.request.field_rules import (
     CHAT_RULES,
     COMPLETION_RULES,
@@ -41,6 +42,7 @@ POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
     "/v1/responses": (ResponsesRequest, RESPONSES_RULES, ResponseObject),
     "/v1/messages": (MessagesRequest, MESSAGES_RULES, MessageObject),
     "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES_RULES, MessageTokensCount),
+    "/v1/embeddings": (EmbeddingRequest, EMBEDDING_RULES, response_types.EmbeddingList),
     "/tokenize": (TokenizeRequest, TOKENIZE_RULES, response_types.Tokens),
     "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
 }

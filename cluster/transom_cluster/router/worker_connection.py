@@ -158,6 +158,7 @@ class WorkerConnection:
             block_size=self.info.cache.block_size,
             caches_prefixes=self.info.cache.enable_prefix_caching,
             kv_policy_obstacle=self.info.kv_policy_obstacle,
+            hidden_size=self.info.hidden_size,
         )
 
     async def close(self) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
-from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.engine_driver import Whole, embeddings, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from transom_core.contract import MAX_LOGPROBS
@@ -140,6 +141,21 @@ class FamilyTests:
         kept = [retention.keeps_everything for retention in engine.scheduler.cache.retentions]
         can_repair = any(kept) and not all(kept) and engine.scheduler.cache.state_group is None
         assert (engine.scheduler.stats().outcome_tokens.get("repaired", 0) > 0) == can_repair
+        if family.oracle_folder == family.folder:  # not quantised
+            check_embeddings(engine, load_oracle(family.folder), [answer.prompt for answer in family.answers])
+
+
+@torch.inference_mode()
+def check_embeddings(engine: Engine, oracle: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Compare embeddings with the last hidden states of transformers' model. Those of last tokens read the prefix cache."""
+    hidden = [oracle.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0].double() for ids in prompts]
+    for pooling in ("last", "mean"):
+        for event, states, ids in zip(embeddings(engine, prompts, pooling), hidden, prompts, strict=True):
+            expected = states[-1] if pooling == "last" else states.mean(dim=0)
+            got = torch.tensor(event.embedding, dtype=torch.float64)
+            assert (got - expected).abs().max() < TOLERANCE * expected.abs().max(), f"{pooling}, prompt of {len(ids)}"
+            assert event.usage is not None
+            assert event.usage.num_cached_tokens == ((len(ids) - 1) // BLOCK * BLOCK if pooling == "last" else 0)
 
 
 def worst_difference(whole: Whole, answer: Answer) -> float:

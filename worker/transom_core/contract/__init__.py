@@ -19,7 +19,7 @@ from transom_core.contract.kv_policy import (
 from transom_core.contract.logprob_table import Logprob, LogprobTable, TokenLogprobs
 from transom_core.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
 from transom_core.contract.request import CONTRACT_VERSION, PrefixSource, Request
-from transom_core.contract.sampling_params import MAX_LOGPROBS, SamplingParams
+from transom_core.contract.sampling_params import MAX_LOGPROBS, Pooling, SamplingParams
 from transom_core.contract.worker import KvGroupInfo, WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Logprob",
     "LogprobTable",
     "OutputEvent",
+    "Pooling",
     "PrefixSource",
     "Request",
     "SamplingParams",

@@ -120,3 +120,4 @@ class OutputEvent(NamedTuple):
     usage: Usage | None = None  # on the first and the last event
     error: ErrorInfo | None = None
     is_handover: bool = False
+    embedding: Sequence[float] | None = None  # of the prompt, with the first token (`SamplingParams.pooling`)

@@ -16,7 +16,7 @@ from transom_core.config import SchedulingPolicy
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 13
+CONTRACT_VERSION = 14
 PRIORITY_AGING_S = 30.0
 MAX_CLIENT_CHARS = 64
 MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
@@ -105,11 +105,12 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Return whether the request may begin after a cached prefix, wherever that comes from.
 
-        Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
-        policy keeps that depends on its history is in no cache.
+        Prompt log-probabilities, a mean of hidden states, and the comparison of a KV policy with full attention need every token to
+        be computed, and what a policy keeps that depends on its history is in no cache.
         """
         has_history = self.kv_policy is not None and self.kv_policy.depends_on_history
-        return not (has_history or self.kv_quality or self.params.prompt_logprobs is not None)
+        needs_all = self.params.prompt_logprobs is not None or self.params.pooling == "mean"
+        return not (has_history or self.kv_quality or needs_all)
 
 
 def virtual_arrival_s(arrival_s: float, priority: int, policy: SchedulingPolicy) -> float:

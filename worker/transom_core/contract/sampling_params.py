@@ -6,12 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from typing import Literal
 
 from transom_core.errors import RequestError
 
 MAX_LOGPROBS = 20  # OpenAI's limit of `top_logprobs`
 MAX_STOP_STRINGS = 16
 LEAST_TEMPERATURE = 1e-5
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states make a prompt's embedding: that of its last token, or the mean over all its tokens."""
 
 # Fields of SamplingParams with their least and greatest values; None: unbounded.
 _INTEGERS: dict[str, tuple[int | None, int | None]] = {
@@ -42,6 +46,8 @@ class SamplingParams:
     greedy. A request with `n` outputs is split into `n` requests before the engine sees it. If `max_tokens` is None, an output may
     grow to the model's length.
 
+    With `pooling` the first token's event has the prompt's embedding: final hidden states, normalised by the model's last norm.
+
     Raises:
         RequestError: a value is out of range; `param` names the field.
     """
@@ -64,6 +70,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # alternatives per output token; 0: the chosen token alone
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

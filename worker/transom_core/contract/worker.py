@@ -68,6 +68,7 @@ class WorkerInfo:
     num_ranks: int = 1
     weight_bytes: int = 0
     kv_bytes: int = 0
+    hidden_size: int = 0  # of the model, and so of embeddings; 0: not known
     start_s: float = 0.0
     report: str = ""
 

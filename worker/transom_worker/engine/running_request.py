@@ -131,6 +131,7 @@ class RunningRequest:
             self._usage() if is_first or self.finish_reason else None,
             None,  # no error
             self.request.prefill_only and self.finish_reason is None,
+            output.embedding,
         )
 
     def end_event(self) -> OutputEvent:

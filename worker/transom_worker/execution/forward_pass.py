@@ -73,7 +73,9 @@ class ForwardPass:
         policy = None
         if report is not None:
             policy = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))
-        replay = None if self._replay is None else self._replay.prepare(arrays, policy, eager_batch)
+        replay = None
+        if self._replay is not None and not plan.keeps_hidden:  # a recorded step computes logits alone
+            replay = self._replay.prepare(arrays, policy, eager_batch)
         if replay is None:
             self.num_eager_steps += 1
             self.num_eager_decodes += arrays.only_decodes
@@ -99,7 +101,7 @@ class ForwardPass:
 
     def _run(self, plan: StepPlan, batch: ForwardBatch) -> StepLogits:
         """Run the model eagerly. Logits that are not for sampling are for prompt log-probabilities, and are computed later."""
-        if len(batch.logit_rows) == plan.sample.count(1):
+        if len(batch.logit_rows) == plan.sample.count(1) and not plan.keeps_hidden:
             return StepLogits(plan, self._model.forward(batch))
         return StepLogits(plan, self._model.hidden(batch), self._model.logits)
 

@@ -294,6 +294,8 @@ class ModelRunner:
 
 
 def _waits(new: NewSequence) -> bool:
-    """Return whether a sequence's steps read numbers from the device before they end: log-probabilities, or attention's mass."""
+    """Return whether a sequence's steps read numbers from the device before they end: log-probabilities, hidden states, or
+    attention's mass."""
     params = new.params
-    return params.logprobs is not None or params.prompt_logprobs is not None or new.kv_policy is not None
+    reads_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    return reads_logprobs or params.pooling is not None or new.kv_policy is not None

@@ -54,6 +54,11 @@ class StepLogits:
             sampled = rows_R[last_S.to(rows_R.device, non_blocking=True)]
         self.sampled_SV = to_logits(sampled)
 
+    def row_sum(self, first: int, end: int) -> list[float]:
+        """Return the sum of the rows [first, end) of the R rows, which are hidden states if the plan says `keeps_hidden`."""
+        summed: list[float] = self._rows[first:end].sum(dim=0, dtype=torch.float64).tolist()
+        return summed
+
     def slices(self, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the logits of the rows [first, end) of the R rows in slices, each with its first row."""
         for begin in range(first, end, MAX_ROWS_PER_PASS):
@@ -99,6 +104,8 @@ def sample_step(
 
     The tokens stay on the device until they are waited for, unless log-probabilities need them on the host.
     """
+    if plan.keeps_hidden:
+        _add_hidden_sums(plan, logits, result, store)
     row_B = np.arange(len(plan.seq_ids))
     seq_ids = plan.seq_ids
     if plan.sample.count(1) < len(seq_ids):
@@ -117,6 +124,15 @@ def sample_step(
             if logprobs is not None:
                 result.prompt_logprobs[b] = logprobs
     return SampledIds(row_B, None, sampled.token_ids)
+
+
+def _add_hidden_sums(plan: StepPlan, logits: StepLogits, result: StepResult, store: SequenceStore) -> None:
+    """Add up the hidden states of each row whose sequence asks for an embedding, for the result."""
+    first = 0
+    for b, end in enumerate(logit_row_ends(plan)):
+        if end > first and store[plan.seq_ids[b]].pooling is not None:
+            result.hidden_sums[b] = logits.row_sum(first, end)
+        first = end
 
 
 def _prompt_logprobs(

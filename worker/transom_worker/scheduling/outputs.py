@@ -27,3 +27,4 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: LogprobTable | None = None
     quality: PolicyQuality | None = None  # set if the step has compared the request's KV policy with full attention
     num_host_tokens: int = 0  # those of `num_cached_tokens` that only the host tier had
+    embedding: list[float] | None = None  # of the prompt, set with its first token if the request asks for it

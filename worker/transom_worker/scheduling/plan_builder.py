@@ -134,6 +134,9 @@ class PlanBuilder:
             self._num_sampling += 1
         if not sequence.has_output and sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
             logits_from = start
+        if (pooling := sequence.request.params.pooling) is not None and not sequence.has_output:
+            logits_from = start if pooling == "mean" else logits_from
+            self.plan.keeps_hidden = True
         self._columns.append((sequence.seq_id, start, count, input_id, input_row, logits_from, int(samples)))
         sequence.scheduled = end
         sequence.num_in_flight += 1

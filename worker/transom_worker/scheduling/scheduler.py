@@ -279,6 +279,8 @@ class Scheduler:
                     sequence.history.add(columns, result.attention_mass[row])
                 if result.prompt_logprobs and row in result.prompt_logprobs:
                     sequence.take_prompt_logprobs(result.prompt_logprobs[row])
+                if result.hidden_sums and row in result.hidden_sums:
+                    sequence.take_hidden_sum(result.hidden_sums[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     quality = result.quality.get(row) if result.quality else None

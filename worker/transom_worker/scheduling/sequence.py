@@ -133,6 +133,9 @@ class Sequence:
     sampled_row: int = -1  # the row of that plan
     cached_prompt: CachedPrompt | None = None  # None before the first admission
     prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
+    hidden_sum: list[float] = field(
+        default_factory=list
+    )  # of the prompt tokens that its embedding counts, as far as computed
     has_output: bool = False
     admitted_step: int = 0  # steps that had been planned at the last admission
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
@@ -194,16 +197,22 @@ class Sequence:
     def reads_prefix_cache(self) -> bool:
         """Whether the sequence may begin at a hit.
 
-        It may not if all its prompt's logits are needed, if its KV policy is compared with full attention, or if the policy depends
-        on the attention of all tokens so far.
+        It may not if all its prompt's logits or hidden states are needed, if its KV policy is compared with full attention, or if
+        the policy depends on the attention of all tokens so far.
         """
         policy, is_compared = self.request.kv_policy, self.request.kv_quality
-        return not (self.wants_prompt_logprobs or is_compared or (policy is not None and policy.depends_on_history))
+        needs_all = self.wants_prompt_logprobs or self.wants_hidden_mean
+        return not (needs_all or is_compared or (policy is not None and policy.depends_on_history))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.request.params.prompt_logprobs is not None and not self.has_output
+
+    @property
+    def wants_hidden_mean(self) -> bool:
+        """Whether the hidden states of all prompt tokens are still to be added up."""
+        return self.request.params.pooling == "mean" and not self.has_output
 
     def begin_history(self, *, block_size: int) -> None:
         """Begin the attention history, if the KV policy depends on it, before the sequence's first token is computed."""
@@ -221,6 +230,7 @@ class Sequence:
         self.scheduled = self.num_tokens_on_ranks = self.num_pending = 0
         if not is_swapped:
             self.history = self.prompt_logprobs = None
+            self.hidden_sum = []
 
     def take_prompt_logprobs(self, logprobs: LogprobTable) -> None:
         """Append the log-probabilities of the next prompt tokens."""
@@ -228,6 +238,11 @@ class Sequence:
             self.prompt_logprobs = logprobs
         else:
             self.prompt_logprobs.extend(logprobs)
+
+    def take_hidden_sum(self, hidden_sum: list[float]) -> None:
+        """Add the hidden states of the next prompt tokens."""
+        before = self.hidden_sum
+        self.hidden_sum = [a + b for a, b in zip(before, hidden_sum, strict=True)] if before else hidden_sum
 
     def take_token(
         self, token_id: int, logprobs: TokenLogprobs | None, quality: PolicyQuality | None = None
@@ -237,11 +252,14 @@ class Sequence:
         self.token_ids.append(token_id)
         num_tokens = len(self.token_ids)
         is_first = not self.has_output
-        prompt_logprobs = None
+        prompt_logprobs = embedding = None
         if is_first:
             self.has_output = True
             if self.request.params.prompt_logprobs is not None:
                 prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs or LogprobTable(1), None
+            if self.request.params.pooling is not None:
+                num_summed = self.num_prompt_tokens if self.request.params.pooling == "mean" else 1
+                embedding, self.hidden_sum = [one / num_summed for one in self.hidden_sum], []
         cached = self.cached_prompt or NOTHING_CACHED
         # By position: names would cost a third of this function's time.
         return SequenceOutput(
@@ -256,4 +274,5 @@ class Sequence:
             prompt_logprobs,
             quality,
             cached.num_host_tokens,
+            embedding,
         )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from transom_core.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
 from transom_core.kv_cache import tiers
 
-STEP_VERSION = 5
+STEP_VERSION = 6
 
 TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
@@ -107,7 +107,8 @@ class StepPlan:
 
     **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for no position if `logits_from[b]` is the end,
     for the last one if a token is sampled after it, for more if prompt log-probabilities are requested. `sample[b]` is 1 if a token
-    is sampled after the last position, else 0.
+    is sampled after the last position, else 0. With `keeps_hidden` some of these rows' sequences ask for an embedding (`pooling`),
+    and the result has the sum of their hidden states.
 
     **KV policies.** The four arrays below are empty if no row has a KV policy. `row_window[b]` is 0 for a row that follows its
     layers' own rule. Else the row belongs to a sequence with a KV policy: its query at position `q` reads key `k` of the table
@@ -172,6 +173,7 @@ class StepPlan:
     copy_ticket: list[int] = field(default_factory=list)  # [C]
     disk_digests: list[bytes] = field(default_factory=list)  # of the blocks that copies write to the disk or read there
 
+    keeps_hidden: bool = False
     # Whether ranks answer only when copies to the disk have their files, or after a moment.
     waits_for_disk: bool = False
     grammar_mask: bytes | None = None  # [S, ceil(V / 8)] bits, lowest first, 1 = allowed; sampling rows in order
@@ -216,7 +218,7 @@ class StepResult:
 
     `sampled_ids` and `logprobs` are in the order of the plan's sampling rows (`sample[b] == 1`, in order of b).
     `prompt_logprobs[b]` has the log-probabilities of the prompt tokens after positions `[logits_from[b], ...)`, for sequences
-    that request them.
+    that request them. `hidden_sums[b]` has the hidden states of these positions, added up, for sequences that ask for an embedding.
 
     `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the
     row's queries on the block's keys, summed over the queries and averaged over layers and query heads. Each query's attention adds
@@ -232,6 +234,7 @@ class StepResult:
     sampled_ids: list[int] = field(default_factory=list)  # [S]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [S], or empty if no sequence requests them
     prompt_logprobs: dict[int, LogprobTable] = field(default_factory=dict)  # by batch row
+    hidden_sums: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `pooling`
     attention_mass: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `wants_mass`
     quality: dict[int, PolicyQuality] = field(default_factory=dict)  # by batch row with `measure`
     num_copies_done: int = 0

@@ -176,6 +176,30 @@ class Completion(TypedDict):
     usage: UsageObject
 
 
+class EmbeddingObject(TypedDict):
+    """The embedding of one input: numbers, or the base64 text of their bytes as float32, least significant byte first."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Token counts of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The embeddings of all inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Tokens(TypedDict):
     """Token ids of a text or a chat."""
 

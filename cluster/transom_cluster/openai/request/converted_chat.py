@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,16 +38,9 @@ class ConvertedChat:
     tool_paths: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    @contextlib.contextmanager
-    def named_errors(self) -> Iterator[None]:
+    def named_errors(self) -> contextlib.AbstractContextManager[None]:
         """Convert an error about the chat request to one about the client's request."""
-        try:
-            yield
-        except RequestError as error:
-            param = error.param
-            if param is None or (changed := self._param(param)) == param:
-                raise
-            raise type(error)(str(error).replace(param, changed), param=changed) from None
+        return renamed_errors(self._param)
 
     def _param(self, param: str) -> str:
         """Return the path of the client's field that became the field `param` of the chat."""
@@ -67,6 +60,19 @@ class ConvertedChat:
         shown = "; ".join(self.warnings).encode("ascii", "replace").decode()
         printable = "".join(char if char.isprintable() else "?" for char in shown)
         return {"x-transom-warning": printable[:MAX_WARNING_CHARS]} if printable else {}
+
+
+@contextlib.contextmanager
+def renamed_errors(name_of: Callable[[str], str | None]) -> Iterator[None]:
+    """Convert an error about a field to one about the client's field `name_of(field)`; None: the field has the same name."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param
+        changed = None if param is None else name_of(param)
+        if param is None or changed is None or changed == param:
+            raise
+        raise type(error)(str(error).replace(param, changed), param=changed) from None
 
 
 def chat_of(fields: Mapping[str, Any]) -> ChatCompletionRequest:

@@ -33,7 +33,7 @@ class ModelLimits:
     `block_size` is the number of tokens in a KV cache block, which later requests may find if the worker `caches_prefixes`.
     `kv_policy_obstacle` says why the model's layers cannot follow a KV policy; it is empty if they can. `kv_policy` is the
     request's own, and `max_stream_len` its longest stream if the policy lets it run past the model's length. `max_choices` is the
-    server's own limit on the sequences of one request.
+    server's own limit on the sequences of one request. Embeddings have up to `hidden_size` dimensions.
     """
 
     max_model_len: int
@@ -44,6 +44,7 @@ class ModelLimits:
     kv_policy: KvPolicy | None = None
     max_stream_len: int | None = None
     max_choices: int = MAX_CHOICES
+    hidden_size: int = 0
 
     @property
     def longest(self) -> int:

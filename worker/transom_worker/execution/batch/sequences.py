@@ -26,7 +26,7 @@ class SequenceTokens:
     def __init__(self, new: NewSequence, row: int) -> None:
         self.row = row
         self.num_prompt_tokens = new.num_prompt_tokens
-        self.prompt_logprobs = new.params.prompt_logprobs
+        self.prompt_logprobs, self.pooling = new.params.prompt_logprobs, new.params.pooling
         self.compact: tuple[CompactTable, ...] | None = None  # by group, if the sequence has a KV policy
         self.ids = np.array(new.token_ids, dtype=np.int64)
 

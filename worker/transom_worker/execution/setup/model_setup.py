@@ -158,6 +158,7 @@ class ModelSetup:
             ),
             dtype=loaded.dtype,
             kernels=kernels,
+            hidden_size=loaded.architecture.hidden_size,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             kv_policy_obstacle=kv_policy_obstacle(loaded.architecture),
             num_graphs=forward.num_graphs,
