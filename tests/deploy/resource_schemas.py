@@ -19,6 +19,7 @@ CUSTOM_RESOURCES = Path(__file__).with_name("custom_resources.yaml")
 # The types of Kubernetes 1.34, in the package kubernetes_validate.
 DEFINITIONS = "kubernetes-json-schema/v1.34.0-local-strict/_definitions.json"
 CORE = "https://kubernetes.io/api/_definitions.json#/$defs/io.k8s.api.core.v1."
+APPS = CORE.replace(".core.", ".apps.")
 QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
 # Kubernetes' definition of a quantity takes every text. This one is in every CRD that has a quantity.
 QUANTITY_SCHEMA = {
@@ -36,7 +37,7 @@ def problems(resource: dict[str, Any]) -> list[str]:
 @cache
 def _validator(kind: str) -> jsonschema.Draft202012Validator:
     custom = yaml.safe_load(CUSTOM_RESOURCES.read_text())
-    schema = _closed(custom[kind]) if kind in custom else {"$ref": CORE + kind}
+    schema = _closed(custom[kind]) if kind in custom else {"$ref": (APPS if kind == "Deployment" else CORE) + kind}
     return jsonschema.Draft202012Validator(schema, registry=_kubernetes())
 
 

@@ -14,6 +14,7 @@ from tests.deploy.resource_schemas import problems
 RESOURCES = {
     "RayService": document(DEPLOY / "kuberay/rayservice.yaml"),
     **{one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "monitoring/monitors.yaml").read_text())},
+    **{one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "gateway/pods.yaml").read_text())},
     "PrometheusRule": {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -36,6 +37,9 @@ def test_they_take_what_is_there(kind: str) -> None:
         ("RayService spec.rayClusterConfig.workerGroupSpecs.0.template.spec.containers.0", "resources"),
         ("PodMonitor spec.podMetricsEndpoints.0.relabelings.0", "regex"),
         ("PrometheusRule spec.groups.0.rules.0", "expr"),
+        ("ScaledObject spec.triggers.0", "metricType"),
+        ("InferencePool spec.endpointPickerRef", "port"),
+        ("Deployment spec.template.spec.containers.0", "readinessProbe"),
         ("ConfigMap metadata", "name"),
     ],
 )
