@@ -30,9 +30,13 @@ from transom_core.clock import steady_time_s
 from transom_core.config import TracingConfig
 from transom_core.contract import SamplingParams
 from transom_core.logs import trace_id_of
+from transom_core.telemetry.genai_names import OPERATIONS, PROVIDER, wants_latest_names
 from transom_core.telemetry.tracing import Tracing, nanoseconds
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+LATER_OPERATIONS = (
+    "/v1/responses",
+    "/v1/messages",
+)  # these have OpenTelemetry's name only where the latest names are wanted
 FIRST_ERROR_STATUS = 500  # a lower error status is the client's fault and does not mark the server's span as failed
 
 
@@ -42,6 +46,7 @@ class RouterTracing:
     def __init__(self, tracing: Tracing, *, model: str) -> None:
         self.tracing = tracing
         self._model = model
+        self._has_latest_names = wants_latest_names()
 
     @classmethod
     def from_config(cls, config: TracingConfig, router_id: str, *, model: str) -> RouterTracing:
@@ -53,13 +58,17 @@ class RouterTracing:
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
-            "gen_ai.operation.name": OPERATIONS.get(path, path.strip("/")),
-            "gen_ai.provider.name": "transom",
+            "gen_ai.operation.name": path.strip("/"),
+            "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": self._model,
         }
+        if path in OPERATIONS and (self._has_latest_names or path not in LATER_OPERATIONS):
+            attributes["gen_ai.operation.name"] = OPERATIONS[path]
+        if self._has_latest_names:
+            attributes["gen_ai.response.model"] = self._model
         parent = self.tracing.context_of(headers)
         span = self.tracing.start(f"POST {path}", parent, kind="SERVER", at_s=steady_time_s(), attributes=attributes)
-        return RequestTrace(self.tracing, span)
+        return RequestTrace(self.tracing, span, has_latest_names=self._has_latest_names)
 
     def close(self) -> None:
         """Export the spans that have ended. This takes a few seconds at most."""
@@ -69,8 +78,8 @@ class RouterTracing:
 class RequestTrace:
     """The sink that makes the spans of one request and of its attempts; implements `SpanSink`."""
 
-    def __init__(self, tracing: Tracing, span: Any) -> None:
-        self._tracing = tracing
+    def __init__(self, tracing: Tracing, span: Any, *, has_latest_names: bool = False) -> None:
+        self._tracing, self._has_latest_names = tracing, has_latest_names
         self._span = span
         self._below = tracing.context_below(span)
         self._attempts: dict[int, Any] = {}  # choice -> span of its running attempt
@@ -86,6 +95,11 @@ class RequestTrace:
         }
         if params.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        if self._has_latest_names:
+            attributes["gen_ai.request.frequency_penalty"] = float(params.frequency_penalty)
+            attributes["gen_ai.request.presence_penalty"] = float(params.presence_penalty)
+            attributes |= {"gen_ai.request.top_k": params.top_k} if params.top_k > 0 else {}
+            attributes |= {"gen_ai.request.seed": params.seed} if params.seed is not None else {}
         self._span.set_attributes(attributes)
 
     def receive(self, event: RequestEvent) -> None:

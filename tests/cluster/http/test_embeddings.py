@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,7 +24,12 @@ TEXTS = ["The sky", "A window above a door, with bars that slide", "x"]
 
 @pytest.fixture(scope="module")
 def served(tiny_model) -> Iterator[EngineServer]:
-    limits = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "max_num_batched_tokens": 16, "dtype": "float32"}
+    limits: dict[str, Any] = {
+        "kv_cache_memory_bytes": "8MiB",
+        "num_threads": 1,
+        "max_num_batched_tokens": 16,
+        "dtype": "float32",
+    }
     with engine_server(tiny_model, **limits) as running:
         yield running
 

@@ -110,6 +110,29 @@ async def test_a_span_for_the_request_and_one_for_its_worker(collector: Collecto
     assert MARK not in "".join(one.to_json() for one in collector.get_finished_spans())
 
 
+@pytest.mark.parametrize("is_latest", [False, True])
+async def test_the_latest_names_are_there_for_who_asks(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, is_latest: bool
+) -> None:
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", "http,gen_ai_latest_experimental" if is_latest else "http")
+    async with running_api(StubWorker(), tracing=traced(collector)) as api:
+        message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "top_k": 5}
+        assert (await api.client.post("/v1/messages", json=message)).status_code == 200
+        page = (await api.client.get("/metrics")).text
+    [span] = named(collector, "POST /v1/messages")
+    wanted = {"gen_ai.request.top_k": 5, "gen_ai.request.presence_penalty": 0.0, "gen_ai.response.model": "stub"}
+    assert (span.attributes.items() >= wanted.items()) == is_latest
+    assert is_latest != wanted.keys().isdisjoint(span.attributes)
+    assert span.attributes["gen_ai.operation.name"] == ("chat" if is_latest else "v1/messages")
+    names = 'gen_ai_provider_name="transom",gen_ai_request_model="stub",service_instance_id="router/r0"}'
+    for name in ("request_duration", "time_to_first_token", "time_per_output_token"):
+        operation = "chat" if name == "request_duration" else "inference"
+        count = 2.0 if name == "time_per_output_token" else 1.0
+        series = f'gen_ai_server_{name}_seconds_count{{gen_ai_operation_name="{operation}",{names} {count}'
+        assert (series in page) == is_latest, series
+    assert ("gen_ai_" in page) == is_latest
+
+
 async def test_a_client_without_a_trace_begins_one(collector: Collector) -> None:
     async with running_api(StubWorker(), tracing=traced(collector)) as api:
         for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.checkpoints import prompt
@@ -9,7 +11,7 @@ from tests.engine_driver import drain, embeddings, make_engine, make_request
 from tests.thread_ranks import make_sharded_engine
 
 PROMPTS = [prompt(length) for length in (1, 7, 100)]
-SMALL = {"max_num_batched_tokens": 16, "dtype": "float32", "window": 24, "window_pattern": "SF"}
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 16, "dtype": "float32", "window": 24, "window_pattern": "SF"}
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

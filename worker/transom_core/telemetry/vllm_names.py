@@ -9,7 +9,7 @@ Names are those of vLLM's documentation and of its published Grafana dashboards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
@@ -75,19 +75,30 @@ class WithVllmNames(Collector):
 
 
 def _renamed(family: Metric, renamed: Renamed) -> Metric:
-    """Return a family with vLLM's name and labels; samples are added up over all other labels."""
+    """Return a family with vLLM's name and labels."""
+
+    def labels_of(labels: Mapping[str, str]) -> dict[str, str] | None:
+        if renamed.only is not None and labels.get(renamed.only[0]) not in renamed.only[1]:
+            return None
+        names = {"model_name": labels["model"], "engine": labels.get("worker") or labels["router"]}
+        return names | {own: labels[label] for label, own in renamed.labels.items()}
+
+    return relabelled(family, f"vllm:{renamed.name}", labels_of)
+
+
+def relabelled(family: Metric, name: str, labels_of: Callable[[Mapping[str, str]], dict[str, str] | None]) -> Metric:
+    """Return a family under another name. `labels_of` maps a sample's labels to the new ones, or to None, which leaves the sample
+    out; samples with equal new labels are added up."""
     totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
-        if renamed.only is not None and sample.labels.get(renamed.only[0]) not in renamed.only[1]:
+        labels = labels_of(sample.labels)
+        if labels is None:
             continue
-        engine = sample.labels.get("worker") or sample.labels["router"]
-        labels = {"model_name": sample.labels["model"], "engine": engine}
-        labels |= {own: sample.labels[label] for label, own in renamed.labels.items()}
         if "le" in sample.labels:
             labels["le"] = sample.labels["le"]
         key = (sample.name.removeprefix(family.name), tuple(labels.items()))
         totals[key] = totals.get(key, 0.0) + sample.value
-    made = Metric(f"vllm:{renamed.name}", f"{family.documentation} From {family.name}.", family.type)
+    made = Metric(name, f"{family.documentation} From {family.name}.", family.type)
     for (end, pairs), value in totals.items():
         made.add_sample(f"{made.name}{end}", dict(pairs), value)
     return made
