@@ -2,7 +2,7 @@
 
 With `gen_ai_latest_experimental` in that variable, spans have more attributes, and a router's metrics page has the metrics of a
 model server, under the names that OpenTelemetry's rules for Prometheus give them: `gen_ai.server.request.duration`, in seconds,
-becomes `gen_ai_server_request_duration_seconds`. Buckets are Transom's own. What Transom measures for all endpoints together has the
+becomes `gen_ai_server_request_duration_seconds`. Buckets are Transom's own. What Transom measures for all endpoints at once has the
 operation `inference`.
 """
 
