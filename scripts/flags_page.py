@@ -18,12 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags
 
-Every setting of Transom. `transom serve MODEL` takes them as flags, `LLM(...)` takes those of the engine as keywords
-(`max_model_len=4096`), and the Serve YAML takes them under `args:` (`max_model_len: 4096`). A setting that is on by default has
-a flag that turns it off: `--no-enable-prefix-caching`. [Setups](setups.md) says which to begin with, and
-[coming from vLLM](from_vllm.md) what differs from `vllm serve`.
-
-`make docs` writes this page from `worker/transom_core/settings/settings.py`.
+`transom serve MODEL` takes them as flags, `LLM(...)` takes those of the engine as keywords (`max_model_len=4096`), and the
+Serve YAML takes them under `args:` (`max_model_len: 4096`). A setting that is on by default has a flag that turns it off:
+`--no-enable-prefix-caching`. [Setups](setups.md) says which to begin with, and [coming from vLLM](from_vllm.md) what differs
+from `vllm serve`. `make docs` writes this page from the code.
 """
 
 
@@ -57,6 +55,8 @@ def _default(field: FieldInfo) -> str:
         return "unset"
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
+    if isinstance(field.default, int) and field.default >= 2**30:
+        return f"`{field.default >> 30}GiB`"
     return f"`{field.default}`"
 
 
@@ -69,18 +69,17 @@ def _values(name: str, field: FieldInfo) -> str:
     if get_origin(annotation) is tuple:
         return "text, repeatable"
     if name in ("kv_cache_memory_bytes", "disk_space"):
-        return "bytes, or text such as `512MiB`"
+        return "bytes, or `512MiB`"
     if name == "swap_space":
-        return "GiB, or text such as `512MiB`"
+        return "GiB, or `512MiB`"
     words = {int: "integer", float: "number", str: "text", bool: ""}[kinds[0]]  # a switch's default tells its values
-    limits = [text for constraint in field.metadata for text in _limits(constraint)]
-    return ", ".join([words, *limits])
+    return " ".join(text for constraint in field.metadata for text in _limits(constraint)) or words
 
 
 def _limits(constraint: Any) -> Iterator[str]:
-    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+    for name, word in (("ge", "from"), ("gt", "above"), ("le", "to")):
         if (limit := getattr(constraint, name, None)) is not None:
-            yield f"{sign} {limit}"
+            yield f"{word} {limit}"
 
 
 if __name__ == "__main__":

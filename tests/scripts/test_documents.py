@@ -62,11 +62,12 @@ def test_the_index_names_every_page() -> None:
     assert {name for name in pages if f"({name})" not in index} == set()
 
 
-def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+def test_messages_that_documents_quote_are_in_the_code() -> None:
     """`...`, N, M and X stand for what differs from message to message; the longest piece between them is looked for."""
     files = (path for root in ("cluster", "worker", "kernels") for path in (ROOT / root).rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", " ".join(path.read_text() for path in files))  # joins texts over several lines
-    rows = re.findall(r"^\|.*$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    errors = (ROOT / "docs/http_api.md").read_text().partition("## Errors")[2]
+    rows = re.findall(r"^\|.*$", (ROOT / "docs/troubleshooting.md").read_text() + errors, re.MULTILINE)
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row) if text.count(" ") > 2]
     pieces = [max(re.split(r"\.\.\.|\b[NMX]\b|\b\d+ s\b", text), key=len).strip(" ;:,()") for text in quoted]
     assert len(pieces) > 30

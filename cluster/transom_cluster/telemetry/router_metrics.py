@@ -67,8 +67,8 @@ class RouterMetrics:
     def _add_requests(self, families: RouterFamilies) -> None:
         self.requests = families.counter(
             "transom_router_requests",
-            "HTTP requests by endpoint and by how they ended: the status that was sent, the error's status if a "
-            "stream broke off, or 499 if the client left before the last byte.",
+            "HTTP requests: the status that was sent, the error's status if a stream broke off, or 499 if the client "
+            "left before the last byte.",
             "endpoint",
             "status",
         )
@@ -80,8 +80,7 @@ class RouterMetrics:
         )
         self.broken_answers = families.counter(
             "transom_router_broken_answers",
-            "Responses that ended after their first byte and before their last, by endpoint and reason: an error's "
-            "code, or client_left.",
+            "Responses that ended after their first byte and before their last: an error's code, or client_left.",
             "endpoint",
             "reason",
         )
@@ -94,7 +93,7 @@ class RouterMetrics:
         ).of()
         self.dropped_scrapes = families.counter(
             "transom_router_dropped_scrapes",
-            "Processes left out of a page of metrics because they did not answer in time, by kind: worker or router.",
+            "Processes left out of a page of metrics because they did not answer in time: worker or router.",
             "target",
             values=("worker", "router"),
         )
@@ -123,13 +122,13 @@ class RouterMetrics:
     def _add_workers(self, families: RouterFamilies) -> None:
         self._failovers = families.counter(
             "transom_router_failovers",
-            "Requests whose worker was lost, by outcome: resumed at another worker, gave_up, or stopped as poison.",
+            "Requests whose worker was lost: resumed at another worker, gave_up, or stopped as poison.",
             "outcome",
             values=get_args(FailoverOutcome),
         )
         self.drains = families.counter(
             "transom_router_drains",
-            "Workers that drained, by outcome: finished (all requests ended there) or moved (some migrated).",
+            "Workers that drained: finished (all requests ended there) or moved (some migrated).",
             "outcome",
             values=("finished", "moved"),
         )
@@ -142,14 +141,14 @@ class RouterMetrics:
         )
         self.losses = families.counter(
             "transom_router_worker_losses",
-            "Losses of workers that had requests of this router, by cause, which docs/failover.md explains.",
+            "Losses of workers that had requests of this router, by cause (docs/failover.md).",
             "cause",
             values=LOSS_CAUSES,
         )
         self.judgements = families.counter(
             "transom_router_suspects",
-            "Requests by what losses of workers made of them: suspected of a loss, released after more tokens, "
-            "cleared by another's verdict, or culprit.",
+            "Requests that were suspected of a loss, released after more tokens, cleared by another's verdict, or "
+            "culprit.",
             "judgement",
             values=("suspected", "released", "cleared", "culprit"),
         )
@@ -186,14 +185,14 @@ class AnswerMetrics:
         self._parser = tool_parser or NO_PARSER
         self._calls = families.counter(
             "transom_router_tool_calls",
-            "Tool calls in answers, by parser and outcome: parsed, malformed (the model wrote what its markup does "
-            "not allow) or incomplete (the answer ended inside the call).",
+            "Tool calls in answers: parsed, malformed (the model wrote what its markup does not allow) or incomplete "
+            "(the answer ended inside the call).",
             "parser",
             "outcome",
         )
         self._degraded = families.counter(
             "transom_router_degraded_answers",
-            "Answers with markup that could not be read, so that clients got it as text, by parser.",
+            "Answers with markup that could not be read, so that clients got it as text.",
             "parser",
         )
         for outcome in ("parsed", "malformed", "incomplete"):

@@ -75,7 +75,6 @@ class StateCollector(Collector):
         if state.desired_workers is not None:
             yield self._own.gauge(
                 "transom_router_desired_workers",
-                "Workers that the autoscaling policy would ask for by the loads that this router knows; only with "
-                "--max-replicas.",
+                "Workers that the autoscaling policy would ask for by the loads that this router knows.",
                 state.desired_workers,
             )

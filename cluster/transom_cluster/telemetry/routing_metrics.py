@@ -19,8 +19,8 @@ class RoutingMetrics(PlacementObserver):
     def __init__(self, families: RouterFamilies) -> None:
         self._placements = families.counter(
             "transom_router_placements",
-            "Requests sent to a worker, by the policy that chose it and the reason, which docs/routing.md explains: "
-            "only_one, longest_hit, least_loaded, home, random or turn.",
+            "Requests sent to a worker, by reason (docs/routing.md): only_one, longest_hit, least_loaded, home, random "
+            "or turn.",
             "policy",
             "worker",
             "reason",
@@ -32,15 +32,14 @@ class RoutingMetrics(PlacementObserver):
         ).of()
         self._predicted_tokens = families.counter(
             "transom_router_predicted_hit_tokens",
-            "Prompt tokens that the router predicted to be cached, of requests whose output has begun, by where: "
-            "the worker's device, its host tier, its disk tier, or a peer (another worker).",
+            "Prompt tokens that the router predicted to be cached, of requests whose output has begun: on the worker's "
+            "device, its host tier, its disk tier, or a peer (another worker).",
             "tier",
             values=HitTokens._fields,
         )
         self._actual_tokens = families.counter(
             "transom_router_actual_hit_tokens",
-            "Prompt tokens that the workers found cached, of requests whose output has begun, by where: device, host "
-            "tier, disk tier or peer.",
+            "Prompt tokens that the workers found cached, of requests whose output has begun.",
             "tier",
             values=HitTokens._fields,
         )

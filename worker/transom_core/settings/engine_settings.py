@@ -96,9 +96,8 @@ class CacheSettings(BaseModel):
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1,
-        description="Size of each rank's KV pool, such as 512MiB or 4GiB. If unset: on GPUs what "
-        "--gpu-memory-utilization leaves, on CPUs a quarter of the free memory, and no more than "
-        "--max-num-seqs sequences can use.",
+        description="Size of each rank's KV pool. If unset: on GPUs what --gpu-memory-utilization leaves, on CPUs a "
+        "quarter of the free memory, and no more than --max-num-seqs sequences can use.",
     )
     gpu_memory_utilization: float = Field(
         0.92, gt=0, le=1, description="Share of GPU memory for weights, activations and the KV pool."
@@ -116,18 +115,18 @@ class CacheSettings(BaseModel):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: evicted KV blocks go there, and "
-        "come back when a prompt hits them; 0: no host tier. See docs/kv_tiers.md.",
+        description="Memory of each rank's host tier (docs/kv_tiers.md): evicted KV blocks go there, and come back "
+        "when a prompt hits them; 0: no host tier.",
     )
     disk_cache: str | None = Field(
         None,
-        description="Directory for KV blocks that leave the memory: prompts find them there even after a restart, and "
-        "workers of one host share them. Its files hold what requests contained. If unset: no disk tier.",
+        description="Directory of the disk tier: prompts find KV blocks there even after a restart, and workers of one "
+        "host share them. Its files hold what requests contained. If unset: no disk tier.",
     )
     disk_space: int = Field(
         100 * 2**30,
         ge=1,
-        description="Space for all files in --disk-cache together, such as 100GiB; those not used for longest are removed first.",
+        description="Space for all files in --disk-cache together; those not used for longest are removed first.",
     )
     kv_policy: str | None = Field(
         None,
@@ -167,14 +166,14 @@ class BatchingSettings(BaseModel):
     )
     share_step_time: bool = Field(
         True,
-        description="Clients that share a worker share the time of its steps: one with many or long requests makes steps "
-        "at most about 1.35 times as long as usual. The price is throughput while a large client runs beside a small one.",
+        description="Clients share the time of a worker's steps: one with many or long requests makes steps at most "
+        "about 1.35 times as long as usual, which costs throughput while a large client runs beside a small one.",
     )
     max_waiting: int = Field(
         1024,
         ge=0,
-        description="Most requests that wait at one worker; if every worker refuses more, the client gets 503. Each client "
-        "has its share of these places, even if others have taken them.",
+        description="Most requests that wait at one worker; if every worker refuses more, the client gets 503. Each "
+        "client has its share of these places.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         "fcfs",
@@ -185,8 +184,7 @@ class BatchingSettings(BaseModel):
         4,
         ge=0,
         le=1000,
-        description="Clients may ask for priorities from -N to N; a request of priority p is overtaken only by requests "
-        "that arrive within 30 (p + N) seconds after it.",
+        description="Clients may ask for priorities from -N to N.",
     )
     steps_in_flight: int | None = Field(
         None,
@@ -196,8 +194,8 @@ class BatchingSettings(BaseModel):
     )
     preemption_mode: PreemptionMode = Field(
         "auto",
-        description="What happens to the KV of a preempted request: swap moves it to the host tier, recompute drops it; "
-        "auto chooses what takes less time, and recompute without a host tier.",
+        description="What happens to the KV of a preempted request: swap moves it to the host tier, recompute drops "
+        "it; auto chooses what takes less time.",
     )
 
 

@@ -138,7 +138,7 @@ class LogSettings(BaseModel):
     )
     metrics_compat: MetricsCompat = Field(
         "none",
-        description="Add to /metrics the names of another server, for boards and autoscalers that were made for it.",
+        description="Add to /metrics the names of another server (docs/from_vllm.md).",
     )
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."

@@ -69,17 +69,15 @@ class WorkersSettings(BaseModel):
     max_lost_workers: int = Field(
         3,
         ge=1,
-        description="How many workers may be lost to one request before it is stopped as a poison request: see "
-        "docs/failover.md.",
+        description="How many workers may be lost to one request before it is stopped (docs/failover.md).",
     )
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
     role: WorkerRole = Field(
         "both",
-        description="What the workers are for. prefill: they compute prompts and first tokens; decode: they fetch the KV "
-        "and continue, and compute short prompts; both. If there is no worker of the other role, every worker "
-        "does both.",
+        description="What the workers are for. prefill: they compute prompts and first tokens; decode: they fetch the "
+        "KV and continue, and compute short prompts. If there is no worker of the other role, every worker does both.",
     )
     worker_group: tuple[WorkerGroup, ...] = Field(
         (),
@@ -94,7 +92,7 @@ class WorkersSettings(BaseModel):
     kv_transfer_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="How long a request waits for a prefix from another worker, in seconds, before its prompt is computed.",
+        description="How long a request waits for a prefix from another worker before its prompt is computed.",
     )
     kv_transfer_wire: TransferWire = Field(
         "auto",
@@ -103,13 +101,13 @@ class WorkersSettings(BaseModel):
     )
     kv_transfer_verify: Literal["sample", "all"] = Field(
         "sample",
-        description="Which blocks that NIXL has read are compared with digests of the other worker's: two of each group, or "
-        "all, for which the other worker's steps wait.",
+        description="Which blocks that NIXL has read are compared with the other worker's digests: two of each group, "
+        "or all, for which the other worker's steps wait.",
     )
     kv_transfer_devices: str = Field(
         "",
-        description="The network devices over which NIXL moves KV blocks between hosts, by which its addresses are chosen, such as "
-        "eth0 or mlx5_0:1,mlx5_1:1 (UCX_NET_DEVICES); all if unset.",
+        description="The network devices over which NIXL moves KV blocks between hosts, such as eth0 or "
+        "mlx5_0:1,mlx5_1:1 (UCX_NET_DEVICES); all if unset.",
     )
     kv_transfer_transports: str = Field(
         "",

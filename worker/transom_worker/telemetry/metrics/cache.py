@@ -50,21 +50,20 @@ def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_prefix_tokens",
-        "Prompt tokens of admitted requests by outcome of the hit search: hit, repaired (computed again to restore a window) or "
-        "missed for a reason; they sum to transom_prompt_tokens_total.",
+        "Prompt tokens of admitted requests: hit, repaired (computed again to restore a window) or missed for a "
+        "reason.",
         ("outcome", "reason"),
         [(_outcome(name), tokens) for name, tokens in _with_zeros(fixed, stats.outcome_tokens).items()],
     )
     yield own.counters(
         "transom_prefix_requests",
-        "Admitted requests by outcome of the hit search: repaired where a window was restored, else hit where anything was "
-        "found, else missed.",
+        "Admitted requests: repaired where a window was restored, else hit where anything was found, else missed.",
         ("outcome",),
         [((name,), count) for name, count in _with_zeros(HIT_OUTCOMES, stats.outcome_requests).items()],
     )
     yield own.counter(
         "transom_prefix_host_tokens",
-        "Of the prompt tokens that were hits: those that would have been computed without the host tier.",
+        "Hit prompt tokens that would have been computed without the host tier.",
         stats.host_tokens,
     )
     yield own.counter(
@@ -72,7 +71,7 @@ def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.counter(
         "transom_kv_repair_tokens",
-        "Tokens that window repairs compute again, counted as they begin.",
+        "Tokens that window repairs compute again.",
         stats.repair_tokens,
     )
 
@@ -86,11 +85,11 @@ def _arena(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     leased = stats.num_pages - stats.free_pages
     yield own.gauges(
         "transom_kv_pages",
-        "Pages of the KV pool by state: free, or leased to a group.",
+        "Pages of the KV pool: free, or leased to a group.",
         ("state",),
         [(("free",), stats.free_pages), (("leased",), leased)],
     )
-    yield own.gauge("transom_kv_pool_bytes", "Bytes of the KV pool on the first rank: all its pages.", stats.pool_bytes)
+    yield own.gauge("transom_kv_pool_bytes", "Bytes of the KV pool on the first rank.", stats.pool_bytes)
     yield own.gauge(
         "transom_kv_fragmentation_ratio",
         "Share of the leased pages' bytes that lies in empty blocks.",
@@ -119,8 +118,8 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_kv_checkpoint_changes",
-        "Changes of checkpoints, by kind: placed, given_up (evicted), windows_given_up (only its window blocks are "
-        "evicted), hit (a request continued from it).",
+        "Changes of checkpoints: placed, given_up (evicted), windows_given_up (only its window blocks are evicted), "
+        "hit (a request continued from it).",
         ("kind", "change"),
         [
             ((kind, change), count)
@@ -135,19 +134,19 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     states = [(group, state, count) for group in groups for state, count in _states(group)]
     yield own.gauges(
         "transom_kv_blocks",
-        "KV blocks by group and state: active (in use), cached (can be hit) or empty (in a page that the group has leased).",
+        "KV blocks: active (in use), cached (can be hit) or empty (in a page that the group has leased).",
         ("group", "state"),
         [((group.name, state), count) for group, state, count in states],
     )
     yield own.gauges(
         "transom_kv_bytes",
-        "Bytes of KV blocks by group and state, on the first rank.",
+        "Bytes of KV blocks on the first rank.",
         ("group", "state"),
         [((group.name, state), count * group.block_bytes) for group, state, count in states],
     )
     yield own.gauges(
         "transom_kv_held_blocks",
-        "Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
+        "Cached blocks that a checkpoint pins; the others are evicted first.",
         ("group",),
         [((group.name,), group.pinned_blocks) for group in groups],
     )
@@ -159,7 +158,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_kv_evicted_blocks",
-        "Cached blocks that were evicted, by group and by what needed the memory: own_group, other_group, compaction, or reset.",
+        "Cached blocks that were evicted, by what needed the memory: own_group, other_group, compaction, or reset.",
         ("group", "reason"),
         crossed({group.name: _with_zeros(EVICTION_REASONS, group.evicted_blocks) for group in groups}),
     )
@@ -172,13 +171,13 @@ def _states(group: GroupStats) -> tuple[tuple[str, int], ...]:
 def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     yield own.histograms(
         "transom_kv_residency_seconds",
-        "Seconds from when a block became cached to its eviction, by group.",
+        "Seconds from when a block became cached to its eviction.",
         ("group",),
         [((group.name,), group.residency) for group in stats.groups],
     )
     yield own.histograms(
         "transom_kv_reuse_interval_seconds",
-        "Seconds from when a block became cached to its hit, by group.",
+        "Seconds from when a block became cached to its hit.",
         ("group",),
         [((group.name,), group.reuse_interval) for group in stats.groups],
     )
@@ -189,14 +188,14 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     groups = stats.host_groups
     yield own.gauges(
         "transom_kv_host_pages",
-        "Pages of the host tier by state: free, or leased to a group.",
+        "Pages of the host tier: free, or leased to a group.",
         ("state",),
         [(("free",), stats.host_free_pages), (("leased",), stats.host_pages - stats.host_free_pages)],
     )
     yield own.gauges(
         "transom_kv_host_blocks",
-        "Blocks in the host tier by group and state: cached (can be hit), other (of swapped requests and imports) or empty (in a "
-        "page that the group has leased).",
+        "Blocks in the host tier: cached (can be hit), other (of swapped requests and imports) or empty (in a page "
+        "that the group has leased).",
         ("group", "state"),
         crossed(
             {
@@ -207,21 +206,21 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_host_import_blocks",
-        "Blocks of the host tier that came from other workers or the disk, by group, until the requests that they "
-        "were brought for are admitted.",
+        "Blocks of the host tier that came from other workers or the disk, until the requests that they were brought "
+        "for are admitted.",
         ("group",),
         [((group.name,), group.held_blocks) for group in groups],
     )
     yield own.counters(
         "transom_kv_host_moved_blocks",
-        "Blocks that moved to and from the host tier, by group and move: spilled (evicted from the device), swapped (of "
-        "preempted requests), imported (from other workers or the disk) or loaded (back to the device).",
+        "Blocks that moved to and from the host tier: spilled (evicted from the device), swapped (of preempted "
+        "requests), imported (from other workers or the disk) or loaded (back to the device).",
         ("group", "move"),
         [((group.name, move), getattr(group, f"{move}_blocks")) for group in groups for move in HOST_MOVES],
     )
     yield own.counters(
         "transom_kv_host_evicted_blocks",
-        "Blocks that were evicted from the host tier, by group and by what needed the memory: own_group, other_group, or reset.",
+        "Blocks that were evicted from the host tier, by what needed the memory: own_group, other_group, or reset.",
         ("group", "reason"),
         crossed({group.name: _with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks) for group in groups}),
     )

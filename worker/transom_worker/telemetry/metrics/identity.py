@@ -80,7 +80,7 @@ class Identity(EngineEventSink, Collector):
         )
         yield self._own.gauges(
             "transom_requests_limit",
-            "Requests that may run at once, and that may wait beyond these before others are refused with 503.",
+            "Requests that may run at once, and that may wait before others are refused.",
             ("kind",),
             [((kind,), limit) for kind, limit in self._limits.items()],
         )

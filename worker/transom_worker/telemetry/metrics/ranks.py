@@ -18,8 +18,8 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
     named = [(str(rank), report) for rank, report in enumerate(ranks)]
     yield own.gauges(
         "transom_rank_memory_bytes",
-        "Bytes of device memory (of the process on CPUs) that a rank has, by kind: weights, kv (the whole pool) and "
-        "other (resident or reserved beyond these two).",
+        "Bytes of device memory (of the process on CPUs) that a rank has: weights, kv (the whole pool) and other "
+        "(resident or reserved beyond these two).",
         ("rank", "kind"),
         crossed(
             {
@@ -61,8 +61,8 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_rank_steps",
-        "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or "
-        "replayed (from a CUDA graph or a recorded program).",
+        "Steps of a rank: launched (by the host, kernel by kernel) or replayed (from a CUDA graph or a recorded "
+        "program).",
         ("rank", "forward"),
         crossed(
             {
@@ -73,8 +73,7 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.counters(
         "transom_decode_steps",
-        "Steps without prompts that a rank has computed, by how: replayed, or eager (kernel by kernel, which is "
-        "slower).",
+        "Steps of a rank without prompts: replayed, or eager (kernel by kernel, which is slower).",
         ("rank", "mode"),
         crossed(
             {
@@ -97,9 +96,9 @@ def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
     yield own.counters(
         "transom_disk_blocks",
-        "KV blocks of a rank's disk tier, by event: written, read, missing (asked for and not there), broken (the "
-        "file was damaged, and removed), dropped (writing did not keep up), failed (a write ended with an error) "
-        "and evicted (removed for newer ones).",
+        "KV blocks of a rank's disk tier: written, read, missing (asked for and not there), broken (the file was "
+        "damaged, and removed), dropped (writing did not keep up), failed (a write ended with an error) and evicted "
+        "(removed for newer ones).",
         ("rank", "event"),
         [((rank, event), getattr(disk, f"num_{event}")) for rank, disk in found for event in DISK_EVENTS],
     )

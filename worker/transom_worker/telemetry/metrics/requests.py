@@ -39,20 +39,20 @@ class Requests(EngineEventSink):
         self._own, self._registry = own, registry
         ended = Counter(
             "transom_requests",
-            "Requests that ended, by how: stop, length, abort (the client left), error, or handover (from a prefill "
-            "worker to another one).",
+            "Requests that ended: stop, length, abort (the client left), error, or handover (from a prefill worker to "
+            "another one).",
             (*own.names, "finish_reason"),
             registry=registry,
         )
         request_s = self._family(
             "transom_request_seconds",
-            "Seconds from a request's arrival at this worker to its end, by how it ended.",
+            "Seconds from a request's arrival at this worker to its end.",
             "finish_reason",
         )
         refused = Counter(
             "transom_requests_refused",
-            "Requests that the worker refused, by reason: overloaded (its queue is full), worker_unavailable (its "
-            "ranks start again, or its engine has ended), request_refused (wrong, or too long) or internal_error.",
+            "Requests that the worker refused: overloaded (its queue is full), worker_unavailable (its ranks start "
+            "again, or its engine has ended), request_refused (wrong, or too long) or internal_error.",
             (*own.names, "reason"),
             registry=registry,
         )
@@ -62,7 +62,7 @@ class Requests(EngineEventSink):
         self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
         self._output_length = self._lengths(
             "transom_request_output_tokens",
-            "Output tokens of each request that ended, those from lost workers included.",
+            "Output tokens of each request that ended, with those from lost workers.",
         )
         self._queue_s = self._histogram(
             "transom_queue_seconds",
@@ -73,8 +73,7 @@ class Requests(EngineEventSink):
         )
         self._first_token_s = self._histogram(
             "transom_first_token_seconds",
-            "Seconds from a request's arrival at this worker to its first token from here; "
-            "transom_router_wait_seconds has its wait in the router.",
+            "Seconds from a request's arrival at this worker to its first token from here.",
         )
         self._decode_s = self._histogram(
             "transom_decode_seconds", "Seconds from a request's first token to its last one."
@@ -125,10 +124,10 @@ class Transfers(TransferObserver):
     def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
         ended = Counter(
             "transom_kv_transfers",
-            "Transfers of a cached prefix between this worker and another one that ended. Into this worker (in): "
-            "fetched, present (it had everything by then), not_found (the other one had evicted it), no_space (in "
-            "the host tier), refused, timeout, source_lost, cancelled (the request ended before) or failed. Out of "
-            "it (out): read, expired (the other worker fell silent), refused or not_found.",
+            "Transfers of a cached prefix that ended. Into this worker (in): fetched, present (it had everything by "
+            "then), not_found (the other one had evicted it), no_space (in the host tier), refused, timeout, "
+            "source_lost, cancelled (the request ended before) or failed. Out of it (out): read, expired (the other "
+            "worker fell silent), refused or not_found.",
             (*own.names, "direction", "outcome"),
             registry=registry,
         )
@@ -146,7 +145,7 @@ class Transfers(TransferObserver):
         )
         seconds = Histogram(
             "transom_kv_transfer_seconds",
-            "Seconds that a request was held while its prefix came from another worker, for all outcomes.",
+            "Seconds that a request was held while its prefix came from another worker.",
             own.names,
             buckets=BUCKETS_S,
             registry=registry,

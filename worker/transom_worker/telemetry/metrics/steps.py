@@ -82,7 +82,7 @@ class Steps(EngineEventSink, Collector):
         )
         yield own.histograms(
             "transom_step_seconds",
-            "Seconds of one step by part: schedule, wait (for the ranks' result) and output (text, stops and events) are the "
+            "Seconds of one step: schedule, wait (for the ranks' result) and output (text, stops and events) are the "
             "engine's; prepare, copy (of blocks), forward and sample are the first rank's, inside wait.",
             ("part",),
             [((part,), times.buckets()) for part, times in zip(STEP_PARTS, self._parts, strict=True)],

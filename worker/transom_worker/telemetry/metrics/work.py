@@ -20,13 +20,13 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     yield from _computed(own, state.work)
     yield own.counters(
         "transom_preemptions",
-        "Running requests that were put back into the queue, to free memory or because another client had its turn, by mode.",
+        "Running requests that were put back into the queue, to free memory or because another client had its turn.",
         ("mode",),
         [((mode,), count) for mode, count in state.work.preemptions.items()],
     )
     yield own.counters(
         "transom_preempted_tokens",
-        "Computed tokens of preempted requests, by mode: recompute threw them away, swap kept them in the host tier.",
+        "Computed tokens of preempted requests: recompute threw them away, swap kept them in the host tier.",
         ("mode",),
         [((mode,), count) for mode, count in state.work.tokens_of_preempted.items()],
     )
@@ -56,15 +56,16 @@ def _computed(own: OwnLabels, work: WorkCounts) -> Iterator[Metric]:
     }
     yield own.counters(
         "transom_computed_tokens",
-        "Tokens computed in steps by phase: prefill (known when the request came), decode (sampled here), repair (restoring "
-        "windows below a hit's end) and recompute (lost to a preemption).",
+        "Tokens computed: prefill (known when the request came), decode (sampled here), repair (restoring windows "
+        "below a hit's end) and recompute (lost to a preemption).",
         ("phase",),
         [((phase,), tokens) for phase, tokens in phases.items()],
     )
     rows = {"prefill": work.prefill_rows, "decode": work.num_rows - work.prefill_rows}
     yield own.counters(
         "transom_step_rows",
-        "Rows of steps (a sequence in a step) by kind: decode rows compute nothing but sampled tokens, prefill rows anything else.",
+        "Rows of steps (a sequence in a step): decode rows compute nothing but sampled tokens, prefill rows anything "
+        "else.",
         ("kind",),
         [((kind,), count) for kind, count in rows.items()],
     )
@@ -72,9 +73,7 @@ def _computed(own: OwnLabels, work: WorkCounts) -> Iterator[Metric]:
 
 def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
     """Yield the families of the load that routers and the autoscaler see."""
-    yield own.gauge(
-        "transom_requests_running", "Requests that hold KV blocks and are being computed.", load.num_running
-    )
+    yield own.gauge("transom_requests_running", "Requests that hold KV blocks and are computed.", load.num_running)
     yield own.gauge("transom_requests_waiting", "Requests in the queue, preempted ones among them.", load.num_waiting)
     yield own.gauge(
         "transom_load_waiting_tokens",
@@ -107,7 +106,7 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     """Every family of grammars."""
     yield own.counter(
         "transom_grammar_requests",
-        "Requests that the worker took with a grammar for their answers.",
+        "Requests with a grammar for their answers.",
         stats.num_requests,
     )
     yield own.counter(
@@ -120,7 +119,7 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_grammar_compiles",
-        "Grammars of requests by outcome: compiled, or found among the compiled ones that are kept.",
+        "Grammars of requests: compiled, or found among the compiled ones that are kept.",
         ("outcome",),
         [(("compiled",), stats.num_compiled), (("cached",), stats.num_cached)],
     )
@@ -151,13 +150,13 @@ def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iter
     counters = (
         (
             "requests",
-            "Requests that the worker took with a KV policy, by type: window, adaptive or heavy.",
+            "Requests with a KV policy: window, adaptive or heavy.",
             "num_requests",
         ),
         ("dropped_blocks", "KV blocks that policies dropped from running requests.", "num_dropped_blocks"),
         (
             "compared_tokens",
-            "Tokens of requests with kv_quality whose policy was compared with full attention.",
+            "Tokens of requests with kv_quality that were compared with full attention.",
             "num_compared",
         ),
         (
