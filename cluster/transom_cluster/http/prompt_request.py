@@ -255,6 +255,7 @@ class PromptRequest:
                     priority=body.priority or 0,
                     cache_salt=salt,
                     turn_boundaries=prompt.turn_boundaries,
+                    cache_marks=prompt.cache_marks,
                     kv_policy=limits.kv_policy,
                     kv_quality=bool(body.kv_quality),
                     grammar=None if grammar is None else grammar.text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, takewhile
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from tests.how_many import num_examples
-from transom_core.text.chat_template import ChatTemplate, Prompt
+from transom_core.text.chat_template import MAX_CACHE_MARKS, ChatTemplate, Prompt, read_messages
 from transom_core.text.tokenizer import Tokenizer
 from transom_core.text.turn_boundaries import FREE_CHARS, MAX_COMPARED_TEXTS, ChatTokens, Markers
 
@@ -85,6 +86,34 @@ def test_boundaries_equal_those_of_tokenising_each_beginning(
     tokenizer, source = tokenizers[kind], TEMPLATES[template]
     chat = tokenizer.apply_chat_template(messages, template=source, add_generation_prompt=generation)
     assert chat.turn_boundaries == _by_tokenising(tokenizer, chat, messages, source, generation)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "gguf", "always", "prepend", "strip", "lstrip"])
+@settings(max_examples=num_examples(daily=20, exhaustive=400), deadline=None)
+@given(messages=CHATS, template=st.sampled_from(sorted(TEMPLATES)), data=st.data())
+def test_the_tokens_before_a_cache_mark_are_the_chats_and_those_of_its_text_before_the_mark(
+    tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, Any]], template: str, data: st.DataObject
+) -> None:
+    """Other tokenizers treat a text's beginning, or what follows a marker, in another way: a mark may then be before its place."""
+    tokenizer, marks = tokenizers[kind], []
+    for index, message in enumerate(messages):
+        places = st.lists(st.integers(0, len(message["content"])), max_size=2, unique=True).map(sorted)
+        cuts = [0, *data.draw(places), len(message["content"])]
+        marks += [(index, cut) for cut in cuts[1:-1]]
+        parts = [{"type": "text", "text": message["content"][a:b]} for a, b in pairwise(cuts)]
+        messages[index] = message | {"content": parts, "cache_marks": tuple(cuts[1:-1])}
+    chat = tokenizer.apply_chat_template(messages, template=TEMPLATES[template])
+    assert len(chat.cache_marks) <= min(len(marks), MAX_CACHE_MARKS)
+    rendered = ChatTemplate(source=TEMPLATES[template], special_tokens={}).render_chat(
+        read_messages(messages), add_generation_prompt=True
+    )
+    commons = set()
+    for mark in rendered.cache_marks:
+        alone = tokenizer.encode(chat.text[:mark], add_special_tokens=False)
+        commons.add(
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, chat.token_ids, strict=False)))
+        )
+    assert set(chat.cache_marks) == commons - {0}
 
 
 def _by_tokenising(

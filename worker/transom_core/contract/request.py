@@ -45,8 +45,9 @@ class Request:
     """One sequence for a worker to compute, or to continue at any output position, with all that the worker needs for it.
 
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are prompt
-    positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower `priority` runs
-    first. Requests with different `cache_salt` share no cached prefix.
+    positions where the turns of a chat end (ascending), and `cache_marks` those up to which the client says that later requests
+    repeat the prompt: the prefix cache prefers to keep states at these. A lower `priority` runs first. Requests with different
+    `cache_salt` share no cached prefix.
 
     `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where clients
     compete for a scarce resource, each gets a share in proportion to its `client_weight`. Requests whose client is unknown ("")
@@ -81,6 +82,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     turn_boundaries: tuple[int, ...] = ()
+    cache_marks: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps
     prefix_source: PrefixSource | None = None

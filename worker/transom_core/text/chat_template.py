@@ -4,11 +4,16 @@ Templates have the functions and filters that transformers gives them, so they r
 
 **Turn boundary**: a position of the prompt at which a message ends. The prefix cache keeps window checkpoints at turn boundaries,
 because the next request of a chat begins with the messages of this one.
+
+**Cache mark**: a position up to which a client says that later requests repeat the prompt, by `cache_control` on a part of a
+message. The prefix cache keeps a checkpoint there, too. A message has its marks in the field `cache_marks`, which templates do not
+see: for each marked part the number of characters of `content` up to the part's end.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,25 +30,31 @@ from transom_core.errors import RequestError
 
 # Boundaries per prompt: after the first message (the system prompt) and after the latest ones, because later requests branch there.
 MAX_TURN_BOUNDARIES = 32
+MAX_CACHE_MARKS = 4  # the latest ones of a request; Anthropic allows as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt as token ids. A chat's prompt also has the rendered `text` and the `turn_boundaries`: the ascending token positions
-    at which messages end.
+    """A prompt as token ids. A chat's prompt also has the rendered `text`, the `turn_boundaries`: the ascending token positions
+    at which messages end, and the token positions of the client's `cache_marks`.
     """
 
     token_ids: tuple[int, ...]
     turn_boundaries: tuple[int, ...] = ()
+    cache_marks: tuple[int, ...] = ()
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
-    """A chat's text, and the ascending positions in characters at which messages end, MAX_TURN_BOUNDARIES at most."""
+    """A chat's text, and the ascending positions in characters at which messages end and of the client's cache marks.
+
+    There are the ends of the first message, of the latest ones (MAX_TURN_BOUNDARIES together), and of those around cache marks.
+    """
 
     text: str
     turn_ends: tuple[int, ...]
+    cache_marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +89,46 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses the messages, or does not parse.
         """
+        marks = [(i, n) for i, message in enumerate(messages) for n in message.get("cache_marks", ())][
+            -MAX_CACHE_MARKS:
+        ]
+        messages = [{key: message[key] for key in message if key != "cache_marks"} for message in messages]
         text = self._render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
         counts = range(1, len(messages) + 1)
         ends: set[int] = set()
-        for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
-            try:
-                turns = self._render(messages[:count], add_generation_prompt=False, extra=extra)
-            except RequestError:  # for example, because the template requires that the last message is a user's
-                continue
+        around_marks = {count for index, _ in marks for count in (index, index + 1) if count}
+        for count in {*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :], *around_marks}:
+            turns = self._beginning(messages[:count], extra)
             if turns and text.startswith(turns):
                 ends.add(len(turns))
-        return RenderedChat(text=text, turn_ends=tuple(sorted(ends)))
+        places = {self._place_of_mark(messages, index, num_chars, text, extra) for index, num_chars in marks}
+        return RenderedChat(text=text, turn_ends=tuple(sorted(ends)), cache_marks=tuple(sorted(places - {0})))
+
+    def _beginning(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None) -> str:
+        """Render a chat's first messages alone; "" if the template refuses them, for example because it requires that the last
+        message is a user's."""
+        try:
+            return self._render(messages, add_generation_prompt=False, extra=extra)
+        except RequestError:
+            return ""
+
+    def _place_of_mark(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        index: int,
+        num_chars: int,
+        text: str,
+        extra: Mapping[str, Any] | None,
+    ) -> int:
+        """Return the position in the chat's `text` of a mark after `num_chars` characters of message `index`.
+
+        It is where the chat stops to be equal to one whose message `index` ends at the mark.
+        """
+        message, content = messages[index], messages[index]["content"] or ""
+        if num_chars < len(content):
+            message = {key: message[key] for key in message if key != "tool_calls"} | {"content": content[:num_chars]}
+        cut = self._beginning([*messages[:index], message], extra)
+        return bisect_left(range(1, len(cut) + 1), True, key=lambda length: not text.startswith(cut[:length]))
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any] | None

@@ -36,7 +36,9 @@ def messages_with_tools(
         is_result = message["role"] == "tool"
         plain = _plain(message)
         if is_result and previous_role == "tool":  # many templates require that user and assistant alternate
+            begin = len(converted[-1]["content"]) + 1
             converted[-1]["content"] += "\n" + plain["content"]
+            converted[-1]["cache_marks"] += tuple(begin + mark for mark in plain["cache_marks"])
         else:
             converted.append(plain)
         previous_role = message["role"]
@@ -54,7 +56,9 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its calls as text; a tool's result as a user message."""
     content = message["content"] or ""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        shown = f"<tool_response>\n{content}\n</tool_response>"
+        marks = (len(shown),) if message.get("cache_marks") else ()
+        return {"role": "user", "content": shown, "cache_marks": marks}
     calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
     if not calls:
         return dict(message)

@@ -8,7 +8,7 @@ does not stop endless loops or strings of many gigabytes. So templates never run
 
 Its answer is one of
 
-    {"text": "...", "turn_ends": [12, 40]}
+    {"text": "...", "turn_ends": [12, 40], "cache_marks": [30]}
     {"refused": "The chat template refuses ...", "param": "messages"}       a RequestError
     {"too_large": "it needs more than ... of memory"}
 """
@@ -74,7 +74,8 @@ class TemplateRenderer:
             }
         )
         if "text" in answer:
-            return RenderedChat(text=answer["text"], turn_ends=tuple(answer["turn_ends"]))
+            text, ends, marks = answer["text"], answer["turn_ends"], answer["cache_marks"]
+            return RenderedChat(text=text, turn_ends=tuple(ends), cache_marks=tuple(marks))
         if "refused" in answer:
             raise RequestError(answer["refused"], param=answer["param"])
         reason = answer.get("too_large") or answer.get("killed") or answer["unprepared"]
@@ -117,4 +118,4 @@ def _render(task: Message) -> Message:
         return {"refused": str(error), "param": error.param}
     if len(chat.text) > task["max_chars"]:
         return {"too_large": f"it makes a prompt of {len(chat.text)} characters; {task['max_chars']} are allowed"}
-    return {"text": chat.text, "turn_ends": chat.turn_ends}
+    return {"text": chat.text, "turn_ends": chat.turn_ends, "cache_marks": chat.cache_marks}

@@ -231,7 +231,7 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
         check_length: CheckLength | None = None,
     ) -> Prompt:
-        """Return a chat as a prompt: its text, its token ids, and the turn boundaries, at which messages end.
+        """Return a chat as a prompt: its text, its token ids, the turn boundaries, at which messages end, and the cache marks.
 
         `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A message's end is a
         turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length`: see `encode`.
@@ -251,6 +251,7 @@ class Tokenizer:
             text=chat.text,
             token_ids=tuple(token_ids),
             turn_boundaries=tokens.turn_boundaries(chat.turn_ends),
+            cache_marks=tokens.cache_marks(chat.cache_marks, chat.turn_ends),
         )
 
     def _encode_plain(self, text: str) -> list[int]:

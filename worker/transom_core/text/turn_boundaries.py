@@ -1,4 +1,4 @@
-"""Finds turn boundaries: the positions in a chat's tokens at which messages end.
+"""Finds turn boundaries, the positions in a chat's tokens at which messages end, and the positions of cache marks.
 
 A message's end in the text is a turn boundary if the text up to there, tokenised alone, gives the first tokens of the whole chat.
 Nearly every template puts a **marker** there, an added token such as `<|im_start|>`. The tokenizer splits text at markers before
@@ -12,12 +12,16 @@ while it holds the GIL.
 
 Without a marker, the text up to the message's end is tokenised alone and compared. Each comparison takes time in proportion to that
 text, so only the first message and the latest ones are compared, up to a total length.
+
+A cache mark may be inside a message. Its position is the number of tokens that the text up to the mark and the chat have in common.
+Only the text from the last turn boundary with a marker to the mark is tokenised for it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 # Comparisons may tokenise FREE_CHARS characters (about 25,000 tokens, 60 ms), or MAX_COMPARED_TEXTS times the chat's, if more.
 FREE_CHARS = 100_000
@@ -63,6 +67,17 @@ class ChatTokens:
             if num_chars >= 0:
                 found[end] = self._compared(end)
         return tuple(sorted({count for count in found.values() if count}))
+
+    def cache_marks(self, marks: Iterable[int], ends: Sequence[int]) -> tuple[int, ...]:
+        """Return the positions in tokens of `marks`, ascending positions in the text; `ends` are those at which messages end."""
+        found: set[int] = set()
+        for mark in marks:
+            begins = ((end, self._at_marker(end)) for end in reversed(ends) if end <= mark)
+            begin, first = next(((end, count) for end, count in begins if count is not None), (0, 0))
+            token_ids = self._encode(self._text[begin:mark]) if begin < mark else ()
+            pairs = zip(token_ids, self._token_ids[first:], strict=False)
+            found.add(first + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return tuple(sorted(found - {0}))
 
     def _at_marker(self, end: int) -> int | None:
         """Return the number of tokens up to `end`; None if there is no marker on either side of it."""

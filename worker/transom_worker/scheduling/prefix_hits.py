@@ -53,13 +53,17 @@ def checkpoint_boundaries(
 ) -> list[tuple[int, CheckpointKind]]:
     """Return where to place checkpoints after the hit, as (boundary in hash blocks, kind).
 
-    Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from
-    the end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of
-    250 tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
+    Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, from the
+    end of the prompt, and where the client says so. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and
+    200 and a prompt of 250 tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt). A client's mark at token 70
+    gives boundary 4 (turn); one inside the system prompt has the kind SYSTEM.
     """
-    turns = sequence.request.turn_boundaries
+    turns, marks = sequence.request.turn_boundaries, sequence.request.cache_marks
     # If two ends fall into the same hash block, the later assignment wins: PROMPT over TURN over SYSTEM.
     boundaries = {turns[0] // block_size: CheckpointKind.SYSTEM} if turns else {}
+    for mark in marks:
+        is_system = bool(turns) and mark <= turns[0]
+        boundaries[mark // block_size] = CheckpointKind.SYSTEM if is_system else CheckpointKind.TURN
     boundaries |= {end // block_size: CheckpointKind.TURN for end in turns[1:][-2:]}
     boundaries[(len(sequence.token_ids) - 1) // block_size] = CheckpointKind.PROMPT
     begin = hit.num_hash_blocks if hit else 0

@@ -9,19 +9,30 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import OpenModel, WireModel, any_json, inlined_schema
+from transom_cluster.openai.request.body import NULL, OpenModel, WireModel, any_json, inlined_schema
 from transom_cluster.openai.request.field_rules import FieldRules
 from transom_cluster.openai.request.sampling_fields import SharedFields, StopString
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, ReasoningEffort
 
 
-class TextBlock(OpenModel, frozen=True, kw_only=True, tag="text"):
+class MarkedModel(OpenModel, frozen=True, kw_only=True):
+    """A block that may have a cache mark: with anything but null, later requests repeat the prompt up to the block's end."""
+
+    cache_control: Raw = any_json()
+
+    @property
+    def is_marked(self) -> bool:
+        """Return whether the block has a cache mark."""
+        return self.cache_control != NULL
+
+
+class TextBlock(MarkedModel, frozen=True, kw_only=True, tag="text"):
     """Text of any role."""
 
     text: str
 
 
-class OnlyTextBlock(OpenModel, frozen=True, kw_only=True):
+class OnlyTextBlock(MarkedModel, frozen=True, kw_only=True):
     """Text where no other type is allowed; msgspec takes a type of only one tagged class for optional."""
 
     type: Literal["text"]
@@ -41,7 +52,7 @@ class RedactedThinkingBlock(OpenModel, frozen=True, kw_only=True, tag="redacted_
     data: str
 
 
-class ToolUseBlock(OpenModel, frozen=True, kw_only=True, tag="tool_use"):
+class ToolUseBlock(MarkedModel, frozen=True, kw_only=True, tag="tool_use"):
     """A call of the assistant's."""
 
     id: str
@@ -49,7 +60,7 @@ class ToolUseBlock(OpenModel, frozen=True, kw_only=True, tag="tool_use"):
     input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
 
 
-class ToolResultBlock(OpenModel, frozen=True, kw_only=True, tag="tool_result"):
+class ToolResultBlock(MarkedModel, frozen=True, kw_only=True, tag="tool_result"):
     """The result of a call, which a user's message brings."""
 
     tool_use_id: str

@@ -6,6 +6,7 @@ not belong to a call of the chat: clients that shorten long chats leave results 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -36,7 +37,7 @@ class ContentPart(WireModel, frozen=True, kw_only=True):
     video_url: Raw = any_json()
     file: Raw = any_json()
     refusal: Raw = any_json()
-    cache_control: Raw = any_json()  # a hint of other vendors' APIs, ignored
+    cache_control: Raw = any_json()  # anything but null: later requests repeat the prompt up to this part
 
     @property
     def is_text(self) -> bool:
@@ -127,6 +128,8 @@ def _template_message(message: ChatMessage, path: str, names: dict[str, str]) ->
         plain["tool_calls"] = [
             _template_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
         ]
+    if marks := _cache_marks(message):
+        plain["cache_marks"] = marks
     return plain | _reasoning(message, content=plain["content"])
 
 
@@ -194,6 +197,13 @@ def _arguments(given: Raw, path: str) -> dict[str, Any] | str:
     if is_text:
         return text.decode()
     raise RequestError(f'{path} must be a JSON object as a text, such as \'{{"city": "Paris"}}\'.', param=path)
+
+
+def _cache_marks(message: ChatMessage) -> tuple[int, ...]:
+    """Return the number of characters of the message's text up to the end of each part that has a `cache_control`."""
+    parts = [] if message.content is None or isinstance(message.content, str) else message.content
+    ends = accumulate(len(part.text or "") for part in parts)
+    return tuple(end for part, end in zip(parts, ends, strict=True) if part.cache_control != NULL)
 
 
 def _text(message: ChatMessage, path: str) -> str | None:

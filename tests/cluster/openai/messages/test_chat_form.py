@@ -42,9 +42,9 @@ def messages(*given: Any, **body: Any) -> list[dict[str, Any]]:
     ("given", "shown"),
     [
         ("Be brief.", [system("Be brief.")]),
-        ([text("Be", **MARK), text("brief.")], [system("Be\n\nbrief.")]),
+        ([text("Be", **MARK), text("brief.")], [system("Be\n\nbrief.") | {"cache_marks": (2,)}]),
         (f"{NONCE}\nBe brief.", [system("Be brief.")]),
-        ([text(NONCE), text("Be brief.", **MARK)], [system("Be brief.")]),
+        ([text(NONCE), text("Be brief.", **MARK)], [system("Be brief.") | {"cache_marks": (9,)}]),
         ([text(f" {NONCE}\n\nBe brief.\n{NONCE}")], [system(f"Be brief.\n{NONCE}")]),
         ([text("Be brief."), text(NONCE)], [system(f"Be brief.\n\n{NONCE}")]),
         ([text(NONCE)], []),
@@ -75,11 +75,11 @@ def test_a_turn_of_the_assistant_is_one_message_and_results_are_messages_of_tool
     added = {"type": "function", "id": "toolu_1", "function": {"name": "add", "arguments": {"a": 1}}}
     assert messages(USER, said, {"role": "user", "content": [*results, text("Go", **MARK), text("on.")]}, USER) == [
         USER,
-        {"role": "assistant", "content": "Let me.", "tool_calls": [added], **reasoning},
-        {"role": "tool", "content": "1", "tool_call_id": "toolu_1", "name": "add"},
+        {"role": "assistant", "content": "Let me.", "tool_calls": [added], **reasoning, "cache_marks": (7,)},
+        {"role": "tool", "content": "1", "tool_call_id": "toolu_1", "name": "add", "cache_marks": (1,)},
         {"role": "tool", "content": "Error: 2\n3", "tool_call_id": "x"},
         {"role": "tool", "content": "", "tool_call_id": "y"},
-        {"role": "user", "content": "Go\non.\nhi"},
+        {"role": "user", "content": "Go\non.\nhi", "cache_marks": (2,)},
     ]
 
 
