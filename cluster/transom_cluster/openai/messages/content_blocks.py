@@ -119,7 +119,8 @@ def _content(texts: list[str], marks: list[int], between: str) -> str | list[Cha
     """Return a message's texts as one, or as parts that end after each of the `marks`, which are numbers of texts."""
     if not marks:
         return between.join(filter(None, texts))
-    parts, text = [], ""
+    parts: list[ChatMessage] = []
+    text = ""
     for begin, end in pairwise((0, *marks, len(texts))):
         joined = between.join(filter(None, texts[begin:end]))
         parts.append({"type": "text", "text": between + joined if text and joined else joined})
