@@ -24,6 +24,7 @@ from transom_core.contract import (
     ErrorInfo,
     KvGroupInfo,
     OutputEvent,
+    PauseMode,
     PrefixSource,
     Request,
     WorkerInfo,
@@ -33,7 +34,7 @@ from transom_core.contract import (
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes, PrefixPeers
 from transom_core.contract.worker import MAX_CALL_MESSAGES
-from transom_core.errors import EngineDead
+from transom_core.errors import EngineDead, TransomError
 from transom_core.logs import show_logs
 from transom_core.machine.cores import keep_to_share
 from transom_core.machine.host_memory import keep_returning_freed_memory
@@ -54,6 +55,7 @@ logger = logging.getLogger("transom.worker")
 T = TypeVar("T")
 
 LAST_EVENTS_S = 1.0  # time for the event loop to send error events before a hung process exits
+QUIET_POLL_S = 0.02  # between two looks at whether a pause has come into effect
 HUNG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: an internal error
 
 
@@ -233,6 +235,30 @@ class WorkerReplica:
             start_s=self._start_s,
             report=self.engine.report,
         )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the engine, and return when it computes nothing any more."""
+        await self._on_engine(lambda: self.engine.pause(mode))
+        while not await self._on_engine(lambda: self.engine.is_quiet or self.engine.pause_mode is None):
+            await asyncio.sleep(QUIET_POLL_S)
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._on_engine(self.engine.resume)
+
+    async def update_weights(self, model: str) -> ErrorInfo | None:
+        """Replace the weights of the paused engine (`Engine.update_weights`), and tell the routers; return why that was refused."""
+        begin_s = time.time()
+        try:
+            await self._on_engine(lambda: self.engine.update_weights(model))
+        except TransomError as error:
+            return ErrorInfo.of(error)
+        self._loaded_at_s = begin_s
+        self.block_map.identity = self.block_map.identity._replace(identity=self.engine.info.identity)
+        for outbox in self._outboxes.values():
+            outbox.put(WorkerMessage(identity=self.engine.info.identity))
+            self._send_index(outbox)
+        return None
 
     async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:
         """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""

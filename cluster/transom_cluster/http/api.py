@@ -20,6 +20,7 @@ from transom_cluster.http import (
     request_timeline_routes,
     server_routes,
     transfer_routes,
+    weight_routes,
 )
 from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
 from transom_cluster.http.api_keys import ADMIN_FLAG, ApiKeys, needs_admin_key
@@ -81,7 +82,14 @@ def build_api(router: Router) -> FastAPI:
     threads = RequestThreads()
     OpenAiRoutes(router, threads, limits.work).add_routes(api)
     TokenizeRoutes(router, threads).add_routes(api)
-    for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes, transfer_routes):
+    for routes in (
+        server_routes,
+        metrics_routes,
+        request_timeline_routes,
+        block_map_routes,
+        transfer_routes,
+        weight_routes,
+    ):
         routes.add_routes(api, router)
     document = api.openapi()
     has_keys, has_admins = keys.are_required, admins.are_required

@@ -37,7 +37,8 @@ FILE_CHECK_PERIOD_S = 1.0  # the key file is not looked at more often than this
 _CLIENT_DIGITS = 32  # of a digest's 64 hexadecimal digits, in the name of a client
 _WEIGHTED_KEY = re.compile(r"(\S+)\s+weight=(\S*)")
 _ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
-_OPERATORS_PATHS = frozenset({"/transfers/measure"})  # a request there takes time from all clients
+# A request there takes time from all clients.
+_OPERATORS_PATHS = frozenset({"/transfers/measure", "/pause", "/resume", "/update_weights_from_disk"})
 
 
 class ApiKeys:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from transom_core.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
+from transom_core.contract import ErrorInfo, PauseMode, Request, WorkerInfo, WorkerMessage
 
 
 class WorkerClient(Protocol):
@@ -44,6 +44,15 @@ class WorkerClient(Protocol):
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Return the present content of one block of a tier ("device" or "host") as JSON values, for the block map's page."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the worker, and return when it computes nothing any more."""
+
+    async def resume(self) -> None:
+        """End a pause."""
+
+    async def update_weights(self, model: str) -> ErrorInfo | None:
+        """Have the paused worker replace its weights by those of another checkpoint; return why it refused."""
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         """Have the worker fetch about `num_bytes` of any cached blocks from another one by a wire, "nixl" or "ray", and drop them.

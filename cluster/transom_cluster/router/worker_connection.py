@@ -278,6 +278,9 @@ class WorkerConnection:
                 if not self.is_open:
                     await self._open()
                     yield Opened()
+                elif message.identity is not None:  # its weights were replaced
+                    self.info = await self.client.info()
+                    yield Opened()
                 if loop.time() >= shown_s + self._timings.presence_s:  # a heartbeat comes every 5 s
                     shown_s = loop.time()
                     self.abort_soon([])

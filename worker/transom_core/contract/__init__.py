@@ -20,7 +20,7 @@ from transom_core.contract.logprob_table import Logprob, LogprobTable, TokenLogp
 from transom_core.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
 from transom_core.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_core.contract.sampling_params import MAX_LOGPROBS, Pooling, SamplingParams
-from transom_core.contract.worker import KvGroupInfo, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.worker import KvGroupInfo, PauseMode, WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -35,6 +35,7 @@ __all__ = [
     "Logprob",
     "LogprobTable",
     "OutputEvent",
+    "PauseMode",
     "Pooling",
     "PrefixSource",
     "Request",

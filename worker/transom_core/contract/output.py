@@ -46,7 +46,8 @@ class Usage:
 
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index at
     that version predicts `num_cached_tokens` exactly. `kv_quality` is set if the request asks for it (`Request.kv_quality`), and
-    counts the tokens that this worker has computed.
+    counts the tokens that this worker has computed. `num_weight_updates` counts how often the model's weights were replaced while
+    the request ran.
     """
 
     num_prompt_tokens: int
@@ -57,6 +58,7 @@ class Usage:
     num_disk_tokens: int = 0
     index_version: int = 0
     kv_quality: KvQuality | None = None
+    num_weight_updates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from transom_core.config import WorkerRole
 from transom_core.contract.output import OutputEvent
 
 if TYPE_CHECKING:  # for types only: importing the messages must not import the KV cache
     from transom_core.contract.kv_events import CacheShape, KvUpdate
+
+
+PauseMode = Literal["keep", "wait"]
+"""What a pause of a worker does to its requests: `keep` stops all, `wait` lets those that are there end and holds later ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +93,12 @@ class WorkerMessage:
 
     The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None if the
     index has not changed, and `load` is None if it was not measured again. `taken` has the ids of this router's requests that the
-    worker admitted after the previous load report and before this one.
+    worker admitted after the previous load report and before this one. `identity` is the model's new one, with the first message
+    after its weights were replaced.
     """
 
     events: tuple[OutputEvent, ...] = ()
     kv: KvUpdate | None = None
     load: WorkerLoad | None = None
     taken: tuple[str, ...] = ()
+    identity: str | None = None

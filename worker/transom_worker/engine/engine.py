@@ -19,7 +19,7 @@ from pathlib import Path
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
-from transom_core.contract import OutputEvent, Request, WorkerLoad
+from transom_core.contract import OutputEvent, PauseMode, Request, WorkerLoad
 from transom_core.errors import (
     EngineDead,
     OutOfMemory,
@@ -27,8 +27,11 @@ from transom_core.errors import (
     RequestError,
     RequestTimeout,
     StepFailed,
+    TransomError,
     WorkerLost,
 )
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import resolve_model
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.disk_tier import EngineDiskTier
@@ -69,7 +72,10 @@ class Engine:
         running ──a rank is lost──> restarting ──the ranks start──> running
            └──a step fails──> dead <──the ranks do not start──┘
 
-    A step that runs out of memory ends one request, and the engine goes on (`_run_out_of_memory`).
+    A step that runs out of memory ends one request, and the engine goes on (`_run_out_of_memory`). A paused engine may replace its
+    weights:
+
+        pause(mode) -> is_quiet -> update_weights(model) -> resume()
     """
 
     def __init__(
@@ -117,6 +123,9 @@ class Engine:
         self.report = ""  # the start-up report, for people
         self.dead: Exception | None = None  # the error that ended the engine
         self.is_restarting = False
+        self.is_updating = False  # it loads other weights
+        self.pause_mode: PauseMode | None = None  # None: it is not paused
+        self._held_by_pause: list[str] = []  # ids of requests that came while it was paused with "wait"
         self._kept_imports = KeptImports(
             self.scheduler.cache.tiers.imports, is_waiting=self.scheduler.waits_for_admission, clock=clock
         )
@@ -179,11 +188,11 @@ class Engine:
     def blocked_s(self) -> float:
         """How long the caller may sleep because `step` would do nothing, unless another method is called before.
 
-        Above 0 only if the requests wait for blocks that another worker is reading. At most `MAX_BLOCKED_S`, and not beyond the
-        next deadline.
+        Above 0 only if the requests wait for blocks that another worker is reading, or for the end of a pause. At most
+        `MAX_BLOCKED_S`, and not beyond the next deadline.
         """
-        waits_for_blocks = self._made_no_plan and self.requests and self.scheduler.cache.tiers.exports.reads_device
-        if self._has_other_work or not waits_for_blocks:
+        is_blocked = self.pause_mode == "keep" or self.scheduler.cache.tiers.exports.reads_device
+        if self._has_other_work or not (self._made_no_plan and self.requests and is_blocked):
             return 0.0
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 
@@ -227,7 +236,10 @@ class Engine:
             self._ready.append(running.end_event())
             return
         disk = None if is_held else self._disk
-        running.num_holds = int(is_held or disk is not None) + (request.grammar is not None) + awaits_group
+        waits = self.pause_mode == "wait"
+        running.num_holds = int(is_held or disk is not None) + (request.grammar is not None) + awaits_group + waits
+        if waits:
+            self._held_by_pause.append(request.request_id)
         self.grammars.check_room(request)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
@@ -285,6 +297,65 @@ class Engine:
         if self._disk is not None:
             self._disk.cancel(running.request)
         return running
+
+    # Pauses, and other weights
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause; `is_quiet` tells when that has come into effect."""
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.pause_mode = None
+        held, self._held_by_pause = self._held_by_pause, []
+        for request_id in held:
+            self._end_hold(request_id)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the engine is paused and computes nothing."""
+        is_done = self.pause_mode == "keep" or self.requests.keys() <= set(self._held_by_pause)
+        return self.pause_mode is not None and is_done and not self.scheduler.steps_in_flight
+
+    def update_weights(self, model: str) -> None:
+        """Replace the weights by those of another checkpoint. Requests that have begun go on with the tokens that they have, whose
+        KV is computed again, and their usage says so. The engine must be quiet.
+
+        Raises:
+            RequestError: the engine is not quiet or has a disk tier, or the checkpoint is broken or has another architecture.
+            EngineDead: the checkpoint could not be loaded, and the engine has ended.
+        """
+        if not self.is_quiet:
+            raise RequestError("The worker computes; pause it first.")
+        if self._disk is not None:
+            raise RequestError(
+                "A worker with --disk-cache cannot replace its weights: its files are those of one model."
+            )
+        try:
+            old, new = (read_architecture(resolve_model(one).config) for one in (self.config.model.model, model))
+        except TransomError as error:
+            raise RequestError(f"model_path: {error}", param="model_path") from error
+        if old != new:
+            raise RequestError(f"{model} has another architecture than the worker's model.", param="model_path")
+        if self.transfer_store is not None:
+            self.transfer_store.end_reads()
+        self._kept_imports.forget()
+        begin_s, self.is_updating = time.perf_counter(), True
+        try:
+            self.info = replace(self.executor.reload(model), max_model_len=self.info.max_model_len)
+        except Exception as error:
+            self._ready += self.fail(error)
+            raise EngineDead(f"The worker could not load {model}: {error}") from error
+        finally:
+            self.is_updating = False
+        if self.transfer_store is not None:
+            self.transfer_store.memories = self.info.memories
+        self.scheduler.replace_model(self.info.identity)
+        for running in self.requests.values():
+            running.num_weight_updates += bool(running.times.scheduled_s)
+        self.events.started(self.config, self.info)
+        logger.info("The weights of %s took %.1f s.", model, time.perf_counter() - begin_s)
+        self.publish()
 
     # The step loop
 
@@ -359,7 +430,7 @@ class Engine:
 
         With two in flight, the ranks begin the next step while the engine still handles the previous step's tokens.
         """
-        while (plan := self.scheduler.schedule()) is not None:
+        while self.pause_mode != "keep" and (plan := self.scheduler.schedule()) is not None:
             if grammar_rows := self.scheduler.steps_in_flight[-1].grammar_rows:
                 rows = [(row, self.requests[request_id]) for row, request_id in grammar_rows]
                 plan.grammar_mask = self.grammars.plan_mask(rows, sum(plan.sample))

@@ -59,7 +59,7 @@ class EngineThread:
         self._ended = False  # if set, the thread runs no more commands: `_post` runs them itself
         self._is_hung = False
         self._on_hang = on_hang
-        self._turns = Turns(engine.config.ranks, is_starting=lambda: engine.is_restarting)
+        self._turns = Turns(engine.config.ranks, is_starting=lambda: engine.is_restarting or engine.is_updating)
         self._watchdog = Watchdog(self._turns, self._give_up, ends_process=ends_process)
         engine.executor.on_lost(self._wake.set)
         engine.on_disk_news(self._wake.set)

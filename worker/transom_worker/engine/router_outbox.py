@@ -52,6 +52,7 @@ class RouterOutbox:
         self._changes = PendingChanges()
         self._load = WorkerLoad()
         self._taken: list[str] = []
+        self._identity: str | None = None  # to be sent
         self._sent_load: WorkerLoad | None = None
         self._sent_s = -math.inf
         self._heard_s = clock()
@@ -67,6 +68,7 @@ class RouterOutbox:
             self._changes.add(message.kv)
         if message.load is not None:
             self._load = message.load
+        self._identity = message.identity or self._identity
         if self.due_s() < self._looks_again_s:
             self._changed.set()
 
@@ -92,9 +94,13 @@ class RouterOutbox:
         """Return everything that has not been sent as one message."""
         load = self._load if self._taken or self._load != self._sent_load else None
         message = WorkerMessage(
-            events=tuple(self._events), kv=self._changes.take(), load=load, taken=tuple(self._taken)
+            events=tuple(self._events),
+            kv=self._changes.take(),
+            load=load,
+            taken=tuple(self._taken),
+            identity=self._identity,
         )
-        self._events, self._taken = [], []
+        self._events, self._taken, self._identity = [], [], None
         self._sent_load, self._sent_s = self._load, self._clock()
         return message
 

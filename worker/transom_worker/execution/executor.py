@@ -249,6 +249,15 @@ class Executor(ABC):
         """
         raise RankLost("This executor has no ranks that could be started again.")
 
+    def reload(self, model: str) -> ExecutorInfo:
+        """Load the weights of another checkpoint of the same architecture, with an empty arena of the same layout. No plan may be
+        in flight, and an error leaves an executor that does not run.
+
+        Raises:
+            ModelError: the checkpoint cannot be loaded.  RankLost: the ranks did not start.
+        """
+        raise RankLost("This executor cannot load other weights.")
+
     def interrupt(self) -> None:  # noqa: B027  an executor whose start never waits for a process has nothing to interrupt
         """Make a running step or start, and every later one, raise RankLost soon. Any thread may call this; it cannot be undone."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
@@ -36,6 +38,7 @@ class LocalExecutor(Executor):
         self._config = config
         self._loaded = loaded
         self._runner: ModelRunner | None = None
+        self._pool_bytes: int | None = None  # known after the first start
         self._plans: deque[StepPlan] = deque()
         self._launched: deque[LaunchedStep | Exception] = deque()  # launched plans, or the error of one that failed
         self._has_failed = False  # the last of `_launched` is an error; plans after it are dropped
@@ -50,9 +53,18 @@ class LocalExecutor(Executor):
         """
         setup = ModelSetup(self._config, loaded=self._loaded)
         with compile_progress():
-            self._runner = setup.allocate(setup.pool_bytes(), join_parts(setup.contents))
+            self._pool_bytes = self._pool_bytes or setup.pool_bytes()
+            self._runner = setup.allocate(self._pool_bytes, join_parts(setup.contents))
         self._runner.tiers.on_read_end(lambda end: self._on_read_end(0, end))
         return self._runner.info
+
+    def reload(self, model: str) -> ExecutorInfo:
+        """Load another checkpoint's weights after those that are loaded were freed. Raises ModelError."""
+        self.shutdown()
+        gc.unfreeze()  # the old model is among what the worker froze after its start
+        gc.collect()
+        self._config = replace(self._config, model=replace(self._config.model, model=model))
+        return self.start()
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan if the device computes while the host goes on; else queue it."""

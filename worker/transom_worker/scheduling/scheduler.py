@@ -187,12 +187,7 @@ class Scheduler:
             order_key=(order_time_s(request, self.config, self._clock()), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
-            root=chain_root(
-                self.cache.block_size,
-                identity=self.cache.identity,
-                cache_salt=request.cache_salt,
-                kv_policy=None if request.kv_policy is None else request.kv_policy.text,
-            ),
+            root=self._root(request),
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
             retentions=self.policy_retentions.of(request.kv_policy),
         )
@@ -202,6 +197,14 @@ class Scheduler:
         self.admission.waiting.put(sequence, Held() if is_held else InQueue())
         for listener in self.admission.listeners:
             listener.queued(sequence, num_ahead=self.admission.waiting.num_before(sequence))
+
+    def _root(self, request: Request) -> bytes:
+        return chain_root(
+            self.cache.block_size,
+            identity=self.cache.identity,
+            cache_salt=request.cache_salt,
+            kv_policy=None if request.kv_policy is None else request.kv_policy.text,
+        )
 
     def stop_holding(self, request_id: str) -> None:
         """Let a held request be admitted; any other id is ignored, since the request may have ended meanwhile."""
@@ -362,6 +365,17 @@ class Scheduler:
         nodes = self.cache.eviction.best_first()
         for _ in self.cache.tiers.stores.store_in_pieces(nodes, piece_bytes=piece_bytes):
             yield self._planner.plan_copies()
+
+    def replace_model(self, identity: str) -> None:
+        """Go on with the weights of another model, which the ranks have loaded anew: compute all sequences again, and evict every
+        block. No plan may be in flight."""
+        self.admission.abandon_loads()
+        self.admission.preempt_all()
+        self.cache.copies.clear()
+        self.admission.take_finished_ids()
+        self.cache.identity = identity
+        for sequence in self.by_request.values():
+            sequence.root, sequence.chain = self._root(sequence.request), []
 
     def reset(self) -> None:
         """End every request, forget every plan and evict every block, since the restarted ranks know no sequences."""

@@ -56,7 +56,7 @@ class KvQualityObject(TypedDict):
 
 class UsageObject(TypedDict):
     """Token counts of the whole request. It has `completion_tokens_details` if the server parsed the answer for reasoning or tool
-    calls, and `kv_quality` if the request asked for it."""
+    calls, `kv_quality` if the request asked for it, and `weight_updates` if the model's weights were replaced meanwhile."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -64,6 +64,7 @@ class UsageObject(TypedDict):
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[OutputTokensDetails]
     kv_quality: NotRequired[KvQualityObject]
+    weight_updates: NotRequired[int]
 
 
 class TokenEntry(TypedDict):

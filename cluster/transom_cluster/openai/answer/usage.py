@@ -49,6 +49,8 @@ class UsageTotals:
         if self._readers:
             reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers)
             body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        if num_updates := max((usage.num_weight_updates for usage in self._last_usage if usage), default=0):
+            body["weight_updates"] = num_updates
         if any(request.kv_quality for request in self._requests):
             qualities = [usage.kv_quality for usage in self._last_usage if usage and usage.kv_quality]
             body["kv_quality"] = _quality(sum(qualities, KvQuality()))

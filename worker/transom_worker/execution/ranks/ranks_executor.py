@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from transom_core.config import EngineConfig
@@ -186,6 +187,11 @@ class RanksExecutor(Executor):
         """Start all ranks again, with a KV pool of the same size. Raises RankLost."""
         self._close()
         return self._start()
+
+    def reload(self, model: str) -> ExecutorInfo:
+        """Start all ranks again with another checkpoint. Raises RankLost."""
+        self._config = replace(self._config, model=replace(self._config.model, model=model))
+        return self.restart()
 
     def interrupt(self) -> None:
         """Kill the ranks, even those that are being started, and make every later start fail too."""

@@ -102,7 +102,7 @@ class BlockMap:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Watchers get frames at most once in `least_period_s`, and once in `heartbeat_s` while nothing changes."""
-        self._identity = identity
+        self.identity = identity
         self._scheduler = scheduler
         self._log = log
         self._on_engine = on_engine
@@ -159,7 +159,7 @@ class BlockMap:
     async def _round(self) -> None:
         frames = FrameMaker(self._scheduler, self._log, self._on_engine, heartbeat_s=self._heartbeat_s)
         try:
-            await frames.begin(self._identity)
+            await frames.begin(self.identity)
             while self._watchers:
                 self._came.clear()
                 await frames.make(self._watchers, min(watcher.period_s for watcher in self._watchers))

@@ -1,0 +1,40 @@
+"""The routes with which an operator pauses all workers and replaces their weights, as reinforcement learning needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal
+
+from fastapi import Body, FastAPI
+
+from transom_cluster.router.router import Router
+from transom_cluster.router.worker_client import WorkerClient
+from transom_core.contract import ErrorInfo
+from transom_core.errors import WorkerLost
+
+
+def add_routes(api: FastAPI, router: Router) -> None:
+    """Add the routes to the app. Each answers when all workers have done what it asks for."""
+
+    async def on_all(call: Callable[[WorkerClient], Coroutine[Any, Any, ErrorInfo | None]]) -> dict[str, Any]:
+        workers = [one for one in router.connections.values() if one.takes_requests]
+        try:
+            refusals = await asyncio.gather(*(call(one.client) for one in workers))
+        except Exception as error:
+            raise WorkerLost(f"A worker did not answer: {type(error).__name__}.") from error
+        for refusal in filter(None, refusals):
+            raise refusal.error()
+        return {"workers": [one.worker_id for one in workers]}
+
+    @api.post("/pause", include_in_schema=False)
+    async def pause(mode: Literal["keep", "wait"] = "wait") -> dict[str, Any]:
+        return await on_all(lambda client: client.pause(mode))
+
+    @api.post("/resume", include_in_schema=False)
+    async def resume() -> dict[str, Any]:
+        return await on_all(lambda client: client.resume())
+
+    @api.post("/update_weights_from_disk", include_in_schema=False)
+    async def update_weights_from_disk(model_path: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
+        return await on_all(lambda client: client.update_weights(model_path))
