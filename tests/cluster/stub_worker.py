@@ -252,6 +252,10 @@ class StubWorker:
             else {"group": group, "block": block, "state": "active", "tier": tier}
         )
 
+    async def pause(self, mode: str | None) -> None: ...
+
+    async def update_weights(self, model: str) -> None: ...
+
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         return {self.worker: [source, num_bytes, wire]}
 

@@ -236,15 +236,11 @@ class WorkerReplica:
             report=self.engine.report,
         )
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause the engine, and return when it computes nothing any more."""
+    async def pause(self, mode: PauseMode | None) -> None:
+        """Pause the engine, and return when it computes nothing any more; None ends a pause."""
         await self._on_engine(lambda: self.engine.pause(mode))
         while not await self._on_engine(lambda: self.engine.is_quiet or self.engine.pause_mode is None):
             await asyncio.sleep(QUIET_POLL_S)
-
-    async def resume(self) -> None:
-        """End a pause."""
-        await self._on_engine(self.engine.resume)
 
     async def update_weights(self, model: str) -> ErrorInfo | None:
         """Replace the weights of the paused engine (`Engine.update_weights`), and tell the routers; return why that was refused."""

@@ -33,7 +33,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
     @api.post("/resume", include_in_schema=False)
     async def resume() -> dict[str, Any]:
-        return await on_all(lambda client: client.resume())
+        return await on_all(lambda client: client.pause(None))
 
     @api.post("/update_weights_from_disk", include_in_schema=False)
     async def update_weights_from_disk(model_path: Annotated[str, Body(embed=True)]) -> dict[str, Any]:

@@ -45,11 +45,8 @@ class WorkerClient(Protocol):
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Return the present content of one block of a tier ("device" or "host") as JSON values, for the block map's page."""
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause the worker, and return when it computes nothing any more."""
-
-    async def resume(self) -> None:
-        """End a pause."""
+    async def pause(self, mode: PauseMode | None) -> None:
+        """Pause the worker, and return when it computes nothing any more; None ends a pause."""
 
     async def update_weights(self, model: str) -> ErrorInfo | None:
         """Have the paused worker replace its weights by those of another checkpoint; return why it refused."""

@@ -62,7 +62,7 @@ def test_an_updated_engine_answers_as_a_fresh_one(
     assert engine.blocked_s > 0
     assert engine.scheduler.cache.identity == engine.info.identity == fresh.info.identity != old_identity
     assert not any(blocks.digests for blocks in engine.scheduler.cache.changes.whole().runs)
-    engine.resume()
+    engine.pause(None)
     for event in (events := drain(engine)):
         stream.add(event, first_position=0)
     (resumed,) = run(fresh, [make_request(f"stream{num_ranks}", FIRST, resumed=before)])
@@ -89,5 +89,5 @@ def test_a_pause_that_waits_lets_requests_end_and_holds_later_ones(tiny_model: P
     assert {event.request_id for event in events} == {"before"}
     assert events[-1].finish_reason
     assert engine.is_quiet
-    engine.resume()
+    engine.pause(None)
     assert {event.request_id for event in drain(engine)} == {"later"}

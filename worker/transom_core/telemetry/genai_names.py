@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from transom_core.telemetry.vllm_names import relabelled
 
@@ -38,19 +37,11 @@ def wants_latest_names() -> bool:
     return "gen_ai_latest_experimental" in os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(",")
 
 
-class WithGenAiNames(Collector):
-    """The families of another collector, and after them OpenTelemetry's that come from them."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def collect(self) -> Iterator[Metric]:
-        """Make the families; the client library calls this at each scrape."""
-        for family in (families := list(self._collector.collect())):
-            yield family
-        for family in families:
-            if family.name in _SERVER_METRICS:
-                yield relabelled(family, _SERVER_METRICS[family.name], _labels)
+def genai_families(families: Mapping[str, Metric]) -> Iterator[Metric]:
+    """Yield OpenTelemetry's families that come from `families`, which are given by name."""
+    for source, name in _SERVER_METRICS.items():
+        if source in families:
+            yield relabelled(families[source], name, _labels)
 
 
 def _labels(labels: Mapping[str, str]) -> dict[str, str] | None:

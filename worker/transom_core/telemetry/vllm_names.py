@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -59,19 +58,11 @@ RENAMED = (
 )
 
 
-class WithVllmNames(Collector):
-    """The families of another collector, and after them those of vLLM's that come from them."""
-
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
-
-    def collect(self) -> Iterator[Metric]:
-        """Make the families; the client library calls this at each scrape."""
-        families = {family.name: family for family in self._collector.collect()}
-        yield from families.values()
-        for renamed in RENAMED:
-            if (family := families.get(f"transom_{renamed.source}")) is not None:
-                yield _renamed(family, renamed)
+def vllm_families(families: Mapping[str, Metric]) -> Iterator[Metric]:
+    """Yield those of vLLM's families that come from `families`, which are given by name."""
+    for renamed in RENAMED:
+        if (family := families.get(f"transom_{renamed.source}")) is not None:
+            yield _renamed(family, renamed)
 
 
 def _renamed(family: Metric, renamed: Renamed) -> Metric:

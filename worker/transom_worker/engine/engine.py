@@ -75,7 +75,7 @@ class Engine:
     A step that runs out of memory ends one request, and the engine goes on (`_run_out_of_memory`). A paused engine may replace its
     weights:
 
-        pause(mode) -> is_quiet -> update_weights(model) -> resume()
+        pause(mode) -> is_quiet -> update_weights(model) -> pause(None)
     """
 
     def __init__(
@@ -300,16 +300,11 @@ class Engine:
 
     # Pauses, and other weights
 
-    def pause(self, mode: PauseMode) -> None:
-        """Pause; `is_quiet` tells when that has come into effect."""
+    def pause(self, mode: PauseMode | None) -> None:
+        """Pause, which `is_quiet` tells when it has come into effect; None ends a pause."""
         self.pause_mode = mode
-
-    def resume(self) -> None:
-        """Go on after a pause."""
-        self.pause_mode = None
-        held, self._held_by_pause = self._held_by_pause, []
-        for request_id in held:
-            self._end_hold(request_id)
+        while mode is None and self._held_by_pause:
+            self._end_hold(self._held_by_pause.pop(0))
 
     @property
     def is_quiet(self) -> bool:
