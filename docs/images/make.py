@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
@@ -48,6 +49,7 @@ def main() -> None:
             page.wait_for_function("() => transomBlockMap.numFrames >= 20")
             page.screenshot(path=PICTURE)
             browser.close()
+    Image.open(PICTURE).convert("RGB").quantize(32, dither=Image.Dither.NONE).save(PICTURE, optimize=True)
     print(f"{PICTURE.name}: {PICTURE.stat().st_size} bytes")
 
 

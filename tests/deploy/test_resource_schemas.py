@@ -38,7 +38,6 @@ def test_they_take_what_is_there(kind: str) -> None:
         ("PodMonitor spec.podMetricsEndpoints.0.relabelings.0", "regex"),
         ("PrometheusRule spec.groups.0.rules.0", "expr"),
         ("ScaledObject spec.triggers.0", "metricType"),
-        ("InferencePool spec.endpointPickerRef", "port"),
         ("Deployment spec.template.spec.containers.0", "readinessProbe"),
         ("ConfigMap metadata", "name"),
     ],
