@@ -22,6 +22,7 @@ SHARED = (
     "/blocks/stream?worker=none",
 )
 MEASURE = "/transfers/measure"
+OPERATORS = (MEASURE, "/pause", "/resume", "/update_weights_from_disk")
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ async def status(api: Api, path: str, key: str | None) -> int:
 
 async def test_admins_alone_see_what_all_clients_do(admins: str) -> None:
     async with running_api(api_keys=("k",), admin_api_key_file=admins) as api:
-        for path in (*SHARED, MEASURE):
+        for path in (*SHARED, *OPERATORS):
             assert await status(api, path, "k") == 403
             assert [await status(api, path, key) for key in (None, "wrong")] == [401, 401]
             assert await status(api, path, "boss") in (200, 400, 404, 405)
@@ -57,7 +58,7 @@ async def test_admins_alone_see_what_all_clients_do(admins: str) -> None:
 
 async def test_a_clients_key_does_not_open_what_takes_time_from_all() -> None:
     async with running_api(api_keys=("k",)) as api:
-        assert [await status(api, path, "k") for path in (MEASURE, "/metrics")] == [403, 200]
+        assert [await status(api, path, "k") for path in (*OPERATORS, "/metrics")] == [403] * 4 + [200]
         page = (await api.client.get("/metrics", headers={"authorization": "Bearer k"})).text
         assert (
             f'transom_router_requests_total{{endpoint="{MEASURE}",model="stub",router="r0",status="403"}} 1.0' in page
@@ -83,7 +84,7 @@ def test_the_openapi_document_shows_which_routes_need_an_admin_key(admins: str) 
 def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
     paths = {route.path for route in cast("list[Route]", build_api(make_router(StubWorker())).routes)}
     shared = {path for path in paths if needs_admin_key(path, has_keys=False, has_admins=True)}
-    assert shared == {path.split("?")[0] for path in (*SHARED, MEASURE)}
+    assert shared == {path.split("?")[0] for path in (*SHARED, *OPERATORS)}
     assert {path for path in paths if path.startswith(("/metrics", "/blocks/"))} - shared == {"/blocks/assets/{name}"}
 
 
