@@ -118,6 +118,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ModelError: the family is unknown, or a value is missing or wrong. The message names it.
     """
+    if "ForSequenceClassification" in str(config.get("architectures")):
+        raise ModelError("config.json says ...ForSequenceClassification: it scores texts and writes none.")
     config = with_defaults(_text_decoder(config))
     family = str(config.get("model_type", ""))
     if config.get("use_bidirectional_attention") in (True, "all"):
