@@ -32,6 +32,7 @@ from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
+from transom_kernels.linear_recurrence.inputs import GatedNorm
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.row_blocks import block_rows_triton
@@ -318,8 +319,9 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
         yield from (partial(linear_recurrence_triton, step_of(case, [0, 0], [count, 1])) for count in (1, 70))
     for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
         x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
-        yield partial(gated_rms_norm_triton, x, x, weight, 1e-5, group, gates_first=first)
-    yield partial(gated_rms_norm_triton, x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True)
+        yield partial(gated_rms_norm_triton, GatedNorm(x, x, weight, 1e-5, group, gates_first=first, by_sigmoid=False))
+    norm = GatedNorm(x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True)
+    yield partial(gated_rms_norm_triton, norm)
 
 
 def hyper_connections(x: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ A case is a step in the middle of several sequences. Caches are NaN where nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
 from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
 from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
+from transom_kernels.linear_recurrence.inputs import GatedNorm
 from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
@@ -26,6 +27,10 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LIMIT = {F32: 2e-6, BF16: 1e-2, F16: 2e-3}  # of the largest number
 SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
 STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
+NORMS = pytest.mark.parametrize(
+    ("group", "own_weights", "gates_first", "by_sigmoid", "dtype"),
+    matrix([20, 60, None], [True, False], [True, False], [True, False], [F32, BF16]),
+)
 
 
 def recurrence_case(
@@ -118,18 +123,22 @@ def test_cpu_kernels_against_the_reference_in_float64(kind: str, shape: tuple[in
 def test_a_prompt_has_the_same_bits_however_it_is_cut_and_whatever_is_beside_it(kind: str) -> None:
     """On CPUs at any position, with any number of threads."""
     case = recurrence_case(kind, (4, 2, 24, 40, 4), [(0, 150), (0, 9)])
-    whole = linear_recurrence_cpu(step_of(case, [0, 0], [150, 9]))
+    for threads in (1, 3):
+        with kernel_threads(threads):
+            check_cuts(case, linear_recurrence_cpu, ([1], [63], [64, 128], [2, 5, 149], list(range(1, 150))))
+
+
+def check_cuts(case: RecurrenceInputs, compute: Recurrence, cuts_of_runs: Iterable[list[int]]) -> None:
+    """The case's first prompt, cut at these tokens, has the bits that it has whole beside the second one."""
+    ends = case.batch.query_offset.diff().tolist()
+    whole = compute(step_of(case, [0, 0], ends))
     state, rows = case.state[2].clone(), case.rows[2].clone()
-    for cuts in ([1], [63], [64, 128], [2, 5, 149], list(range(1, 150))):
-        for threads in (1, 3):
-            with kernel_threads(threads):
-                parts = [
-                    linear_recurrence_cpu(step_of(case, [a], [b], in_place=True))
-                    for a, b in zip([0, *cuts], [*cuts, 150], strict=True)
-                ]
-            assert torch.cat(parts).equal(whole[:150]), cuts
-            assert case.state[1].equal(state)
-            assert case.rows[1].equal(rows)
+    for cuts in cuts_of_runs:
+        steps = zip([0, *cuts], [*cuts, ends[0]], strict=True)
+        parts = [compute(step_of(case, [begin], [end], in_place=True)) for begin, end in steps]
+        assert torch.cat(parts).equal(whole[: ends[0]]), cuts
+        assert case.state[1].equal(state)
+        assert case.rows[1].equal(rows)
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba2"])
@@ -187,36 +196,32 @@ def test_what_does_not_fit_is_refused() -> None:
         gated_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), None, 1e-6, group=3)
 
 
-@pytest.mark.parametrize(
-    ("group", "own_weights", "gates_first", "by_sigmoid", "dtype"),
-    matrix([20, 60, None], [True, False], [True, False], [True, False], [F32, BF16]),
-)
+@NORMS
 def test_gated_norm(
     group: int | None, own_weights: bool, gates_first: bool, by_sigmoid: bool, dtype: torch.dtype
 ) -> None:
-    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_cpu, by_sigmoid=by_sigmoid)
+    check_norm(gated_rms_norm_cpu, group, own_weights, gates_first, by_sigmoid, dtype)
 
 
 def check_norm(
+    compute: Callable[[GatedNorm], torch.Tensor],
     group: int | None,
     own_weights: bool,
     gates_first: bool,
+    by_sigmoid: bool,
     dtype: torch.dtype,
-    compute: Callable[..., torch.Tensor],
-    *,
-    by_sigmoid: bool = False,
 ) -> None:
     """`x` and `gate` are slices; without a group of its own there is no weight."""
     x, gate = torch.randn(40, 200).to(dtype)[:, 13:133], torch.randn(40, 130).to(dtype)[:, 10:]
     weight = None if group is None else torch.randn(120 if own_weights else group).to(dtype)
-    arguments = (x, gate, weight, 1e-3, group or 120)
-    wanted = gated_rms_norm_reference(*arguments, gates_first=gates_first, by_sigmoid=by_sigmoid)
+    norm = GatedNorm(x, gate, weight, 1e-3, group or 120, gates_first, by_sigmoid)
+    wanted = gated_rms_norm_reference(norm)
     with nan_memory():
-        got = compute(*arguments, gates_first=gates_first, by_sigmoid=by_sigmoid)
+        got = compute(norm)
     torch.testing.assert_close(got, wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
 def small_case() -> None:
     for kind in ("delta", "mamba2"):
         check(middle_step(recurrence_case(kind, SHAPES[2], dtype=BF16)), linear_recurrence_cpu)
-    check_norm(60, True, True, BF16, gated_rms_norm_cpu)
+    check_norm(gated_rms_norm_cpu, 60, True, True, False, BF16)

@@ -9,8 +9,10 @@ from tests.kernels.test_linear_recurrence import (
     BF16,
     F16,
     F32,
+    NORMS,
     SHAPES,
     check,
+    check_cuts,
     check_norm,
     check_padding,
     middle_step,
@@ -49,16 +51,7 @@ def test_a_prompt_has_the_same_bits_if_it_is_cut_at_multiples_of_16_and_whatever
     kind: str, dtype: torch.dtype
 ) -> None:
     case = recurrence_case(kind, (2, 1, 24, 20, 4), [(0, 50), (0, 9)], dtype)
-    whole = linear_recurrence_triton(step_of(case, [0, 0], [50, 9]))
-    state, rows = case.state[2].clone(), case.rows[2].clone()
-    for cuts in ([16], [32, 48], [1, 6] if dtype == F32 else [16, 32]):
-        parts = [
-            linear_recurrence_triton(step_of(case, [a], [b], in_place=True))
-            for a, b in zip([0, *cuts], [*cuts, 50], strict=True)
-        ]
-        assert torch.cat(parts).equal(whole[:50]), cuts
-        assert case.state[1].equal(state)
-        assert case.rows[1].equal(rows)
+    check_cuts(case, linear_recurrence_triton, ([16], [32, 48], [1, 6] if dtype == F32 else [16, 32]))
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba2"])
@@ -66,11 +59,8 @@ def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_ke
     check_padding(kind, linear_recurrence_triton)
 
 
-@pytest.mark.parametrize(
-    ("group", "own_weights", "gates_first", "by_sigmoid", "dtype"),
-    matrix([20, 60, None], [True, False], [True, False], [True, False], [F32, BF16]),
-)
+@NORMS
 def test_gated_norm(
     group: int | None, own_weights: bool, gates_first: bool, by_sigmoid: bool, dtype: torch.dtype
 ) -> None:
-    check_norm(group, own_weights, gates_first, dtype, gated_rms_norm_triton, by_sigmoid=by_sigmoid)
+    check_norm(gated_rms_norm_triton, group, own_weights, gates_first, by_sigmoid, dtype)

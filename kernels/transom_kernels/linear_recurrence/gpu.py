@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two, warps_for
-from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
 from transom_kernels.linear_recurrence.kernel import locate, recur_chunks, recur_tokens, solve_chunks
 from transom_kernels.triton_math import silu
 
@@ -154,18 +154,9 @@ def convolve(
             tl.store(places, kept, mask=(head < L - 1) & (c < C) & (write >= 0))
 
 
-def gated_rms_norm_triton(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    size: int,
-    *,
-    gates_first: bool,
-    by_sigmoid: bool = False,
-) -> torch.Tensor:
-    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups; with
-    `by_sigmoid` the factor is sigmoid(gate)."""
+def gated_rms_norm_triton(norm: GatedNorm) -> torch.Tensor:
+    """Return rms_norm(x) * weight * silu(gate), or with `gates_first` rms_norm(x * silu(gate)) * weight, of groups; [T, N]."""
+    x, gate, weight, eps, size, gates_first, by_sigmoid = norm
     rows, width = x.shape
     out, block = x.new_empty(rows, width), next_power_of_two(size)
     groups = width // size

@@ -1,4 +1,4 @@
-"""The arguments of `linear_recurrence`, and the checks that they fit together.
+"""The arguments of `linear_recurrence` and `gated_rms_norm`, and the checks that the former fit together.
 
 Legend: T tokens of a step, B sequences, H heads of values and states, Hk heads of keys and queries (each serves H / Hk neighbouring
 heads), D key width, Dv value width, L tokens of the convolution's kernel, C = 2 Hk D + H Dv channels of the convolution.
@@ -8,8 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class GatedNorm(NamedTuple):
+    """What `gated_rms_norm` computes: rms_norm(x) * weight * silu(gate) [T, N], each `size` neighbours normed alone.
+
+    With `gates_first` it is rms_norm(x * silu(gate)) * weight; with `by_sigmoid` the factor is sigmoid(gate).
+    """
+
+    x: torch.Tensor  # [T, N]
+    gate: torch.Tensor  # [T, N]
+    weight: torch.Tensor | None  # [N] or [size]; without it there is no norm
+    eps: float
+    size: int
+    gates_first: bool
+    by_sigmoid: bool
 
 
 @dataclass(slots=True, kw_only=True)

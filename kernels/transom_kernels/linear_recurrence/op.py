@@ -29,7 +29,7 @@ from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
 from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
-from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
 from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
 
 
@@ -76,9 +76,12 @@ def gated_rms_norm(
     if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
+    norm = GatedNorm(x, gate, weight, eps, size, gates_first, by_sigmoid)
     if uses_triton(x):
-        by_triton: Callable[..., torch.Tensor] = implementation("linear_recurrence.gpu", "gated_rms_norm_triton")
-        return by_triton(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
+        by_triton: Callable[[GatedNorm], torch.Tensor] = implementation(
+            "linear_recurrence.gpu", "gated_rms_norm_triton"
+        )
+        return by_triton(norm)
     if uses_cpu_kernels(x) and x.dtype in DTYPES and x.stride(1) == gate.stride(1) == 1:
-        return gated_rms_norm_cpu(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
-    return gated_rms_norm_reference(x, gate, weight, eps, size, gates_first=gates_first, by_sigmoid=by_sigmoid)
+        return gated_rms_norm_cpu(norm)
+    return gated_rms_norm_reference(norm)

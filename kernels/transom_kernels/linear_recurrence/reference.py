@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
 
 
 def linear_recurrence_reference(inputs: RecurrenceInputs, wide: torch.dtype = torch.float32) -> torch.Tensor:
@@ -68,21 +68,13 @@ def _recur(
     return results, state
 
 
-def gated_rms_norm_reference(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    group: int,
-    *,
-    gates_first: bool,
-    by_sigmoid: bool = False,
-) -> torch.Tensor:
+def gated_rms_norm_reference(norm: GatedNorm) -> torch.Tensor:
     """Return rms_norm(x) * weight * silu(gate), or with `gates_first` rms_norm(x * silu(gate)) * weight, of groups; [T, N]."""
+    x, gate, weight, eps, size, gates_first, by_sigmoid = norm
     y, factor = x.float(), (torch.sigmoid if by_sigmoid else F.silu)(gate.float())
     if weight is None:
         return (y * factor).to(x.dtype)
-    y = (y * factor if gates_first else y).reshape(len(x), -1, group)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float().view(-1, group)
+    y = (y * factor if gates_first else y).reshape(len(x), -1, size)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float().view(-1, size)
     y = y.flatten(1)
     return (y if gates_first else y * factor).to(x.dtype)

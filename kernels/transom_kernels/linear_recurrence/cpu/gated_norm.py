@@ -26,6 +26,7 @@ from transom_kernels.cpu.simd import (
     store_f32,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
+from transom_kernels.linear_recurrence.inputs import GatedNorm
 
 ITEM_ELEMENTS = 2048  # about as many elements as one work item computes
 
@@ -48,18 +49,9 @@ class GatedNormArguments(NamedTuple):
 AT = numbers_of(GatedNormArguments)
 
 
-def gated_rms_norm_cpu(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    size: int,
-    *,
-    gates_first: bool,
-    by_sigmoid: bool = False,
-) -> torch.Tensor:
-    """Return rms_norm(x) * weight * silu(gate) [T, N], or with `gates_first` rms_norm(x * silu(gate)) * weight, by groups; with
-    `by_sigmoid` the factor is sigmoid(gate)."""
+def gated_rms_norm_cpu(norm: GatedNorm) -> torch.Tensor:
+    """Return rms_norm(x) * weight * silu(gate), or with `gates_first` rms_norm(x * silu(gate)) * weight, of groups; [T, N]."""
+    x, gate, weight, eps, size, gates_first, by_sigmoid = norm
     rows, width = x.shape
     out, groups, per_item = empty(x.shape, x.dtype), width // size, max(1, ITEM_ELEMENTS // size)
     kinds = {"dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[x.dtype if weight is None else weight.dtype]}
