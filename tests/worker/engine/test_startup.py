@@ -164,17 +164,7 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell] for row in rows]
     assert cells == [
-        [
-            "group",
-            "layers",
-            "keep",
-            "format",
-            "bytes per token",
-            "block",
-            "bytes per block",
-            "per page",
-            "at most per sequence",
-        ],
+        list(startup._COLUMNS),
         ["full", "2", "all tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
         ["sinks_window", "2", "32 tokens + first 4", "int8", "62", "16 tokens", "1,000", "1", "4 blocks"],
         ["compressed", "2", "an entry per 4 tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
