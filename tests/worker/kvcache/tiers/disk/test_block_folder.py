@@ -281,4 +281,4 @@ def test_an_eviction_holds_no_object_for_each_file(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert 0 < store.space.num_evicted < 1_500
-    assert peak_bytes < 400_000  # as a list of files 1,200,000
+    assert peak_bytes < 600_000  # as a list of files 1,200,000
