@@ -15,7 +15,7 @@ from transom_kernels.moe.gpu_weights import spreads_elements
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
-from transom_kernels.prepared_launch import PreparedLaunch
+from transom_kernels.prepared_launch import PreparedLaunch, kept
 
 SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
@@ -57,35 +57,27 @@ def moe_triton(
     routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
-    num_experts, double, _ = tensors.gate_up.shape
-    inner, num_pairs = double // 2, tokens * chosen
+    num_pairs = tokens * chosen
     out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    is_mx = isinstance(tensors.gate_up, MxTensor), isinstance(tensors.down, MxTensor)
-    has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
-    is_hopper = spreads_elements(x.device)
-    tile = choose_tile(num_pairs, num_experts, x.element_size(), is_mx=any(is_mx), is_hopper=is_hopper)
-    shapes = (tile, width, inner, chosen, x.stride(0), rule, is_mx, has_bias)
-    launches = _launches(*shapes, tensors.interleaved, scales_input, is_hopper)
+    key = (rule, scales_input, chosen, x.stride(0), x.dtype)
+    layer = kept(tensors.prepared, key, _Layer, x, tensors, rule, chosen, scales_input)
+    tile, launches = layer.launches(num_pairs)
     sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
-    pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
+    pairs, block_expert = sort(experts.reshape(-1).long(), layer.num_experts, tile.block_m)
     num_blocks = block_expert.shape[0]
-    inner_P = x.new_empty(num_pairs, inner)
+    inner_P = x.new_empty(num_pairs, layer.inner)
     results_P = x.new_empty(num_pairs, width)
     weights_P = weights.float().contiguous()
-    rows = (pairs, block_expert)
-    # `x` stands in for an absent bias, which the kernels do not read
-    bias = x if tensors.gate_up_bias is None else tensors.gate_up_bias
     launches.into(
         (launches.into_columns, num_blocks, 1),
-        (x, *_operands(tensors.gate_up), bias, weights_P, inner_P, *rows),
+        (x, *layer.gate_up, weights_P, inner_P, pairs, block_expert),
         num_pairs,
     )
-    bias = x if tensors.down_bias is None else tensors.down_bias
     launches.out_of(
         (launches.out_columns, num_blocks, 1),
-        (inner_P, *_operands(tensors.down), bias, weights_P, results_P, *rows),
+        (inner_P, *layer.down, weights_P, results_P, pairs, block_expert),
         num_pairs,
     )
     launches.sum((tokens, launches.sum_columns, 1), (results_P, out))
@@ -102,6 +94,30 @@ class _Launches:
     out_columns: int
     sum: PreparedLaunch
     sum_columns: int
+
+
+class _Layer:
+    """What the calls of a layer share: its operands, and the launches for each tile."""
+
+    def __init__(
+        self, x: torch.Tensor, tensors: ExpertTensors, rule: GateRule, chosen: int, scales_input: bool
+    ) -> None:
+        self.num_experts, double, width = tensors.gate_up.shape
+        self.inner = double // 2
+        self.gate_up = _operands(tensors.gate_up, tensors.gate_up_bias)
+        self.down = _operands(tensors.down, tensors.down_bias)
+        is_mx = isinstance(tensors.gate_up, MxTensor), isinstance(tensors.down, MxTensor)
+        has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
+        self._element_bytes, is_hopper = x.element_size(), spreads_elements(x.device)
+        self._kind = {"is_mx": any(is_mx), "is_hopper": is_hopper}
+        shapes = (width, self.inner, chosen, x.stride(0), rule, is_mx, has_bias)
+        self._of_all_tiles = (*shapes, tensors.interleaved, scales_input, is_hopper)
+        self._by_tile: dict[Tile, _Launches] = {}
+
+    def launches(self, num_pairs: int) -> tuple[Tile, _Launches]:
+        """Return the tile for this many pairs, and the launches with it."""
+        tile = choose_tile(num_pairs, self.num_experts, self._element_bytes, **self._kind)
+        return tile, kept(self._by_tile, tile, _launches, tile, *self._of_all_tiles)
 
 
 @cache
@@ -154,9 +170,12 @@ def _launches(
     )
 
 
-def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a kernel's two arguments: the weight and its MXFP4 scales; a plain weight stands in for its missing scales."""
-    return (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
+def _operands(
+    weight: torch.Tensor | MxTensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a kernel's three arguments: the weight, its MXFP4 scales and the bias; the weight stands in for what is absent."""
+    plain, scales = (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
+    return plain, scales, plain if bias is None else bias
 
 
 def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, is_mx: bool, is_hopper: bool) -> Tile:
