@@ -92,7 +92,6 @@ def _of_layer(
     return _choice(num_splits, weight.shape[0], routing, *has), read
 
 
-@cache
 def _product(
     x_stride: int, is_small: bool, width: int, num_experts: int, weight_strides: tuple[int, int]
 ) -> tuple[PreparedLaunch, Tile, int]:
