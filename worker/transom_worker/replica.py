@@ -278,10 +278,10 @@ class WorkerReplica:
             raise KeyError(export_id)
         return await self.exports.read(export_id, blocks)
 
-    async def close_export(self, export_id: str, read_bytes: int) -> bool:
-        """Close an export that another worker no longer needs, of which it has read `read_bytes` out of this worker's memory.
-        Return whether it was open."""
-        return self.exports is not None and self.exports.close(export_id, read_bytes)
+    async def close_export(self, export_id: str, read_bytes: int) -> None:
+        """Close an export that another worker no longer needs, of which it has read `read_bytes` out of this worker's memory."""
+        if self.exports is not None:
+            self.exports.close(export_id, read_bytes)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""

@@ -42,10 +42,9 @@ class ServeWorkerPeers:
         data: list[Bytes] = await (await self._handle_of(worker)).read_export.remote(export_id, blocks)
         return data
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
         """Call the worker's `close_export`."""
-        was_open: bool = await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
-        return was_open
+        await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
 
     async def _handle_of(self, worker: str) -> Any:
         """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""

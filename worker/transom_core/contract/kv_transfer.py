@@ -6,11 +6,10 @@ target                                   source
   | ---- read_export(BlockRange) -------->  | once for each piece; each renews the lease
   | <--- one array for each rank ---------  |
   | ---- close_export ------------------->  | gives the references back
-  | <--- was it still open? --------------  |
 
 Where both sides can (`PrefixQuery.shares`, `PrefixOffer.memories`), the target's ranks read the blocks out of the memory of the
 source's ranks, and `read_export` is not called. The offer has digests of some blocks, with which the target compares what it read.
-If the export was still open when it was closed, the source had kept all blocks until then.
+It also says how long the source keeps all blocks; what was read within that time, counted from before `open_export`, is valid.
 """
 
 from __future__ import annotations
@@ -80,7 +79,8 @@ class PrefixOffer:
 
     `memories` are the memories of the source's ranks, if the target may read them; then `places[g]` are the (tier, block id) of
     `blocks[g]`. The contents stay what they are until the export ends. `digests[g]` has, by logical index, the digests of some of
-    these blocks as each of the target's ranks should read them (`block_format.block_digest`).
+    these blocks as each of the target's ranks should read them (`block_format.block_digest`). The export first lasts `lease_s`
+    seconds.
     """
 
     export_id: str
@@ -91,6 +91,7 @@ class PrefixOffer:
     memories: tuple[RankMemory, ...] = ()
     places: tuple[tuple[tuple[int, int], ...], ...] = ()
     digests: tuple[dict[int, tuple[bytes, ...]], ...] = ()
+    lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

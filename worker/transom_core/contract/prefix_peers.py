@@ -27,6 +27,5 @@ class PrefixPeers(Protocol):
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an export, one after the other: one array for each of the worker's ranks."""
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
-        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory. Return whether the
-        export was open until now, so that all that was read is valid."""
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory."""

@@ -57,9 +57,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
         await self._called("close")
-        return self.exports.close(export_id, read_bytes)
+        self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)
@@ -109,9 +109,9 @@ async def test_a_prefix_comes_in_pieces_and_is_published_as_a_whole() -> None:
     report = FetchReport(
         source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56, wire="ray"
     )
+    await pair.until_quiet()
     assert [replace(pair.ended["r"], seconds=0.0)] == pair.notes.reports == [report]
     assert pair.source_notes.num_bytes == 56
-    await pair.until_quiet()
     assert pair.source_notes.exports == ["read"]
 
 
@@ -145,6 +145,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     pair.start()
     await pair.until_ended("r")
     assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
+    await pair.until_quiet()
     assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
     assert (pair.ended[""].num_blocks, pair.ended[""].place) == (4, "node/device")  # they count for the measured rates
 

@@ -9,7 +9,8 @@ One fetch, from a request to its end:
     export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
     import    host blocks are taken for what is missing    (`TransferStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
-    publish   when all pieces have come; in any case the export is closed once nothing is read any more, and `on_end` is called
+    publish   when all pieces have come; `on_end` is called in the same turn of the engine, so that its next step has the request
+    close     in any case the export is closed once nothing is read any more; nobody waits for that
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
@@ -19,11 +20,11 @@ but the first find it here. A fetch runs on the worker's event loop and touches 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -33,7 +34,7 @@ from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.engine.transfer.store import ImportPlan, OnEngine, TransferStore
-from transom_worker.engine.transfer.wires import CallWire, MemoryWire, SourceLost
+from transom_worker.engine.transfer.wires import LEASE_CLOCK, CallWire, MemoryWire, SourceLost
 from transom_worker.telemetry.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
 logger = logging.getLogger("transom.worker")
@@ -42,15 +43,7 @@ DROP_AGAIN_S = 0.05  # between two tries to free the blocks of an import into wh
 
 OnEnd = Callable[[str, FetchReport], None]
 """Called with a request's id when its fetch has ended, exactly once unless the request was cancelled; and with "" for each fetch of
-which no request waits for the end."""
-
-
-class _Brought(NamedTuple):
-    """What a fetch brought: the import's plan, the name of the wire, and the seconds of the ranks' reads; 0 for calls."""
-
-    plan: ImportPlan
-    wire: str
-    read_s: float
+which no request waits for the end. Any thread may call it."""
 
 
 class _Ended(Exception):
@@ -77,7 +70,8 @@ class PrefixFetches:
         self._config, self._on_end, self._observer = config, on_end, observer
         self.calls = CallWire(peers, store, on_engine, config)
         self.memory_wire = MemoryWire(self.calls, config)
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._tasks: dict[str, asyncio.Task[FetchReport]] = {}  # by request id
+        self._held: set[str] = set()  # the ids for which `on_end` was not called yet
         self._measuring = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
@@ -105,12 +99,15 @@ class PrefixFetches:
         request_id, limit_s = request.request_id, self._config.timeout_s
         if request.time_left_s is not None:
             limit_s = min(limit_s, request.time_left_s)
-        task = asyncio.create_task(self._run(request, request.prefix_source, limit_s))
+        source = request.prefix_source
+        self._held.add(request_id)
+        task = asyncio.create_task(self._reported(request_id, source, self._fetch(request, source), limit_s))
         self._tasks[request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
     def cancel(self, request_id: str) -> None:
         """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored."""
+        self._held.discard(request_id)
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
@@ -118,8 +115,8 @@ class PrefixFetches:
         """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
         own = await self._on_engine(lambda: self._store.own_query(query))
         if own is not None and self.calls.away.is_asked(source.worker):
-            fetch = self._import("", sharer, source.worker, own)
-            self._on_end("", await self._reported(source, fetch, self._config.timeout_s))
+            fetch = self._import("", sharer, source, own)
+            await self._reported("", source, fetch, self._config.timeout_s)
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
         """Bring about `num_bytes` of cached blocks of any prefixes from a source as a fetch does, and drop them; one measurement
@@ -128,23 +125,21 @@ class PrefixFetches:
             query = await self._on_engine(lambda: self._store.probe(num_bytes, by_calls=by_calls))
             if query is None:
                 return FetchReport(source=source.worker, outcome="refused")
-            fetch = self._import("", NO_CLIENT, source.worker, query)
-            return await self._reported(source, fetch, self._config.timeout_s)
+            fetch = self._import(None, NO_CLIENT, source, query)
+            return await self._reported(None, source, fetch, self._config.timeout_s)
 
-    async def _run(self, request: Request, source: PrefixSource, limit_s: float) -> None:
-        """Fetch the prefix of a held request. A cancelled fetch reports nothing: `CancelledError` passes through."""
-        report = await self._reported(source, self._fetch(request, source), limit_s)
-        self._on_end(request.request_id, report)
-
-    async def _reported(self, source: PrefixSource, fetch: Awaitable[_Brought], limit_s: float) -> FetchReport:
-        """Wait for a fetch, and report its outcome. However it ends, both sides release their blocks."""
+    async def _reported(
+        self, request_id: str | None, source: PrefixSource, fetch: Awaitable[FetchReport], limit_s: float
+    ) -> FetchReport:
+        """Wait for a fetch, and report how it ended, of a probe (None) to the observer alone. A cancelled fetch reports nothing:
+        `CancelledError` passes through. However it ends, both sides release their blocks."""
         begin_s = time.monotonic()
-        brought: _Brought | None = None
         outcome: FetchOutcome = "failed"
         try:
             async with asyncio.timeout(limit_s):
-                brought = await fetch
-            outcome = "fetched"
+                report = await fetch
+            self._observer.fetched(report)
+            return report
         except TimeoutError:
             outcome = "timeout"
         except _Ended as ended:
@@ -154,11 +149,21 @@ class PrefixFetches:
             outcome = "source_lost"
         except Exception:  # a bug; the request must not be held for ever
             logger.exception("A prefix from worker %s could not be imported.", source.worker)
-        report = _report(source, outcome, brought, seconds=time.monotonic() - begin_s)
+        seconds = time.monotonic() - begin_s
+        report = FetchReport(source=source.worker, place=source.place, outcome=outcome, seconds=seconds)
         self._observer.fetched(report)
+        if request_id is not None:
+            self._ended(request_id, report)
         return report
 
-    async def _fetch(self, request: Request, source: PrefixSource) -> _Brought:
+    def _ended(self, request_id: str, report: FetchReport) -> None:
+        """Call `on_end`, once for a request; any thread may call this, and a fetch may end here and by its time limit at once."""
+        with contextlib.suppress(KeyError):
+            if request_id:
+                self._held.remove(request_id)
+            self._on_end(request_id, report)
+
+    async def _fetch(self, request: Request, source: PrefixSource) -> FetchReport:
         """Bring the blocks of the prefix that are missing here.
 
         Raises:
@@ -175,7 +180,7 @@ class PrefixFetches:
                 is_present = await self._on_engine(lambda: self._store.has(request.request_id, query))
             if is_present:
                 raise _Ended("present")
-            return await self._import(request.request_id, request.sharer, source.worker, query)
+            return await self._import(request.request_id, request.sharer, source, query)
 
     def _asked(self, request_id: str, num_tokens: int) -> tuple[PrefixQuery | None, bool]:
         """Return the query for a request's prefix, and whether the prefix is here already. Runs on the engine's thread."""
@@ -184,55 +189,68 @@ class PrefixFetches:
             return None, False
         return query, self._store.has(request_id, query)
 
-    async def _import(self, request_id: str, sharer: Sharer, source: str, query: PrefixQuery) -> _Brought:
-        """Bring all pieces of an offer that are missing here, publish them unless they are a probe, and close the export. Raises
-        what `_fetch` does."""
+    async def _import(
+        self, request_id: str | None, sharer: Sharer, source: PrefixSource, query: PrefixQuery
+    ) -> FetchReport:
+        """Bring all pieces of an offer that are missing here, publish them unless they are a probe (`request_id` is None), and have
+        the export closed. Raises what `_fetch` does."""
+        begin_s, asked_s = time.monotonic(), time.clock_gettime(LEASE_CLOCK)
         query = replace(query, verifies_all=self._config.verify == "all")
-        offer = await self.calls.ask(source, self._peers.open_export(source, query))
+        offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
         if not isinstance(offer, PrefixOffer):
             raise _Ended("refused" if offer == "refused" else "not_found")
-        import_id, must_close, is_complete = uuid4().hex, True, False
+        import_id, is_over, is_complete, read_bytes = uuid4().hex, False, False, 0
+
+        def end(report: FetchReport) -> FetchReport:
+            nonlocal is_complete
+            report = replace(report, seconds=time.monotonic() - begin_s)
+            if request_id is not None:
+                if is_over:
+                    raise KeyError(import_id)  # given up while this waited for the engine
+                self._store.publish_import(import_id, request_id)
+                is_complete = True
+                self._ended(request_id, report)
+            return report
+
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
-            reads_memory = bool(offer.memories) and self.memory_wire.is_asked(source)
-            wire = self.memory_wire if reads_memory else self.calls
-            read_s = await wire.bring(sharer, source, offer, import_id, plan)
-            must_close = not reads_memory  # the memory wire has closed the export
-            if not query.is_probe:
-                await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
-                is_complete = True
-            return _Brought(plan, wire.name, read_s)
+            report = _report(source, plan)
+            if offer.memories and self.memory_wire.is_asked(source.worker):
+                read_s = await self.memory_wire.bring(sharer, source.worker, offer, import_id, plan, asked_s)
+                report, read_bytes = replace(report, wire=self.memory_wire.name, read_s=read_s), report.num_bytes
+            else:
+                await self.calls.bring(sharer, source.worker, offer, import_id, plan)
+            return await self._on_engine(lambda: end(report))
         finally:
-            if must_close or not is_complete:
-                task = asyncio.create_task(self._end(source, offer.export_id, None if is_complete else import_id))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+            is_over = True
+            ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
+            task = asyncio.create_task(ends)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
-    async def _end(self, source: str, export_id: str, import_id: str | None) -> None:
+    async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine
         ignores an import that never began or has ended. If the message is lost, the export ends when its lease expires."""
         try:
             while import_id is not None and not await self._on_engine(lambda: self._store.drop_import(import_id)):
                 await asyncio.sleep(DROP_AGAIN_S)
             async with asyncio.timeout(self._config.timeout_s):
-                await self._peers.close_export(source, export_id, 0)
+                await self._peers.close_export(source, export_id, read_bytes)
         except Exception as error:
             logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
 
-def _report(source: PrefixSource, outcome: FetchOutcome, brought: _Brought | None, *, seconds: float) -> FetchReport:
-    ended = FetchReport(source=source.worker, place=source.place, outcome=outcome, seconds=seconds)
-    if brought is None:
-        return ended
-    plan = brought.plan
-    return replace(
-        ended,
+def _report(source: PrefixSource, plan: ImportPlan) -> FetchReport:
+    """Return the report of a fetch that brings a plan's blocks by calls."""
+    return FetchReport(
+        source=source.worker,
+        place=source.place,
+        outcome="fetched",
         num_tokens=plan.num_tokens,
         num_blocks=plan.num_blocks,
         num_bytes=sum(num_bytes for _, num_bytes in plan.pieces),
         full_length_bytes=plan.full_length_bytes,
-        wire=brought.wire,
-        read_s=brought.read_s,
+        wire=CallWire.name,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from uuid import uuid4
 
 import numpy as np
@@ -64,7 +65,7 @@ class PrefixExports:
             self._observer.exported("not_found")
             return "not_found"
         self._renew(export_id)
-        return offer
+        return replace(offer, lease_s=self._lease_s)
 
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an open export, for each rank.
@@ -81,16 +82,14 @@ class PrefixExports:
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
-    def close(self, export_id: str, read_bytes: int = 0) -> bool:
-        """End an export whose target has read everything or gives up; return whether it was open. `read_bytes` of its blocks were
-        read out of the ranks' memory, and not by `read`."""
-        if export_id not in self._leases:
-            return False
-        if read_bytes:
-            self._observer.sent(read_bytes)
-        self._observer.exported("read")
-        self._end(export_id)
-        return True
+    def close(self, export_id: str, read_bytes: int = 0) -> None:
+        """End an export whose target has read everything or gives up. `read_bytes` of its blocks were read out of the ranks'
+        memory, and not by `read`."""
+        if export_id in self._leases:
+            if read_bytes:
+                self._observer.sent(read_bytes)
+            self._observer.exported("read")
+            self._end(export_id)
 
     def _renew(self, export_id: str) -> None:
         """Let an export's lease begin again. Raises KeyError: the export has ended."""

@@ -122,6 +122,7 @@ class AwaySources:
 
 
 LOOK_S = 2e-3  # 8 MiB take 2 ms on one host
+LEASE_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while this host is suspended
 
 T = TypeVar("T")
 
@@ -168,7 +169,8 @@ class CallWire:
 class MemoryWire:
     """Lets the ranks read the blocks out of the memory of the source's ranks, and compare some of them with digests in the offer.
 
-    Closing the export comes last: if the source then says that it was open until now, the blocks were there all the time.
+    A read that ends before the source's lease can have ended has read blocks that were there all the time. The lease begins after
+    this worker has asked for the export, so this worker's clock decides, and no call to the source.
     """
 
     name = "nixl"
@@ -183,9 +185,11 @@ class MemoryWire:
         bytes: so a source that hangs keeps a bounded share of the budget and of the blocks here."""
         return not self._abandoned[source] and self._away.is_asked(source)
 
-    async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> float:
-        """Read all blocks at once, and close the export; return the seconds of the reads alone. Raises the errors of
-        `CallWire.bring`."""
+    async def bring(
+        self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan, asked_s: float
+    ) -> float:
+        """Read all blocks at once; return the seconds of the reads alone. `asked_s` is when this worker asked for the export, by
+        `LEASE_CLOCK`. Raises the errors of `CallWire.bring`."""
         num_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
         ended: asyncio.Future[tuple[str, float]] = asyncio.get_running_loop().create_future()
         give_back = await self._calls.budget.take(num_bytes, sharer)
@@ -197,9 +201,8 @@ class MemoryWire:
                 error, seconds = ended.result()
                 if error not in ("", RANKS_LOST):
                     raise SourceLost(f"its memory could not be read: {error}")
-                was_open = self._calls.peers.close_export(source, offer.export_id, 0 if error else num_bytes)
-                if not await self._calls.ask(source, was_open):
-                    raise SourceLost("it gave the blocks up while they were read")
+                if time.clock_gettime(LEASE_CLOCK) - asked_s >= offer.lease_s:
+                    raise SourceLost("its lease may have ended while they were read")
             if error:
                 raise KeyError(import_id)  # the ranks start again, and the cache was emptied
             return seconds
