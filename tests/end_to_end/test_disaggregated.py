@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.router.engine_workers import WIRES
 from tests.end_to_end.server import (
     HTTP,
     PATIENCE_S,
@@ -47,10 +48,12 @@ def prompts(first: int, count: int) -> list[list[int]]:
     return [[5 + (first + i) * 7 % 500, *range(6, 5 + LENGTH)] for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=WIRES)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    given = {**FLAGS, "disk_cache": folder / "disk"}
+    given = {**FLAGS, "disk_cache": folder / "disk", "kv_transfer_wire": request.param}
     flags = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
     server = start_server(str(tiny_model), folder / "log", *flags)
     yield server

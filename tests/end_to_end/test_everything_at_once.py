@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.engine_workers import LocalPeers, Mortal, answers_of, routed
+from tests.cluster.router.engine_workers import WIRES, LocalPeers, Mortal, answers_of, routed
 from tests.end_to_end.test_combinations import LIST, Margins, compare, margins_of
 from tests.end_to_end.test_policy_combinations import MIXED
 from tests.engine_driver import make_engine, make_request, run
@@ -152,8 +152,9 @@ async def check(
         await some.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", [pytest.param("auto", marks=pytest.mark.exhaustive), "sinks_window=fp8,full=int8"])
-async def test_a_hybrid(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
+async def test_a_hybrid(tiny_model: Path, tmp_path: Path, dtype: str, wire: str) -> None:
     plain = make_engine(
         str(tiny_model), **HYBRID.settings(), **SETTINGS, kv_cache_dtype=dtype, enable_prefix_caching=False
     )
@@ -165,11 +166,13 @@ async def test_a_hybrid(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
         assert want == oracle_answers(tiny_model, prompts(), NUM_TOKENS, HYBRID, GRAMMARS)
     else:
         margins = margins_of(answers)
-    start = partial(cluster, tiny_model, tmp_path, pool_kib=pool_kib, kv_cache_dtype=dtype, **HYBRID.settings())
+    settings = {"kv_cache_dtype": dtype, "kv_transfer_wire": wire, **HYBRID.settings()}
+    start = partial(cluster, tiny_model, tmp_path, pool_kib=pool_kib, **settings)
     await check(start, requests, want, margins)
 
 
-async def test_kv_policies(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", WIRES)
+async def test_kv_policies(tiny_model: Path, tmp_path: Path, wire: str) -> None:
     def ask(name: str) -> list[Request]:
         policies: Callable[[int], Any] = lambda i: MIXED[i % len(MIXED)]  # noqa: E731
         return requests(name, kv_policy=policies, kv_quality=lambda i: policies(i) is not None and i % 4 == 3)
@@ -177,4 +180,4 @@ async def test_kv_policies(tiny_model: Path, tmp_path: Path) -> None:
     alone = make_engine(str(tiny_model), **SETTINGS, enable_prefix_caching=False)
     want = [run(alone, [request])[0].token_ids for request in ask("alone")]
     alone.shutdown()
-    await check(partial(cluster, tiny_model, tmp_path, pool_kib=520), ask, want, None)
+    await check(partial(cluster, tiny_model, tmp_path, pool_kib=520, kv_transfer_wire=wire), ask, want, None)

@@ -106,7 +106,7 @@ class WorkerReplica:
             self._on_engine,
         )
         self._handovers: Handovers | None = None
-        # Both sides of KV transfer. Prefixes are fetched into the host tier, from workers that `peers` reaches.
+        # Both sides of KV transfer. Prefixes are fetched, if there is a host tier, from workers that `peers` reaches.
         self.exports: PrefixExports | None = None
         self.fetches: PrefixFetches | None = None
         store, transfers = self.engine.transfer_store, self.engine.metrics.transfers

@@ -18,7 +18,7 @@ from benchmarks.json_child import ROOT
 from benchmarks.server_process import READY, ServerError, ServerProcess, free_port, transom_serve
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.cases import make_cases
-from benchmarks.serving.soak.cluster import TWO_WORKERS, Cluster, copy_sources, settings_of
+from benchmarks.serving.soak.cluster import COMMON, TWO_WORKERS, Cluster, copy_sources, settings_of
 from benchmarks.serving.soak.disk_blocks import check_disk
 from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.phases import Soak
@@ -35,9 +35,11 @@ def main() -> None:
     if "RAY_AUTH_MODE" not in os.environ:  # the server and the processes that deploy on it share a token
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     report_path = Path(options.json or REPORTS / f"{time.strftime('%Y-%m-%d-%H%M')}-soak.json")
+    COMMON["kv_transfer_wire"] = options.kv_transfer_wire
     journal = Journal(report_path.with_suffix(".events.jsonl"))
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
-    report = Report(setup={"seed": options.seed, "clients": options.clients, "hangs": options.hangs, **machine})
+    asked = {"seed": options.seed, "clients": options.clients, "hangs": options.hangs, "wire": options.kv_transfer_wire}
+    report = Report(setup={**asked, **machine})
     try:
         soak(options, journal, report)
     finally:
@@ -99,6 +101,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--disturb-s", type=float, default=20.0, help="Mean pause between two disturbances.")
     parser.add_argument(
         "--hangs", action=argparse.BooleanOptionalAction, default=True, help="Stop processes (SIGSTOP), too."
+    )
+    parser.add_argument(
+        "--kv-transfer-wire",
+        default="auto",
+        choices=("auto", "nixl", "ray"),
+        help="How KV blocks move between workers.",
     )
     parser.add_argument("--json", default="", help="The report; Markdown and events are written beside it.")
     options = parser.parse_args()

@@ -25,7 +25,6 @@ from tests.cluster.router.engine_workers import (
     request,
 )
 from transom_core.contract import WindowPolicy
-from transom_core.kv_cache.tiers import HOST
 
 WINDOW = WindowPolicy(sinks=4, window=40)
 LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens before the end of a block
@@ -96,7 +95,8 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
     wanted = replace(request("two", prompt=PROMPT[::-1], max_tokens=1), prefill_only=True, decoder="w1")
     await at_worker(prefill, wanted)
     await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
-    early = [len(found) for found in pair.target.engine.scheduler.cache.index.tiers[HOST]]
+    tiers = pair.target.engine.scheduler.cache.index.tiers
+    early = [sum(map(len, of_group)) for of_group in zip(*tiers, strict=True)]
     tokens, usage = await at_worker(pair.target, request("three", "w2", prompt=PROMPT[::-1]))
     assert (tokens, usage.num_cached_tokens) == (expected, HIT)
     assert 0 < early[0] <= HIT // 16
@@ -115,7 +115,7 @@ async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair,
     assert (told["outcome"], told["wire"], told["num_bytes"]) == ("fetched", wire, 5 * sizes[0])
     assert (0 < told["read_s"] <= told["seconds"]) == (wire == "nixl")
     await pair.until_quiet()
-    assert not any(map(len, pair.target.engine.scheduler.cache.index.tiers[HOST]))
+    assert not any(len(found) for tier in pair.target.engine.scheduler.cache.index.tiers for found in tier)
 
 
 @WITHOUT_WINDOWS

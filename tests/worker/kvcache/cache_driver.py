@@ -82,6 +82,7 @@ class CacheDriver:
         self.disk: dict[tuple[int, bytes], dict[int, Content]] = {}  # it keeps everything
         self.imports: dict[int, BlockImport] = {}  # by ticket; those that have not ended
         self.num_imported = 0  # blocks
+        self.num_received = [0, 0]  # blocks by tier
         self.slab = Slab(self.layout)
         self.slabs = [self.slab, Slab(host_layout or self.layout)]  # by tier
         self.loads: deque[list[BlockCopy]] = deque()  # that ranks were told of, in order
@@ -222,6 +223,26 @@ class CacheDriver:
             for one in opened.blocks:  # found, if not because a sequence has published it meanwhile
                 assert any(one.digest in tier[one.group] for tier in self.cache.index.tiers)
 
+    def receive_blocks(self, token_ids: list[int]) -> None:
+        """Import from another worker, which has all that was ever computed here."""
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, token_ids, BLOCK)
+        there = [{digest for of_group, digest in self.truth if of_group == group} for group in range(len(self.specs))]
+        hit = find_hit(self.cache.retentions, there, chain, hit_limit(len(token_ids), BLOCK), window_repair=False)
+        opened = self.cache.tiers.imports.begin(chain, hit, on_device=True) if hit.start else None
+        self.plan([])  # with the copies that the import has queued
+        while self.steps:
+            self.receive()
+        if opened is not None:
+            for one in opened.blocks:
+                size, contents = self.specs[one.group].block_size, self.truth[one.group, one.digest]
+                at = [0] if self.specs[one.group].is_state else [position % size for position, _ in contents]
+                self.slabs[opened.tier].put(one.group, one.block, dict(zip(at, contents, strict=True)))
+            self.cache.tiers.imports.publish(opened)
+            self.imports[-id(opened)] = opened
+            self.num_received[opened.tier] += len(opened.blocks)
+        self._check()
+
     def end_imports(self) -> None:
         """What was imported may be evicted from now on."""
         while self.imports:
@@ -323,9 +344,16 @@ class CacheDriver:
             for spec, table in zip(self.specs, sequence.blocks.tables, strict=True)
         ]
         before = [(list(table.sink_blocks), list(table.run)) for table in sequence.blocks.tables]
+        held = [(group, block) for group, block in self.cache.tiers.imports.on_device()]
+        kept = [
+            sum(of_group == group and pool.refs[block] == 1 for of_group, block in held)
+            for group, pool in enumerate(self.cache.pools)
+        ]
         packed = sum(
-            -(-(pool.num_active + need) // per_page)
-            for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
+            -(-(pool.num_active - num_kept + need) // per_page)  # what imports keep is given up
+            for pool, num_kept, need, per_page in zip(
+                self.cache.pools, kept, needs, self.cache.arena.blocks_per_page, strict=True
+            )
         )
         done = self.cache.extend(sequence.blocks, end)
         # Neither refused while moving blocks would help, nor out of thin air. What a load writes cannot be moved.

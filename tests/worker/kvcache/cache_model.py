@@ -194,6 +194,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             if block != HOLE
         )
         references.update(exported(cache, DEVICE, group))
+        references.update(block for of_group, block in cache.tiers.imports.on_device() if of_group == group)
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
         pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
         cached = [*pinned, *pool.evictable]
@@ -253,7 +254,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks], holds: Seque
             block for sequence in sequences if sequence.load.host_blocks for block in sequence.load.host_blocks[group]
         )
         opened = cache.tiers.imports.opened
-        needs.update(one.block for each in opened for one in each.blocks if one.group == group)
+        needs.update(one.block for each in opened if each.tier == HOST for one in each.blocks if one.group == group)
         needs.update(block for each in opened for of_group, block in each.in_host if of_group == group)
         needs.update(exported(cache, HOST, group))
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)

@@ -10,6 +10,7 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
 from transom_core.kv_cache import load_rates
+from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
@@ -18,7 +19,13 @@ KINDS = (None, *CheckpointKind)
 
 
 def random_life(
-    mix: tuple[str, ...], seed: int, *, has_host: bool = False, has_disk: bool = False, num_operations: int = 100
+    mix: tuple[str, ...],
+    seed: int,
+    *,
+    has_host: bool = False,
+    has_disk: bool = False,
+    receives: bool = False,
+    num_operations: int = 100,
 ) -> CacheDriver:
     """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
@@ -61,7 +68,10 @@ def random_life(
         elif draw < 0.58 and has_disk:
             driver.bring(rng.choice(seen))
             begin()
-        elif draw < 0.62 and has_disk:
+        elif draw < 0.6 and receives:
+            driver.receive_blocks(rng.choice(seen))
+            begin()
+        elif draw < 0.62 and (has_disk or receives):
             driver.end_imports()
         elif driver.sequences and len(driver.steps) < 3 and draw < 0.76:
             driver.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
@@ -95,3 +105,11 @@ def test_random_operations_with_a_disk(mix: tuple[str, ...], monkeypatch: pytest
     from_device = [random_life(mix, seed, has_disk=True) for seed in range(4, num_examples(5, 30))]
     assert any(driver.disk for driver in from_device)
     assert not any(driver.num_imported for driver in from_device)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+def test_random_operations_beside_another_worker(mix: tuple[str, ...]) -> None:
+    """Blocks of another worker come to the device where it has free pages, else to the host tier."""
+    drivers = [random_life(mix, seed, has_host=True, receives=True) for seed in range(num_examples(5, 30))]
+    assert sum(driver.num_received[DEVICE] for driver in drivers) > 0
+    assert sum(driver.num_received[HOST] for driver in drivers) > 0

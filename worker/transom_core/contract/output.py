@@ -41,8 +41,8 @@ class KvQuality:
 class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
-    Of the cached tokens, `num_host_tokens` were found in the host tier. Of those, `num_fetched_tokens` had just come from another
-    worker (`Request.prefix_source`), and `num_disk_tokens` from the disk tier.
+    Of the cached tokens, `num_host_tokens` were found in the host tier or had just come from another worker. Of those,
+    `num_fetched_tokens` had just come from another worker (`Request.prefix_source`), and `num_disk_tokens` from the disk tier.
 
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index at
     that version predicts `num_cached_tokens` exactly. `kv_quality` is set if the request asks for it (`Request.kv_quality`), and

@@ -188,10 +188,10 @@ class Engine:
     def blocked_s(self) -> float:
         """How long the caller may sleep because `step` would do nothing, unless another method is called before.
 
-        Above 0 only if the requests wait for blocks that another worker is reading, or for the end of a pause. At most
-        `MAX_BLOCKED_S`, and not beyond the next deadline.
+        Above 0 only if the requests wait for blocks that another worker reads, or that are read from it, or for the end of a pause.
+        At most `MAX_BLOCKED_S`, and not beyond the next deadline.
         """
-        is_blocked = self.pause_mode == "keep" or self.scheduler.cache.tiers.exports.reads_device
+        is_blocked = self.pause_mode == "keep" or self.scheduler.cache.tiers.others_hold_device
         if self._has_other_work or not (self._made_no_plan and self.requests and is_blocked):
             return 0.0
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
@@ -256,6 +256,7 @@ class Engine:
         if (running := self.requests.get(request_id)) is not None:
             self.events.prefix_fetched(running.times, report)
             running.num_fetched_tokens = report.num_tokens
+            running.num_direct_tokens = report.num_tokens if report.on_device else 0
             self._end_hold(request_id)
 
     def end_group(self, request_ids: Iterable[str]) -> None:

@@ -62,6 +62,7 @@ class RunningRequest:
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._num_host_tokens = 0
         self.num_fetched_tokens = 0  # tokens of its prefix that came from another worker before it was admitted
+        self.num_direct_tokens = 0  # of these, those that came straight into the device's pool
         self.num_disk_tokens = 0  # tokens of its prefix that were read from the disk tier before it was admitted
         self.num_weight_updates = 0  # since it was admitted
         self._index_version = 0
@@ -197,12 +198,14 @@ class RunningRequest:
         return text + self._stops.flush()
 
     def _usage(self) -> Usage:
+        num_cached = self._num_cached_tokens or 0
+        num_host = min(num_cached, self._num_host_tokens + self.num_direct_tokens)
         return Usage(
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_cached_tokens=self._num_cached_tokens or 0,
-            num_host_tokens=self._num_host_tokens,
-            num_fetched_tokens=min(self.num_fetched_tokens, self._num_host_tokens),
+            num_cached_tokens=num_cached,
+            num_host_tokens=num_host,
+            num_fetched_tokens=min(self.num_fetched_tokens, num_host),
             num_disk_tokens=min(self.num_disk_tokens, self._num_host_tokens),
             index_version=self._index_version,
             kv_quality=self._kv_quality,

@@ -122,6 +122,7 @@ class KvCache:
             moves,
             stores,
             make_room=self.eviction.make_room,
+            take_free=self._take_free,
             lock=self.checkpoints.lock,
             unlock=self.checkpoints.unlock,
             index=self.index,
@@ -374,7 +375,7 @@ class KvCache:
     @property
     def num_releases(self) -> int:
         """A number that grows whenever blocks may have become free. If it has grown, what did not fit before may be tried again."""
-        return self._num_releases + self.tiers.exports.num_ended
+        return self._num_releases + self.tiers.exports.num_ended + self.tiers.imports.num_left_device
 
     def evict_all(self) -> None:
         """Evict every cached block of both tiers, and withdraw active blocks from the index. Blocks that running loads bring are
@@ -472,12 +473,29 @@ class KvCache:
         self.registry.unref(group, [block for _, block in gone])
         self._num_releases += len(gone)
 
+    def _take_free(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """Take blocks of free pages on the device, and leave pages for one more block of each running sequence in each group; None
+        if there are too few."""
+        sizes = zip(needs, self.arena.blocks_per_page, strict=True)
+        if sum(-(-(need + len(self.running)) // per_page) for need, per_page in sizes) > self.arena.num_free:
+            return None
+        return self._allocate(list(needs), [None] * len(needs), reserve=0, compact=False)
+
     def _allocate(
         self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool
     ) -> list[list[int]] | None:
         """Return `needs[group]` blocks of each group on the device, if possible after block `near[group]`; None if memory is short
         (`extend`).
         """
+        taken = self._taken(needs, near, reserve=reserve, compact=compact)
+        if taken is None and self.tiers.imports.leave_device():
+            taken = self._taken(needs, near, reserve=reserve, compact=compact)
+        return taken
+
+    def _taken(
+        self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool
+    ) -> list[list[int]] | None:
+        """Do what `_allocate` does, without blocks that imports hold."""
         if reserve:  # what fits with the reserve fits without it, too
             is_state = [
                 retention.spec.is_state for retention in self.retentions

@@ -145,9 +145,9 @@ class AdmissionControl:
                 return num_fitting
             victim = self._last_running()
             if victim is sequence and len(self.running) == 1:
-                if not (steps_in_flight or self.cache.tiers.exports.reads_device):
+                if not (steps_in_flight or self.cache.tiers.others_hold_device):
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
-                return 0  # the sequence waits: the step in flight, or the end of an export, frees blocks
+                return 0  # the sequence waits: the step in flight, or the end of a transfer, frees blocks
             if victim.num_in_flight:
                 self._preempt_after_step(victim)
                 return 0

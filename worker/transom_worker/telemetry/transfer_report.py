@@ -9,9 +9,9 @@ from typing import Literal, get_args
 FetchOutcome = Literal[
     "fetched", "present", "not_found", "no_space", "refused", "timeout", "source_lost", "cancelled", "failed"
 ]
-"""fetched: the blocks are in the host tier; present: all of them were here already; not_found: the source had evicted the prefix;
-no_space: the host tier had no room; refused: the source has too many open transfers, or its cache is of another kind; timeout: it
-took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
+"""fetched: the blocks are in the KV pool or the host tier; present: all of them were here already; not_found: the source had
+evicted the prefix; no_space: neither had room; refused: the source has too many open transfers, or its cache is of another kind;
+timeout: it took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
 
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
@@ -38,6 +38,7 @@ class FetchReport:
     place: str = ""
     wire: str = ""  # the name of the `Wire` that brought the blocks
     seconds: float = 0.0
+    on_device: bool = False  # the blocks came straight into the KV pool, not into the host tier
     read_s: float = 0.0  # of which the slowest rank read the source's memory; 0 for calls
 
 

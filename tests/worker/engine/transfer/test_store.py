@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -159,9 +160,9 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
         assert sum(len(one.blocks) for one, _ in plan.pieces) == plan.num_blocks
         assert sum(size for _, size in plan.pieces) <= plan.full_length_bytes
         assert target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start >= there
-        for group, found in enumerate(target.cache.index.tiers[HOST]):
-            for digest, block in found.items():
-                assert target.slabs.contents[HOST, group, block] == target.bytes_of(group, digest)
+        for tier, group in product((DEVICE, HOST), range(len(offer.blocks))):
+            for digest, block in target.cache.index.tiers[tier][group].items():
+                assert target.slabs.contents[tier, group, block] == target.bytes_of(group, digest)
     source.store.close_export("e")
     source.store.close_export("e")
     for worker in (source, target):
@@ -217,17 +218,18 @@ def test_a_fetch_that_is_given_up_keeps_its_blocks_until_nothing_is_read(error: 
     target.store.begin_read("i", replace(offer, places=places), lambda error, seconds: ends.append(error))
     for _ in range(2):
         assert not target.store.drop_import("i")
-        assert (
-            target.scheduler.stats().host_groups[0].held_blocks == len(offer.blocks[0]) == len(target.slabs.read.blocks)
-        )
+        [held] = target.cache.tiers.imports.opened
+        assert len(held.blocks) == len(offer.blocks[0]) == len(target.slabs.read.blocks)
+        assert {one.target_tier for one in target.slabs.read.blocks} == {DEVICE}
     if error == RANKS_LOST:
         target.store.end_reads()
     else:
         target.slabs.read_ended(0, ReadEnd("i", error, 0.1))
     assert ends == [error]
     assert target.store.drop_import("i")
-    assert not any(map(len, target.cache.index.tiers[HOST]))
+    assert not any(len(found) for tier in target.cache.index.tiers for found in tier)
     target.check()
+    assert target.cache.arena.num_free == target.cache.arena.num_pages
 
 
 def test_a_cache_of_other_groups_is_refused_and_an_ended_request_asks_nothing() -> None:
@@ -251,6 +253,7 @@ def press(worker: Worker, turn: int) -> None:
     """Spill more than the host tier holds, prompts of many lengths; each turn has others."""
     for number in range(20):
         worker.compute([100 + 20 * turn + number] * (20 + 4 * number))
+    worker.cache.copies.take()
 
 
 @pytest.mark.parametrize("mix", [("full",), ("full", "window")], ids="+".join)
@@ -258,6 +261,7 @@ def press(worker: Worker, turn: int) -> None:
 def test_an_imported_prefix_is_kept_until_its_request_is_admitted(mix: tuple[str, ...], how: str) -> None:
     """Or has ended, or waits for too long; the other requests' blocks that the device evicts do not take its place before."""
     source, target = Worker(mix), Worker(mix, num_pages=16, host_pages=16)
+    press(target, 9)  # no page of the device is free
     query = imported(source, target, range(40))
     target.scheduler.stop_holding("held")
     reach = target.cache.find(query.chain, 41).start
@@ -286,8 +290,29 @@ def test_an_imported_prefix_is_kept_until_its_request_is_admitted(mix: tuple[str
         target.check()
 
 
+def test_an_import_on_the_device_is_kept_until_other_requests_need_its_blocks() -> None:
+    source, target = Worker(("full", "window")), Worker(("full", "window"), num_pages=16)
+    query = imported(source, target, range(40))
+    cache, imports = target.cache, target.cache.tiers.imports
+    assert not any(map(len, cache.index.tiers[HOST]))
+    held = sorted(imports.on_device())
+    press(target, 0)
+    assert sorted(imports.on_device()) == held
+    assert cache.find(query.chain, 41).start == 40
+    assert cache.tiers.others_hold_device
+    num_releases = cache.num_releases
+    target.compute([7] * 230)  # does not fit beside it
+    assert not cache.tiers.others_hold_device
+    assert cache.find(query.chain, 41).start < 40
+    target.scheduler.abort("held")
+    target.kept.end_admitted()
+    assert cache.num_releases > num_releases
+    target.check()
+
+
 def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
     source, target = Worker(("full",)), Worker(("full",), num_pages=16, host_pages=16)
+    press(target, 9)
     tokens = list(range(40))
     query = imported(source, target, tokens)
     target.hold([*tokens, 1], "second")

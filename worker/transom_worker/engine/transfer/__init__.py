@@ -1,8 +1,8 @@
 """KV transfer: a worker fetches a cached prefix from another worker, if the router expects that to cost less than computing it.
 
 - **source**: the worker that has the prefix (`exports`). It keeps the blocks referenced while they are read.
-- **target**: the worker that has the request (`fetches`). It holds the request, imports the blocks into its host tier, and lets the
-  request be admitted: then the prefix is an ordinary hit.
+- **target**: the worker that has the request (`fetches`). It holds the request, imports the blocks into free pages of its KV pool
+  or into its host tier, and lets the request be admitted: then the prefix is an ordinary hit.
 - **live blocks**: the blocks that a sequence needs to continue after the prefix: all blocks of groups that keep every token, and
   the last blocks of sliding groups. Only these are moved.
 

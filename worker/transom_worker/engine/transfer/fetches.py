@@ -1,4 +1,4 @@
-"""`PrefixFetches`: the target's side of KV transfer, which brings a held request's prefix from another worker into the host tier.
+"""`PrefixFetches`: the target's side of KV transfer, which brings a held request's prefix from another worker.
 
 - **held request**: a request that the engine does not admit before its fetch has ended, with or without success.
 - **piece**: some blocks of one group that move together (`contract.kv_transfer.PIECE_BYTES`).
@@ -7,7 +7,7 @@ One fetch, from a request to its end:
 
     query     the digests of the prefix                    (`TransferStore.query`)
     export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
-    import    host blocks are taken for what is missing    (`TransferStore.begin_import`)
+    import    blocks are taken for what is missing         (`TransferStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
     publish   when all pieces have come; `on_end` is called in the same turn of the engine, so that its next step has the request
     close     in any case the export is closed once nothing is read any more; nobody waits for that
@@ -252,5 +252,6 @@ def _report(source: PrefixSource, plan: ImportPlan) -> FetchReport:
         num_blocks=plan.num_blocks,
         num_bytes=sum(num_bytes for _, num_bytes in plan.pieces),
         full_length_bytes=plan.full_length_bytes,
+        on_device=plan.on_device,
         wire=CallWire.name,
     )

@@ -1,6 +1,6 @@
 """`TransferStore`: gives KV transfer access to the engine's KV cache: block ids from the scheduler's cache, bytes from the ranks.
 
-The source lends blocks (*export*): it calls `open_export`, `read_export` for each piece, then `close_export`. The target takes host
+The source lends blocks (*export*): it calls `open_export`, `read_export` for each piece, then `close_export`. The target takes
 blocks for them and writes their bytes (*import*): it calls `query`, `has`, `begin_import`, brings the blocks, then calls
 `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and `write_import` for each piece, or by
 `begin_read` (`wires`).
@@ -54,7 +54,7 @@ class OnEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
-    """The blocks of an offer that are missing here; host blocks are allocated for them.
+    """The blocks of an offer that are missing here; blocks are allocated for them.
 
     `pieces` are the block ranges to read, each with its bytes at the source. `num_tokens` is the length of the prefix that is a hit
     when all pieces are written. `full_length_bytes` is explained in `transfer_report.FetchReport`.
@@ -64,6 +64,7 @@ class ImportPlan:
     num_tokens: int
     num_blocks: int
     full_length_bytes: int
+    on_device: bool = False
 
 
 class TransferStore:
@@ -201,7 +202,8 @@ class TransferStore:
         return True
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take host blocks for the offered blocks that are missing here; None if the host tier has no room for them."""
+        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them; None if the host
+        tier has no room either."""
         self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
@@ -211,14 +213,20 @@ class TransferStore:
             limit=len(query.chain),
         )
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions, with_windows=not query.is_early)
-        if opened is None:
+        imports = self._cache.tiers.imports
+        for on_device in (True, False):
+            opened = imports.begin(query.chain, hit, retentions, with_windows=not query.is_early, on_device=on_device)
+            if opened is None:
+                return None
+            waiting = {
+                (tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)
+            }
+            if not any((opened.tier, one.group, one.block) in waiting for one in opened.blocks):
+                break
+            imports.end(opened)  # a queued copy, which no plan carries yet, reads or writes these blocks
+        else:
             return None
         self._imports[import_id] = opened
-        waiting = {(tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)}
-        if any((HOST, one.group, one.block) in waiting for one in opened.blocks):
-            # A queued copy, which no plan carries yet, reads or writes these blocks. The caller ends the import.
-            return None
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:
             missing[one.group].append(one.logical)
@@ -229,6 +237,7 @@ class TransferStore:
             ),
             num_tokens=max(0, offer.start - before),
             num_blocks=len(opened.blocks),
+            on_device=opened.tier == DEVICE,
             full_length_bytes=sum(
                 size * (len(some) if retention.keeps_everything else offer.num_hash_blocks)
                 for retention, size, some in zip(retentions, sizes, missing, strict=True)
@@ -246,10 +255,10 @@ class TransferStore:
             raise KeyError(import_id)
         places = {one.logical: one.block for one in opened.blocks if one.group == blocks.group}
         ids = [places[logical] for logical in blocks.blocks]
-        self._executor.write_blocks(HOST, blocks.group, ids, [part.tobytes() for part in data])
+        self._executor.write_blocks(opened.tier, blocks.group, ids, [part.tobytes() for part in data])
 
     def publish_import(self, import_id: str, request_id: str) -> None:
-        """Publish the imported blocks in the host tier, and keep them until a request is admitted or has ended, but only for a
+        """Publish the imported blocks, and keep them until a request is admitted or has ended, but only for a
         limited time. Raises KeyError: the import has ended."""
         self._kept.publish(self._imports.pop(import_id), [request_id])
         self._reads.pop(import_id, None)
@@ -283,7 +292,7 @@ class TransferStore:
             raise KeyError(import_id)
         places = [dict(zip(*pair, strict=True)) for pair in zip(offer.blocks, offer.places, strict=True)]
         blocks = tuple(
-            RemoteBlock(one.group, one.logical, *places[one.group][one.logical], HOST, one.block)
+            RemoteBlock(one.group, one.logical, *places[one.group][one.logical], opened.tier, one.block)
             for one in opened.blocks
         )
         self._reads[import_id] = [None] * self._shares.num_ranks, on_end

@@ -1,7 +1,7 @@
 """How the blocks of an import come from their source. A *wire* brings all of them, or raises:
 
     CallWire      the source's engine reads the bytes between two steps and returns them from a call, piece by piece (through Ray);
-                  the target converts them and writes them into its host tier
+                  the target converts them and writes them into its blocks
     MemoryWire    the target's ranks read the memory of the source's ranks (by NIXL), beside the steps of both
 
 The export of the source keeps the blocks as they are while a wire reads them. Both take turns at one budget of bytes.

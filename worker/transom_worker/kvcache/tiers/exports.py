@@ -101,7 +101,7 @@ class Exports:
 
     @property
     def reads_device(self) -> bool:
-        """Whether exports reference blocks on the device; preempting sequences does not free these."""
+        """Whether exports reference blocks on the device."""
         return any(True for _ in self.on_device())
 
     def on_device(self) -> Iterable[tuple[int, int]]:

@@ -1,6 +1,9 @@
-"""`Imports`: takes host blocks into which blocks from the disk or another worker are written, so that a request then hits them.
+"""`Imports`: takes blocks into which blocks from the disk or another worker are written, so that a request then hits them.
 
-    opened = imports.begin(chain, hit)    # take host blocks for what the cache lacks of a prefix; they are not in the index
+Blocks of another worker are written where they will be used, on the device, if there are free pages for all of them; else, and from
+the disk, into the host tier.
+
+    opened = imports.begin(chain, hit)    # take blocks for what the cache lacks of a prefix; they are not in the index
     ...                                   # bytes are written into them
     imports.publish(opened)               # enter them into the index; the import still needs them, so that they are not evicted
                                           # before the request that waits for them is admitted (`KeptImports`)
@@ -8,7 +11,7 @@
 
 In between, the part of the prefix that the cache already has must not be evicted to make room for the missing blocks. So its
 deepest node in the prefix tree is locked, and the import counts a need (`host_tier`) of each of its blocks in the host tier, even
-of those that no node pins.
+of those that no node pins. On the device, requests whose blocks do not fit otherwise get those of published imports at once.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from typing import NamedTuple
 from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_core.kv_cache.tiers import DISK, HOST
+from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
@@ -30,12 +34,13 @@ MAX_KEPT_S = 60.0
 
 # Makes room for as many blocks of each group as the given function returns; returns False if that is impossible.
 MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]
+TakeFree = Callable[[Sequence[int]], list[list[int]] | None]  # takes blocks of free pages of the device; None: too few
 LockPrefix = Callable[[Sequence[bytes], int], Node | None]  # locks the deepest node of a chain's first n hash blocks
 UnlockPrefix = Callable[[Node], None]
 
 
 class ImportedBlock(NamedTuple):
-    """A block to write: its group, its logical index in the prefix, its digest, and the block of the host tier."""
+    """A block to write: its group, its logical index in the prefix, its digest, and its id in the import's tier."""
 
     group: int
     logical: int
@@ -45,7 +50,7 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import.
+    """The blocks of one import, which are in `tier`.
 
     `locked` is the node that the import keeps locked. `in_host` has, as (group, block), the prefix's blocks that the host tier has
     already. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
@@ -55,6 +60,7 @@ class BlockImport:
     blocks: list[ImportedBlock]
     locked: Node | None
     in_host: list[tuple[int, int]]
+    tier: int = HOST
     is_void: bool = False
     ticket: int = 0
     is_published: bool = False
@@ -68,16 +74,18 @@ class BlockImport:
 class Imports:
     """Begins, publishes and ends imports; `opened` has those that have not ended.
 
-    `make_room` drops cached blocks of the host tier.
+    `registry` is the device's. `make_room` drops cached blocks of the host tier; `take_free` evicts nothing.
     """
 
     def __init__(
         self,
         retentions: RetentionSet,
         index: PrefixIndex,
+        registry: BlockRegistry,
         host: HostTier,
         copies: CopyQueue,
         make_room: MakeRoom,
+        take_free: TakeFree,
         lock: LockPrefix,
         unlock: UnlockPrefix,
         *,
@@ -85,14 +93,16 @@ class Imports:
     ) -> None:
         self._retentions = retentions
         self._index = index
+        self._registries = registry, host.registry  # by tier
         self._host = host
         self._copies = copies
-        self._make_room = make_room
+        self._make_room, self._take_free = make_room, take_free
         self._lock = lock
         self._unlock = unlock
         self._block_size = block_size
         self.num_imported = [0] * len(retentions)  # blocks published by group, since start
         self.opened: list[BlockImport] = []
+        self.num_left_device = 0  # imports that have given blocks of the device back, since start
 
     def begin(
         self,
@@ -101,10 +111,12 @@ class Imports:
         retentions: RetentionSet | None = None,
         *,
         with_windows: bool = True,
+        on_device: bool = False,
     ) -> BlockImport | None:
-        """Take host blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
+        """Take blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
-        Nodes of the host tier are dropped to make room, except those of this prefix. Return None if no block is missing, or there
+        They are taken from free pages of the device if `on_device` and there are enough. Else they are taken from the host tier,
+        whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing, or there
         is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
         blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
@@ -130,16 +142,19 @@ class Imports:
             [name for name in names if not self._index.has(group, name[0])] for group, names in enumerate(needed)
         ]
         counts = [len(of_group) for of_group in missing]
-        if not (any(counts) and self._make_room(lambda: counts)):
-            self._stop_keeping(in_host, locked)
-            return None
-        taken = self._host.take(counts)
+        taken = self._take_free(counts) if on_device and any(counts) else None
+        tier = HOST if taken is None else DEVICE
+        if taken is None:
+            if not (any(counts) and self._make_room(lambda: counts)):
+                self._stop_keeping(in_host, locked)
+                return None
+            taken = self._host.take(counts)
         blocks = [
             ImportedBlock(group, logical, digest, block)
             for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
             for (digest, logical), block in zip(names, of_group, strict=True)
         ]
-        opened = BlockImport(blocks, locked, in_host)
+        opened = BlockImport(blocks, locked, in_host, tier)
         self.opened.append(opened)
         return opened
 
@@ -162,7 +177,7 @@ class Imports:
             return
         for one in opened.blocks:
             if not any(one.digest in tier[one.group] for tier in self._index.tiers):
-                self._host.registry.enter(one.group, [one.block], [(one.digest, one.logical)])
+                self._registries[opened.tier].enter(one.group, [one.block], [(one.digest, one.logical)])
                 self.num_imported[one.group] += 1
 
     def give_up(self, opened: BlockImport) -> None:
@@ -175,11 +190,30 @@ class Imports:
         opened.in_host, opened.locked = [], None
 
     def end(self, opened: BlockImport) -> None:
-        """Give the blocks back to the host tier: published ones may be evicted from now on, others are free."""
+        """Give the blocks back: published ones may be evicted from now on, others are free."""
         self.opened.remove(opened)
         for one in opened.blocks:
-            self._host.release(one.group, [one.block])
+            if opened.tier == DEVICE:
+                self._registries[DEVICE].unref(one.group, [one.block])
+            else:
+                self._host.release(one.group, [one.block])
+        self.num_left_device += opened.tier == DEVICE
         self._stop_keeping(opened.in_host, opened.locked)
+
+    def leave_device(self) -> bool:
+        """Give the blocks of published imports on the device back before their ends; return whether there were any."""
+        kept = [one for one in self.opened if one.tier == DEVICE and one.is_published and one.blocks]
+        for opened in kept:
+            for one in opened.blocks:
+                self._registries[DEVICE].unref(one.group, [one.block])
+            opened.blocks = []
+        return bool(kept)
+
+    def on_device(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of every block on the device that an import holds."""
+        for opened in self.opened:
+            if opened.tier == DEVICE:
+                yield from ((one.group, one.block) for one in opened.blocks)
 
     def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
         """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
@@ -189,8 +223,8 @@ class Imports:
             self._unlock(locked)
 
     def num_held(self, group: int) -> int:
-        """Return how many blocks of a group the imports hold now."""
-        return sum(one.group == group for opened in self.opened for one in opened.blocks)
+        """Return how many blocks of a group the imports hold in the host tier now."""
+        return sum(one.group == group for opened in self.opened if opened.tier == HOST for one in opened.blocks)
 
     def make_void(self) -> None:
         """Mark all open imports so that they publish nothing, because the cache is emptied."""
@@ -208,11 +242,11 @@ class _Kept:
 
 
 class KeptImports:
-    """Keeps the complete imports of one engine in the host tier until the requests for which they were made are admitted.
+    """Keeps the complete imports of one engine until the requests for which they were made are admitted.
 
-    A published import is cached only in the host tier, where other blocks could evict it while its request still waits. A kept
-    import is not evicted until every request that it is kept for is admitted or has ended, or until `MAX_KEPT_S` have passed. The
-    limit keeps a request that waits for long from blocking the host tier for all others; it may have to compute its prefix then.
+    No node pins a published import, so that other blocks could evict it while its request still waits. A kept import is not evicted
+    until every request that it is kept for is admitted or has ended, or until `MAX_KEPT_S` have passed. The limit keeps a request
+    that waits for long from blocking a tier for all others; it may have to compute its prefix then.
     `is_waiting` returns whether the request with an id still waits for admission; `clock` gives seconds.
     """
 

@@ -3,7 +3,7 @@
     host       the host's arena: pages, blocks, and how often each block is needed
     moves      moves nodes of the prefix tree between device and host
     loads      brings blocks from the host to sequences on the device
-    imports    brings blocks from the disk or other workers into the host tier
+    imports    brings blocks from the disk or other workers into the host tier, or from other workers into free pages of the device
     exports    lends blocks to other workers
     stores     writes the blocks of dropped nodes to files
     disk       the digests of the blocks that have files
@@ -26,7 +26,7 @@ from transom_worker.kvcache.stats import HostGroupStats
 from transom_worker.kvcache.tiers.disk.index import DiskIndex, DiskStores
 from transom_worker.kvcache.tiers.exports import Exports
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, MakeRoom, UnlockPrefix
+from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, MakeRoom, TakeFree, UnlockPrefix
 from transom_worker.kvcache.tiers.loads import Loads
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
@@ -34,8 +34,8 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 class Tiers:
     """The tiers of one cache; the module's docstring says what each part does.
 
-    `make_room` evicts nodes from the host tier. `lock` and `unlock` protect the cached part of a prefix to which an import adds
-    blocks.
+    `make_room` evicts nodes from the host tier; `take_free` takes free blocks of the device. `lock` and `unlock` protect the cached
+    part of a prefix to which an import adds blocks.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Tiers:
         stores: DiskStores,
         *,
         make_room: MakeRoom,
+        take_free: TakeFree,
         lock: LockPrefix,
         unlock: UnlockPrefix,
         index: PrefixIndex,
@@ -56,7 +57,9 @@ class Tiers:
     ) -> None:
         self.host, self.moves, self.stores = host, moves, stores
         self.loads = Loads(registry, host, copies)
-        self.imports = Imports(retentions, index, host, copies, make_room, lock, unlock, block_size=block_size)
+        self.imports = Imports(
+            retentions, index, registry, host, copies, make_room, take_free, lock, unlock, block_size=block_size
+        )
         self.exports = Exports(retentions, index, registry, host, copies, block_size=block_size)
         self.disk = DiskIndex(len(retentions))
         self._changes = changes
@@ -73,9 +76,16 @@ class Tiers:
             self._changes.set_rates(self._changes.rates.with_unmeasured_reads(strides))
 
     def fixed_blocks(self) -> Iterable[tuple[int, int]]:
-        """Yield (group, block) of the device's blocks that must stay where they are: exports read them, or loads write them."""
+        """Yield (group, block) of the device's blocks that must stay where they are: exports read them, or loads or imports write
+        them."""
         yield from self.exports.on_device()
         yield from self.loads.targets()
+        yield from self.imports.on_device()
+
+    @property
+    def others_hold_device(self) -> bool:
+        """Whether exports or imports hold blocks on the device, which preempting sequences does not free."""
+        return self.exports.reads_device or any(True for _ in self.imports.on_device())
 
     def lose_contents(self) -> None:
         """Empty the host tier, and make running loads, imports and exports void, because the cache is emptied."""
