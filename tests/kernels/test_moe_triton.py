@@ -19,10 +19,10 @@ from tests.matrices import some_daily
 from transom_kernels.moe import gpu, gpu_weights
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu, widened_words
-from transom_kernels.moe.kernel import SCALE_FACTORS, WIDEN_WORDS
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.widening import POWER_FACTORS, WIDEN_FP4
 
 
 def moe_arranged(x: Any, which: Any, weights: Any, tensors: ExpertTensors, *rule: Any, **how: Any) -> torch.Tensor:
@@ -79,10 +79,10 @@ def test_mxfp4_values_and_scales() -> None:
 def test_instructions_that_widen_mxfp4_do_what_the_interpreter_does() -> None:
     """Of all words, two at a time, as if their scale's factor were 1; of scales, four at a time."""
     words, scales = torch.arange(1 << 16).view(-1, 2), torch.arange(160).view(-1, 4)
-    for got, wanted in zip(run(WIDEN_WORDS, words @ HALVES, 4), widened_words(words), strict=True):
+    for got, wanted in zip(run(WIDEN_FP4, words @ HALVES, 4), widened_words(words), strict=True):
         assert torch.equal(got, wanted @ HALVES)
     factors = (scales - 33.0).exp2().bfloat16().view(torch.int16).long().view(-1, 2, 2)
-    for got, wanted in zip(run(SCALE_FACTORS, scales @ 256 ** torch.arange(4), 2), factors.unbind(1), strict=True):
+    for got, wanted in zip(run(POWER_FACTORS, scales @ 256 ** torch.arange(4), 2), factors.unbind(1), strict=True):
         assert torch.equal(got, wanted @ HALVES)
 
 
@@ -96,7 +96,7 @@ PTX: dict[str, Callable[..., Any]] = {
 
 def run(instructions: tl.constexpr, argument: torch.Tensor, results: int) -> list[torch.Tensor]:
     """Run instructions of PTX on numbers of 32 bits in int64; return the registers `$0`, `$1` and so on."""
-    values: dict[str, Any] = {f"${results}": argument, f"${results + 1}": 1}
+    values: dict[str, Any] = {f"${results}": argument, f"${results + 1}": 1, f"${results + 2}": 1}
     for name, target, operands in re.findall(rf"({'|'.join(PTX)}) (\S+), ([^;]+);", instructions.value):
         read = [values[source] if source in values else int(source, 0) for source in operands.split(", ")]
         values[target] = PTX[name](*read) & 0xFFFFFFFF

@@ -1,4 +1,5 @@
-"""Launches the Triton kernels of an MoE layer: sort pairs into row blocks, two grouped matmuls, sum over each token's experts.
+"""Launches the Triton kernels of an MoE layer: sort pairs into row blocks, two grouped matmuls, sum over each token's experts. And
+the one of a linear layer over a quantised weight, which has one expert.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from transom_kernels.launch import INTERPRETED, next_power_of_two
 from transom_kernels.moe.gpu_weights import spreads_elements
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
-from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.weights import MX_GROUP, ExpertTensors, GateRule, GpuMatrix, Matrix
 from transom_kernels.prepared_launch import PreparedLaunch
 
 SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
@@ -38,6 +40,11 @@ LARGE = Tile(block_m=128, block_n=128, block_j=64, num_warps=8, num_stages=3)
 MX_SMALL = replace(SMALL, block_j=256, num_stages=5)  # as many bytes of weights in flight, in fewer iterations
 MX_MIDDLE = replace(MIDDLE, block_j=128)
 MX_LARGE = replace(LARGE, block_n=256, block_j=128)  # for Hopper: elsewhere it takes more registers than there are
+ZEROS_SMALL = replace(
+    MX_SMALL, block_n=128
+)  # zero points take instructions, which twice as many weights an iteration make up for
+BYTE_SMALL = replace(MX_SMALL, num_stages=4)  # 8 bits a weight
+BYTE_MIDDLE = replace(MX_MIDDLE, num_stages=2)
 FLOAT32_TILE = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # float32, without tensor cores
 
 
@@ -53,7 +60,7 @@ def moe_triton(
     """Return the weighted sum of each token's experts, [T, N] in the dtype of `x`.
 
     `x` [T, N] are hidden states; `experts` [T, K] and `weights` [T, K] are each token's experts and their routing weights;
-    `tensors` has the matrices (MXFP4 as by `for_gpu`) and biases, `rule` the activation between them. With `scales_input` the
+    `tensors` has the matrices (quantised ones as `GpuMatrix`) and biases, `rule` the activation between them. With `scales_input` the
     routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
@@ -62,11 +69,12 @@ def moe_triton(
     out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    is_mx = isinstance(tensors.gate_up, MxTensor), isinstance(tensors.down, MxTensor)
+    kinds = _kind(tensors.gate_up), _kind(tensors.down)
     has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
     is_hopper = spreads_elements(x.device)
-    tile = choose_tile(num_pairs, num_experts, x.element_size(), is_mx=any(is_mx), is_hopper=is_hopper)
-    shapes = (tile, width, inner, chosen, x.stride(0), rule, is_mx, has_bias)
+    kind = kinds[0] if kinds[0].numbers else kinds[1]
+    tile = choose_tile(num_pairs, num_experts, x.element_size(), kind=kind, is_hopper=is_hopper)
+    shapes = (tile, width, inner, chosen, x.stride(0), rule, kinds, has_bias)
     launches = _launches(*shapes, tensors.interleaved, scales_input, is_hopper)
     sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
     pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
@@ -112,16 +120,15 @@ def _launches(
     chosen: int,
     x_stride: int,
     rule: GateRule,
-    is_mx: tuple[bool, bool],
+    kinds: tuple[_Kind, _Kind],
     has_bias: tuple[bool, bool],
     interleaved: bool,
     scales_input: bool,
     is_spread: bool,
 ) -> _Launches:
-    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
-    sizes |= {"UPCAST": INTERPRETED, "IS_SPREAD": is_spread}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    sizes = _sizes(tile, is_spread)
     into = {
+        **kinds[0].constants(),
         "width": width,
         "inner": inner,
         "x_stride": x_stride,
@@ -130,39 +137,104 @@ def _launches(
         "up_offset": rule.up_offset,
         "NUM_CHOSEN": chosen,
         "INTERLEAVED": interleaved,
-        "IS_MX": is_mx[0],
         "HAS_BIAS": has_bias[0],
         "SCALES_INPUT": scales_input,
         "HAS_LIMIT": rule.limit is not None,
         "GELU": rule.activation == "gelu_tanh",
     }
     out_of = {
+        **kinds[1].constants(),
         "width": inner,
         "columns": width,
-        "IS_MX": is_mx[1],
+        "x_stride": inner,
+        "IS_DENSE": False,
         "HAS_BIAS": has_bias[1],
         "SCALES_OUTPUT": not scales_input,
     }
     columns = min(SUM_COLUMNS, next_power_of_two(width))
     return _Launches(
-        PreparedLaunch(into_experts, into | sizes, **options),
+        PreparedLaunch(into_experts, into | sizes, **_options(tile)),
         -(-2 * inner // tile.block_n),
-        PreparedLaunch(out_of_experts, out_of | sizes, **options),
+        PreparedLaunch(out_of_experts, out_of | sizes, **_options(tile)),
         -(-width // tile.block_n),
         PreparedLaunch(sum_experts, {"columns": width, "NUM_CHOSEN": chosen, "BLOCK_N": columns}, num_warps=4),
         -(-width // columns),
     )
 
 
-def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a kernel's two arguments: the weight and its MXFP4 scales; a plain weight stands in for its missing scales."""
-    return (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
+def dense_triton(x: torch.Tensor, weight: GpuMatrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return `x @ weight.T + bias` [M, rows] in `dtype`, of `x` [M, columns] whose rows may lie any stride apart; the weight has one
+    matrix, and `bias` is [rows]."""
+    num_rows, outputs = len(x), weight.shape[1]
+    out = x.new_empty(num_rows, outputs, dtype=dtype)
+    if num_rows:
+        kind, is_hopper = _kind(weight), spreads_elements(x.device)
+        tile = choose_tile(num_rows, 1, x.element_size(), kind=kind, is_hopper=is_hopper)
+        launch, columns = _dense(tile, weight.shape[2], outputs, x.stride(0), kind, bias is not None, is_hopper)
+        operands = (x, *_operands(weight), x if bias is None else bias, x, out, x, x)
+        launch((columns, -(-num_rows // tile.block_m), 1), operands, num_rows)
+    return out
 
 
-def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, is_mx: bool, is_hopper: bool) -> Tile:
+@cache
+def _dense(
+    tile: Tile, width: int, outputs: int, x_stride: int, kind: _Kind, has_bias: bool, is_spread: bool
+) -> tuple[PreparedLaunch, int]:
+    """Return the prepared launch of all linear layers of one shape, and its programs along the columns."""
+    numbers = {"width": width, "columns": outputs, "x_stride": x_stride}
+    flags = {"IS_DENSE": True, "HAS_BIAS": has_bias, "SCALES_OUTPUT": False}
+    constants = kind.constants() | numbers | flags | _sizes(tile, is_spread)
+    return PreparedLaunch(out_of_experts, constants, **_options(tile)), -(-outputs // tile.block_n)
+
+
+class _Kind(NamedTuple):
+    """The constants that a kernel takes for a quantised matrix; `numbers` is empty if the matrix is plain."""
+
+    numbers: str = ""
+    scales: str = ""
+    has_zeros: bool = False
+    has_row_scales: bool = False
+    group: int = MX_GROUP
+
+    def constants(self) -> dict[str, Any]:
+        names = ("NUMBERS", "SCALES", "HAS_ZEROS", "HAS_ROW_SCALES", "GROUP")
+        return dict(zip(names, self, strict=True))
+
+
+def _kind(weight: Matrix) -> _Kind:
+    if not isinstance(weight, GpuMatrix):
+        return _Kind()
+    tensors = (weight.zeros is not None, weight.row_scales is not None)
+    return _Kind(weight.numbers, weight.scale_kind, *tensors, weight.group)
+
+
+def _operands(weight: Matrix) -> tuple[torch.Tensor, ...]:
+    """Return a kernel's arguments: the weight, scales, zero points and scales of rows; the weight stands in for what is missing."""
+    if not isinstance(weight, GpuMatrix):
+        assert isinstance(weight, torch.Tensor)
+        return (weight,) * 4
+    parts = (weight.scales, weight.zeros, weight.row_scales)
+    return (weight.words, *(weight.words if part is None else part for part in parts))
+
+
+def _sizes(tile: Tile, is_spread: bool) -> dict[str, Any]:
+    sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    return sizes | {"UPCAST": INTERPRETED, "IS_SPREAD": is_spread}
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, kind: _Kind, is_hopper: bool) -> Tile:
     """Return the tile for an expert's average number of rows, `num_pairs / num_experts`."""
     if element_bytes > 2:
-        return replace(FLOAT32_TILE, block_j=128) if is_mx else FLOAT32_TILE
-    tiles = (MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE) if is_mx else (SMALL, MIDDLE, LARGE)
+        return replace(FLOAT32_TILE, block_j=128) if kind.numbers else FLOAT32_TILE
+    if kind.numbers in ("fp8", "int8"):
+        tiles = (BYTE_SMALL, BYTE_MIDDLE, replace(MX_LARGE, num_stages=2) if is_hopper else BYTE_MIDDLE)
+    elif kind.numbers:
+        tiles = (ZEROS_SMALL if kind.has_zeros else MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE)
+    else:
+        tiles = (SMALL, MIDDLE, LARGE)
     rows = num_pairs / num_experts
     return tiles[0 if rows <= 16 else 1 if rows <= 96 else 2]

@@ -7,8 +7,11 @@ row_products   parts of the kernels: rounding rows of x, and multiplying a block
 """
 
 from transom_kernels.quantised_linear.weights import (
+    FP4,
     GROUP,
     Format,
+    GpuRows,
+    Numbers,
     PackedPanels,
     QuantisedRows,
     concatenated,
@@ -17,4 +20,16 @@ from transom_kernels.quantised_linear.weights import (
     quantise,
 )
 
-__all__ = ["GROUP", "Format", "PackedPanels", "QuantisedRows", "concatenated", "pack", "pack_gated", "quantise"]
+__all__ = [
+    "FP4",
+    "GROUP",
+    "Format",
+    "GpuRows",
+    "Numbers",
+    "PackedPanels",
+    "QuantisedRows",
+    "concatenated",
+    "pack",
+    "pack_gated",
+    "quantise",
+]

@@ -1,0 +1,94 @@
+"""Quantised weights of linear layers on GPUs, and the products with them.
+
+Weights are widened to bfloat16 in registers (`moe.widening`), and a product is summed in float32. But fp8 with a scale for each
+output is multiplied in fp8 if the checkpoint was made for that: rows of x are rounded to fp8, too, with the checkpoint's scale or
+one of their own, and torch multiplies them.
+
+Legend: M rows, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from transom_kernels.launch import capability_of, implementation, uses_triton
+from transom_kernels.moe import GpuMatrix, arranged
+from transom_kernels.quantised_linear import GpuRows
+
+LARGEST_FP8 = 448.0
+_LEAST_SCALE = 1e-12  # of rows that are all zeros
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GpuWeight:
+    """A quantised weight [N, K] and its bias: arranged for the Triton kernel, or in rows where torch computes."""
+
+    matrix: GpuMatrix | GpuRows
+    bias: torch.Tensor | None  # [N] float32
+    order: torch.Tensor | None  # [K]: column k multiplies column `order[k]` of x
+    rounds_inputs: bool  # to fp8
+    input_scale: torch.Tensor | None  # [1, 1] float32; None: each row has its own
+    num_outputs: int
+    width: int
+    nbytes: int
+    is_gated = False
+
+    @property
+    def format(self) -> str:
+        """The numbers' name."""
+        return self.matrix.numbers
+
+
+def gpu_weight(rows: GpuRows, bias: torch.Tensor | None = None) -> GpuWeight:
+    """Arrange a weight for the device that it is on."""
+    outputs, width = rows.levels.shape
+    is_arranged = rows.levels.is_meta or uses_triton(rows.levels)
+    rounds_inputs = rows.input_scales is not None and outputs % 16 == width % 16 == 0
+    if is_arranged and capability_of(rows.levels.device) < (8, 9):
+        rounds_inputs = False
+    matrix = rows if rounds_inputs or not is_arranged else arranged([rows])
+    scales = rows.input_scales if rounds_inputs else None
+    is_static = scales is not None and not scales.is_meta and bool(scales.all())
+    return GpuWeight(
+        matrix=matrix,
+        bias=None if bias is None else bias.float(),
+        order=rows.order,
+        rounds_inputs=rounds_inputs,
+        input_scale=scales.max().view(1, 1) if is_static and scales is not None else None,
+        num_outputs=outputs,
+        width=width,
+        nbytes=matrix.nbytes + (0 if rows.order is None else rows.order.nbytes),
+    )
+
+
+def linear_gpu(x: torch.Tensor, weight: GpuWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return `x @ weight.T + bias` [M, N] in `dtype` of `x` [M, K]; with scales for inputs, of `x` rounded to fp8."""
+    matrix = weight.matrix
+    if isinstance(matrix, GpuMatrix):
+        x = x if weight.order is None else x.index_select(1, weight.order)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out: torch.Tensor = implementation("moe.gpu", "dense_triton")(x, matrix, weight.bias, dtype)
+        return out
+    if weight.rounds_inputs:
+        return _fp8_product(x, matrix, weight, dtype)
+    return F.linear(x.float(), matrix.dequantised(), weight.bias).to(dtype)
+
+
+def _fp8_product(x: torch.Tensor, rows: GpuRows, weight: GpuWeight, dtype: torch.dtype) -> torch.Tensor:
+    assert rows.row_scales is not None
+    if weight.input_scale is None:
+        scale_M1 = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST_FP8).clamp(min=_LEAST_SCALE)
+    else:
+        scale_M1 = weight.input_scale.expand(len(x), 1).contiguous()
+    rounded = (x.float() / scale_M1).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+    y: torch.Tensor = torch._scaled_mm(
+        rounded,
+        rows.levels.view(torch.float8_e4m3fn).t(),
+        scale_a=scale_M1,
+        scale_b=rows.row_scales[None],
+        out_dtype=torch.bfloat16,
+    )
+    return (y if weight.bias is None else y.float() + weight.bias).to(dtype)
