@@ -1,4 +1,4 @@
-"""Linear layers over quantised weights on GPUs: the Triton kernel against the weights as stored, in the interpreter; fp8 by torch."""
+"""Linear layers over quantised weights on GPUs: the Triton kernel against the weights, in the interpreter; fp8 by torch."""
 
 from __future__ import annotations
 

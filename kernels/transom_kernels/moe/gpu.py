@@ -60,8 +60,8 @@ def moe_triton(
     """Return the weighted sum of each token's experts, [T, N] in the dtype of `x`.
 
     `x` [T, N] are hidden states; `experts` [T, K] and `weights` [T, K] are each token's experts and their routing weights;
-    `tensors` has the matrices (quantised ones as `GpuMatrix`) and biases, `rule` the activation between them. With `scales_input` the
-    routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
+    `tensors` has the matrices (quantised ones as `GpuMatrix`) and biases, `rule` the activation between them. With `scales_input`
+    the routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
     num_experts, double, _ = tensors.gate_up.shape
@@ -163,8 +163,8 @@ def _launches(
 
 
 def dense_triton(x: torch.Tensor, weight: GpuMatrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x @ weight.T + bias` [M, rows] in `dtype`, of `x` [M, columns] whose rows may lie any stride apart; the weight has one
-    matrix, and `bias` is [rows]."""
+    """Return `x @ weight.T + bias` [M, rows] in `dtype`, of `x` [M, columns] whose rows may lie any stride apart; the weight has
+    one matrix, and `bias` is [rows]."""
     num_rows, outputs = len(x), weight.shape[1]
     out = x.new_empty(num_rows, outputs, dtype=dtype)
     if num_rows:

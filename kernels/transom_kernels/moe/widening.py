@@ -2,8 +2,8 @@
 
     weight = (number - zero point) * scale
 
-`gpu_weights.py` describes how numbers, scales and zero points are stored. Without a GPU's instructions (UPCAST) the same is computed
-in float32.
+`gpu_weights.py` describes how numbers, scales and zero points are stored. Without a GPU's instructions (UPCAST) the same is
+computed in float32.
 
 Legend: a tile is N rows by J columns; `groups` of columns have a scale and a zero point; a thread q of four that multiply a row has
 words b of a group, with elements e.
@@ -16,8 +16,8 @@ import triton.language as tl
 
 # Quantised weights are multiplied times 2 ** -32, so that the factors of large scales are bfloat16 numbers.
 TWO_TO_32 = tl.constexpr(2.0**32)
-# `gpu_weights.widened_words` of two words ($4), times the factors of their first ($5) and last 16 columns ($6); prmt swaps the bytes
-# of each word
+# `gpu_weights.widened_words` of two words ($4), times the factors of their first ($5) and last 16 columns ($6); prmt swaps the
+# bytes of each word
 WIDEN_FP4 = tl.constexpr("""{
 .reg .b32 bits, swapped, zero;
 mov.b32 zero, 0;
@@ -27,9 +27,9 @@ prmt.b32 swapped, $4, 0, 0x2301;
 shl.b32 bits, swapped, 2; xor.b32 bits, bits, swapped; and.b32 bits, bits, 0x81C081C0; fma.rn.bf16x2 $2, bits, $6, zero;
 shl.b32 bits, swapped, 6; xor.b32 bits, bits, swapped; and.b32 bits, bits, 0x81C081C0; fma.rn.bf16x2 $3, bits, $6, zero;
 }""")
-# Four integers of each of two words ($4), times factors ($5). Bits 0 to 7 are a bfloat16 number of their value times 2 ** -133, below
-# the normal ones and above; so those in bits 4 to 7 count 16 times. The middle integer is subtracted with the product, exactly:
-# 8 * 2 ** -133 times a factor has the bits of the factor with another exponent. A zero point ($6) is subtracted before.
+# Four integers of each of two words ($4), times factors ($5). Bits 0 to 7 are a bfloat16 number of their value times 2 ** -133,
+# below the normal ones and above; so those in bits 4 to 7 count 16 times. The middle integer is subtracted with the product,
+# exactly: 8 * 2 ** -133 times a factor has the bits of the factor with another exponent. A zero point ($6) is subtracted before.
 WIDEN_INT4 = tl.constexpr("""{
 .reg .b32 bits, high, factor, middle;
 sub.u32 factor, $5, 0x02000200; add.u32 middle, $5, 0x3F003F00; shr.u32 high, $4, 8;
@@ -68,8 +68,8 @@ fma.rn.bf16x2 $0, bits, $3, zero;
 and.b32 sign, $2, 0x80008000; shr.u32 bits, $2, 4; and.b32 bits, bits, 0x07F007F0; or.b32 bits, bits, sign;
 fma.rn.bf16x2 $1, bits, $3, zero;
 }""")
-# The factors of four scales of a byte ($2) as bfloat16 numbers. Of powers of two 2 ** (scale - 127), 2 ** (scale - 33): the exponents'
-# bits are scale + 94; of scales with five bits of exponent and three of fraction, 2 ** 94 times the scale.
+# The factors of four scales of a byte ($2) as bfloat16 numbers. Of powers of two 2 ** (scale - 127), 2 ** (scale - 33): the
+# exponents' bits are scale + 94; of scales with five bits of exponent and three of fraction, 2 ** 94 times the scale.
 POWER_FACTORS = tl.constexpr("""{
 .reg .b32 pair;
 prmt.b32 pair, $2, 0, 0x4140; mad.lo.u32 $0, pair, 128, 0x2F002F00;

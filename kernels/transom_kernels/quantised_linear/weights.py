@@ -133,18 +133,43 @@ class GpuRows(Rows):
     def format(self) -> str:
         """What weights must have in common to be one: numbers, groups, kinds of tensors, order."""
         kinds = {name: tensor.dtype for name, tensor in self.tensors().items()}
-        return f"{self.numbers} {self.group} {kinds} {'' if self.order is None else hash(tuple(self.order.tolist()))}"
+        order = self.order is not None and (self.order.is_meta or hash(tuple(self.order.tolist())))
+        return f"{self.numbers} {self.group} {kinds} {order}"
+
+    def to(self, device: torch.device) -> GpuRows:
+        """Return the weight on a device."""
+        moved = self.map_rows(lambda tensor: tensor.to(device))
+        return moved if self.order is None else replace(moved, order=self.order.to(device))
+
+    def without_empty_groups(self) -> GpuRows | None:
+        """Return the weight without scales of 0, which kernels do not take: the numbers of these groups become 0. None if a scale
+        is negative, or above 2 ** 26."""
+        if self.scales is None or self.scales.is_meta:
+            return self
+        scales = self.scales.float()
+        if not bool(((scales >= 0) & (scales <= 2.0**26)).all()):
+            return None
+        empty = scales == 0
+        if not bool(empty.any()):
+            return self
+        points = torch.full_like(scales, self._middle) if self.zeros is None else self.zeros
+        levels = torch.where(self._each(empty) > 0, self._each(points).to(torch.uint8), self.levels)
+        return replace(self, levels=levels, scales=scales.masked_fill(empty, 2.0**-9).to(self.scales.dtype))
+
+    @property
+    def _middle(self) -> int:
+        """The number that stands for 0 if there are no zero points."""
+        return {"int4": 8, "int8": 128}.get(self.numbers, 0)
 
     def dequantised(self) -> torch.Tensor:
         """Return the elements in float32, [N, K], columns in the order of x."""
-        middle = torch.tensor([[{"int4": 8.0, "int8": 128.0}.get(self.numbers, 0.0)]], device=self.levels.device)
         if self.numbers == "fp4":
             elements = torch.tensor(FP4, device=self.levels.device)[self.levels.int()]
         elif self.numbers == "fp8":
             elements = self.levels.view(torch.float8_e4m3fn).float()
         else:
             elements = self.levels.float()
-        elements = elements - (middle if self.zeros is None else self._each(self.zeros))
+        elements = elements - (self._middle if self.zeros is None else self._each(self.zeros))
         if self.scales is not None:
             elements = elements * self._each(self.scales)
         if self.row_scales is not None:
@@ -154,6 +179,9 @@ class GpuRows(Rows):
     def _each(self, of_group: torch.Tensor) -> torch.Tensor:
         """Return the values of groups for every column, in float32."""
         return of_group.float().repeat_interleave(self.group, dim=1)[:, : self.width]
+
+
+StoredRows = QuantisedRows | GpuRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

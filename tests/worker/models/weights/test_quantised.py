@@ -131,6 +131,23 @@ def test_every_format_is_what_its_tool_wrote(tmp_path: Path, name: str) -> None:
     assert weights.unread == ()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpus_hold_what_their_kernels_have(tmp_path: Path, name: str) -> None:
+    """All but groups of 16 integers; scales of groups are rounded to bfloat16. With activation order, only whole rows."""
+    tensors, rounded = FORMATS[name].stored(torch.randn(48, 256, generator=torch.Generator().manual_seed(2)))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, FORMATS[name].config)
+    weights = load_weights(resolve_model(str(folder)), for_gpu=True)
+    found = [weights.groups(f"{MATRIX}.weight", shape=(48, 256), part=part) for part in PARTS]
+    if name in ("w4a16 16", "ct fp8 blocks"):
+        assert found == [None] * len(PARTS)
+        return
+    assert found[0] is not None
+    assert (found[3] is None) == (name.endswith("order"))
+    for part, held in zip(PARTS, found, strict=True):
+        if held is not None:
+            torch.testing.assert_close(held.dequantised(), rounded[part], rtol=2**-8, atol=1e-7)
+
+
 def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None:
     tensors = packed() | {"model.norm.weight": torch.ones(4)}
     weights = open_weights(tmp_path, tensors, MXFP4)

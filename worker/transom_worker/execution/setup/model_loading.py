@@ -78,7 +78,7 @@ def load_model(
     # Digests the files on threads while the weights load. The ranks of a host divide the files among themselves.
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
-        weights: Weights = load_weights(files, in_memory=device.type == "cpu")
+        weights: Weights = load_weights(files, in_memory=device.type == "cpu", for_gpu=device.type == "cuda")
     except BaseException:
         contents.cancel()
         raise
