@@ -9,7 +9,8 @@ import torch
 
 from tests.kernels.conftest import nan_memory
 from transom_kernels.launch import prefer
-from transom_kernels.linear import gpu_weight, linear
+from transom_kernels.linear import linear
+from transom_kernels.linear.gpu import gpu_weight
 from transom_kernels.moe import gpu, gpu_weights
 from transom_kernels.quantised_linear import GpuRows
 

@@ -8,18 +8,7 @@ gpu                         quantised weights on GPUs
 table_kernel                the kernels that pack a weight, and that read the rows of a table
 """
 
-from transom_kernels.linear.gpu import GpuWeight, gpu_weight
 from transom_kernels.linear.op import embedding_rows, gated_linear, heads_linear, linear
 from transom_kernels.linear.weights import PackedWeight, can_pack, pack_weight
 
-__all__ = [
-    "GpuWeight",
-    "PackedWeight",
-    "can_pack",
-    "embedding_rows",
-    "gated_linear",
-    "gpu_weight",
-    "heads_linear",
-    "linear",
-    "pack_weight",
-]
+__all__ = ["PackedWeight", "can_pack", "embedding_rows", "gated_linear", "heads_linear", "linear", "pack_weight"]

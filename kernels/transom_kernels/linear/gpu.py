@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from transom_kernels.launch import capability_of, implementation, uses_triton
-from transom_kernels.moe import GpuMatrix, arranged
+from transom_kernels.moe.gpu_weights import arranged
+from transom_kernels.moe.weights import GpuMatrix
 from transom_kernels.quantised_linear import GpuRows
 
 LARGEST_FP8 = 448.0

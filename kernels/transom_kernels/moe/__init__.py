@@ -7,27 +7,8 @@ gpu, kernel, row_blocks       GPUs: launches, the grouped matmuls, and the pairs
 gpu_weights, widening         GPUs: quantised weights as the grouped matmuls read them, and what they do with them
 """
 
-from transom_kernels.moe.gpu_weights import arranged, for_gpu
+from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.op import moe
-from transom_kernels.moe.weights import (
-    ExpertTensors,
-    GateRule,
-    GpuMatrix,
-    Matrix,
-    MxTensor,
-    PackedExperts,
-    pack_experts,
-)
+from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor, PackedExperts, pack_experts
 
-__all__ = [
-    "ExpertTensors",
-    "GateRule",
-    "GpuMatrix",
-    "Matrix",
-    "MxTensor",
-    "PackedExperts",
-    "arranged",
-    "for_gpu",
-    "moe",
-    "pack_experts",
-]
+__all__ = ["ExpertTensors", "GateRule", "MxTensor", "PackedExperts", "for_gpu", "moe", "pack_experts"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_tri
 from transom_kernels.moe.weights import MX_GROUP, ExpertTensors, GateRule, GpuMatrix, Matrix
 from transom_kernels.prepared_launch import PreparedLaunch
 
+_Kind = tuple[tuple[str, Any], ...]  # a matrix's constants; hashable
 SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
 
@@ -43,8 +44,9 @@ MX_LARGE = replace(LARGE, block_n=256, block_j=128)  # for Hopper: elsewhere it 
 ZEROS_SMALL = replace(
     MX_SMALL, block_n=128
 )  # zero points take instructions, which twice as many weights an iteration make up for
-BYTE_SMALL = replace(MX_SMALL, num_stages=4)  # 8 bits a weight
-BYTE_MIDDLE = replace(MX_MIDDLE, num_stages=2)
+# 8 bits a weight: on Hopper, and elsewhere
+BYTE_HOPPER = (replace(MX_SMALL, num_stages=4), replace(MX_MIDDLE, num_stages=2), replace(MX_LARGE, num_stages=2))
+BYTE_TILES = (replace(MX_SMALL, block_j=128, num_stages=4), BYTE_HOPPER[1], BYTE_HOPPER[1])
 FLOAT32_TILE = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # float32, without tensor cores
 
 
@@ -72,7 +74,7 @@ def moe_triton(
     kinds = _kind(tensors.gate_up), _kind(tensors.down)
     has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
     is_hopper = spreads_elements(x.device)
-    kind = kinds[0] if kinds[0].numbers else kinds[1]
+    kind = kinds[0] if isinstance(tensors.gate_up, GpuMatrix) else kinds[1]
     tile = choose_tile(num_pairs, num_experts, x.element_size(), kind=kind, is_hopper=is_hopper)
     shapes = (tile, width, inner, chosen, x.stride(0), rule, kinds, has_bias)
     launches = _launches(*shapes, tensors.interleaved, scales_input, is_hopper)
@@ -128,7 +130,7 @@ def _launches(
 ) -> _Launches:
     sizes = _sizes(tile, is_spread)
     into = {
-        **kinds[0].constants(),
+        **dict(kinds[0]),
         "width": width,
         "inner": inner,
         "x_stride": x_stride,
@@ -143,7 +145,7 @@ def _launches(
         "GELU": rule.activation == "gelu_tanh",
     }
     out_of = {
-        **kinds[1].constants(),
+        **dict(kinds[1]),
         "width": inner,
         "columns": width,
         "x_stride": inner,
@@ -183,29 +185,18 @@ def _dense(
     """Return the prepared launch of all linear layers of one shape, and its programs along the columns."""
     numbers = {"width": width, "columns": outputs, "x_stride": x_stride}
     flags = {"IS_DENSE": True, "HAS_BIAS": has_bias, "SCALES_OUTPUT": False}
-    constants = kind.constants() | numbers | flags | _sizes(tile, is_spread)
+    constants = dict(kind) | numbers | flags | _sizes(tile, is_spread)
     return PreparedLaunch(out_of_experts, constants, **_options(tile)), -(-outputs // tile.block_n)
 
 
-class _Kind(NamedTuple):
-    """The constants that a kernel takes for a quantised matrix; `numbers` is empty if the matrix is plain."""
-
-    numbers: str = ""
-    scales: str = ""
-    has_zeros: bool = False
-    has_row_scales: bool = False
-    group: int = MX_GROUP
-
-    def constants(self) -> dict[str, Any]:
-        names = ("NUMBERS", "SCALES", "HAS_ZEROS", "HAS_ROW_SCALES", "GROUP")
-        return dict(zip(names, self, strict=True))
-
-
-def _kind(weight: Matrix) -> _Kind:
+def _kind(weight: Matrix) -> tuple[tuple[str, Any], ...]:
+    """Return the constants that describe a matrix to a kernel."""
     if not isinstance(weight, GpuMatrix):
-        return _Kind()
-    tensors = (weight.zeros is not None, weight.row_scales is not None)
-    return _Kind(weight.numbers, weight.scale_kind, *tensors, weight.group)
+        found = ("", "", False, False, MX_GROUP)
+    else:
+        has = weight.zeros is not None, weight.row_scales is not None
+        found = (weight.numbers, weight.scale_kind, *has, weight.group)
+    return tuple(zip(("NUMBERS", "SCALES", "HAS_ZEROS", "HAS_ROW_SCALES", "GROUP"), found, strict=True))
 
 
 def _operands(weight: Matrix) -> tuple[torch.Tensor, ...]:
@@ -228,13 +219,16 @@ def _options(tile: Tile) -> dict[str, int]:
 
 def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, kind: _Kind, is_hopper: bool) -> Tile:
     """Return the tile for an expert's average number of rows, `num_pairs / num_experts`."""
+    constants = dict(kind)
+    numbers = constants["NUMBERS"]
     if element_bytes > 2:
-        return replace(FLOAT32_TILE, block_j=128) if kind.numbers else FLOAT32_TILE
-    if kind.numbers in ("fp8", "int8"):
-        tiles = (BYTE_SMALL, BYTE_MIDDLE, replace(MX_LARGE, num_stages=2) if is_hopper else BYTE_MIDDLE)
-    elif kind.numbers:
-        tiles = (ZEROS_SMALL if kind.has_zeros else MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE)
-    else:
-        tiles = (SMALL, MIDDLE, LARGE)
+        return replace(FLOAT32_TILE, block_j=128) if numbers else FLOAT32_TILE
+    tiles = (SMALL, MIDDLE, LARGE)
+    if numbers in ("fp8", "int8"):
+        tiles = BYTE_HOPPER if is_hopper else BYTE_TILES
+    elif numbers:
+        tiles = (MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE)
+        if constants["HAS_ZEROS"]:
+            tiles = (ZEROS_SMALL if is_hopper else replace(MX_SMALL, num_stages=4), *tiles[1:])
     rows = num_pairs / num_experts
     return tiles[0 if rows <= 16 else 1 if rows <= 96 else 2]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +113,15 @@ def words_of(levels: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     is_spread, device = spreads_elements(levels.device), levels.device
     levels = F.pad(levels, (0, -levels.shape[1] % 32)).unflatten(1, (-1, 32)).int()
     if numbers in ("int8", "fp8"):
-        split, axes = ((2, 2, 4, 2), (0, 1, 4, 2, 5, 3)) if is_spread else ((4, 2, 2, 2), (0, 1, 2, 3, 5, 4))
-        pairs = levels.unflatten(2, split).permute(axes).flatten(1, -2)  # [N, words, e]
-        return (pairs[..., 0] | pairs[..., 1] << 8).to(torch.int16)
-    split, axes = ((4, 4, 2), (0, 1, 3, 4, 2)) if is_spread else ((4, 4, 2), (0, 1, 2, 4, 3))
-    fours = levels.unflatten(2, split).permute(axes).flatten(1, -2)
-    words = fours[..., 0] | fours[..., 1] << 4 | fours[..., 2] << 8 | fours[..., 3] << 12
-    return words.to(torch.int16) if numbers == "int4" else _fp4_words(device)[words]
+        split, axes = ([2, 2, 4, 2], [0, 1, 4, 2, 5, 3]) if is_spread else ([4, 2, 2, 2], [0, 1, 2, 3, 5, 4])
+    else:
+        split, axes = ([4, 4, 2], [0, 1, 3, 4, 2] if is_spread else [0, 1, 2, 4, 3])
+    elements = (
+        levels.view(*levels.shape[:2], *split).permute(axes).flatten(1, -2).unbind(-1)
+    )  # of all words, [N, words] each
+    words: Any = sum(each << (16 // len(elements)) * at for at, each in enumerate(elements))
+    found: torch.Tensor = words.to(torch.int16) if numbers != "fp4" else _fp4_words(device)[words]
+    return found
 
 
 def _fp4_words(device: torch.device) -> torch.Tensor:
@@ -143,5 +146,5 @@ def _of_groups(values: torch.Tensor, group: int) -> torch.Tensor:
     """Return values of groups [N, G] in the order of scales."""
     padding = (0, -values.shape[1] % (_CHUNK // group), 0, -len(values) % 16)
     blocks = F.pad(values, padding).unflatten(1, (-1, _CHUNK // group)).unflatten(0, (-1, 2, 8))
-    ordered = blocks.permute(0, 3, 2, 4, 1).flatten(2).contiguous()
+    ordered: torch.Tensor = blocks.permute(0, 3, 2, 4, 1).flatten(2).contiguous()
     return ordered.view(torch.int32) if values.dtype == torch.int16 else ordered

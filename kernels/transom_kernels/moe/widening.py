@@ -154,25 +154,17 @@ def widened(
             a, c = _float(low & 0x8000 | low >> 4 & 0x7F0), _float(words & 0x8000 | words >> 4 & 0x7F0)
             a, c = a * first, c * first
     else:
-        first, second = tl.broadcast_to(first, words.shape), tl.broadcast_to(second, words.shape)
-        zeros = tl.broadcast_to(zeros, words.shape) if HAS_ZEROS else words
-        if NUMBERS == "fp4":
-            a, b, c, d = tl.inline_asm_elementwise(
-                WIDEN_FP4, "=r,=r,=r,=r,r,r,r", [words, first, second], (tl.bfloat16,) * 4, is_pure=True, pack=2
-            )
-        elif NUMBERS == "fp8":
-            a, c = tl.inline_asm_elementwise(
-                WIDEN_FP8, "=r,=r,r,r", [words, first], (tl.bfloat16,) * 2, is_pure=True, pack=2
-            )
-        elif NUMBERS == "int4":
-            CODE_4: tl.constexpr = WIDEN_INT4_ZEROS if HAS_ZEROS else WIDEN_INT4
-            a, b, c, d = tl.inline_asm_elementwise(
-                CODE_4, "=r,=r,=r,=r,r,r,r", [words, first, zeros], (tl.bfloat16,) * 4, is_pure=True, pack=2
-            )
+        third = zeros if HAS_ZEROS else second
+        both = [words, tl.broadcast_to(first, words.shape), tl.broadcast_to(third, words.shape)]
+        INT8: tl.constexpr = WIDEN_INT8_ZEROS if HAS_ZEROS else WIDEN_INT8
+        INT4: tl.constexpr = WIDEN_INT4_ZEROS if HAS_ZEROS else WIDEN_INT4
+        if IS_BYTE:
+            CODE_8: tl.constexpr = WIDEN_FP8 if NUMBERS == "fp8" else INT8
+            a, c = tl.inline_asm_elementwise(CODE_8, "=r,=r,r,r,r", both, (tl.bfloat16,) * 2, is_pure=True, pack=2)
         else:
-            CODE_8: tl.constexpr = WIDEN_INT8_ZEROS if HAS_ZEROS else WIDEN_INT8
-            a, c = tl.inline_asm_elementwise(
-                CODE_8, "=r,=r,r,r,r", [words, first, zeros], (tl.bfloat16,) * 2, is_pure=True, pack=2
+            CODE_4: tl.constexpr = WIDEN_FP4 if NUMBERS == "fp4" else INT4
+            a, b, c, d = tl.inline_asm_elementwise(
+                CODE_4, "=r,=r,=r,=r,r,r,r", both, (tl.bfloat16,) * 4, is_pure=True, pack=2
             )
     if IS_BYTE:  # [N, GROUPS, EACH, q, h, b, e]
         elements = tl.reshape(tl.join(a, c), [N, GROUPS * EACH, THREADS, 2, 2, 2])

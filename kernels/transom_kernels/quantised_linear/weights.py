@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,13 +62,10 @@ Format = Literal["int8", "int8_min", "int4", "int4_min"]
 _CHUNK_ROWS = 4096  # rows that are rounded or packed at once: few enough that their float32 copies stay small
 
 
-AnyRows = TypeVar("AnyRows", "QuantisedRows", "GpuRows")
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """A quantised weight in rows, the order of files. `BY_ROW` names its tensors, whose first axis is N."""
 
-    __slots__ = ()
     BY_ROW: ClassVar[tuple[str, ...]] = ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -76,9 +73,10 @@ class Rows:
         found = {name: getattr(self, name) for name in self.BY_ROW}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def map_rows(self: AnyRows, change: Callable[[torch.Tensor], torch.Tensor]) -> AnyRows:
+    def map_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the weight whose rows `change` has chosen or reordered, in each tensor alike."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +180,7 @@ class GpuRows(Rows):
 
 
 StoredRows = QuantisedRows | GpuRows
+AnyRows = TypeVar("AnyRows", bound=StoredRows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +292,7 @@ def concatenated(parts: Sequence[AnyRows]) -> AnyRows:
     if any(other.format != first.format or other.width != first.width for other in others):
         kinds = [f"{part.format} of {part.width} columns" for part in parts]
         raise ValueError(f"weights cannot be concatenated: {', '.join(kinds)}.")
-    joined = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
+    joined: dict[str, Any] = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
     return replace(first, **joined)
 
 

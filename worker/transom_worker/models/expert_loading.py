@@ -137,9 +137,8 @@ def _stored_experts(
         pair = alike_rows((gate, up))
         if pair is None or back is None:
             return None
-        if isinstance(back, GpuRows) and (
-            not _takes_packed(load) or pair[0].order is not None or back.order is not None
-        ):
+        parts = [part for part in (pair[0], back) if isinstance(part, GpuRows)]
+        if parts and (not _takes_packed(load) or any(part.order is not None for part in parts)):
             return None
         gate_up.append(concatenated(pair))
         down.append(back)

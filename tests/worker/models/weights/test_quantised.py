@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
+from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.execution.setup import load_progress
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights
@@ -123,7 +124,7 @@ def test_every_format_is_what_its_tool_wrote(tmp_path: Path, name: str) -> None:
         if wanted_format.held is None or start % 32 or stop % 32:
             assert held is None
             continue
-        assert held is not None
+        assert isinstance(held, QuantisedRows)
         assert held.format == wanted_format.held
         # float16 rounds scales of bfloat16 not at all, and minima by 2 ** -12
         bound = 2**-11 * rounded.abs().max() if held.minima is not None else 1e-6

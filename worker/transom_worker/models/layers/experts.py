@@ -19,19 +19,10 @@ import torch
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.moe import (
-    ExpertTensors,
-    GateRule,
-    GpuMatrix,
-    Matrix,
-    MxTensor,
-    PackedExperts,
-    arranged,
-    for_gpu,
-    moe,
-    pack_experts,
-)
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, for_gpu, moe, pack_experts
+from transom_kernels.moe.gpu_weights import arranged
 from transom_kernels.moe.op import gated
+from transom_kernels.moe.weights import GpuMatrix, Matrix
 from transom_kernels.quantised_linear import GpuRows, StoredRows
 from transom_kernels.rms_norm import rms_norm
 from transom_kernels.route import Routing, route, router_layout
@@ -191,7 +182,7 @@ def _for_gpu(weights: StoredExperts) -> ExpertTensors:
         arranged(part for part in parts if isinstance(part, GpuRows))
         for parts in (
             [
-                part.map_rows(lambda tensor: tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1))
+                part.map_rows(lambda tensor: tensor.view(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1))
                 for part in weights.gate_up
             ],
             weights.down,

@@ -18,16 +18,8 @@ import torch.nn.functional as F
 
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.linear import (
-    GpuWeight,
-    PackedWeight,
-    can_pack,
-    gated_linear,
-    gpu_weight,
-    heads_linear,
-    linear,
-    pack_weight,
-)
+from transom_kernels.linear import PackedWeight, can_pack, gated_linear, heads_linear, linear, pack_weight
+from transom_kernels.linear.gpu import GpuWeight, gpu_weight
 from transom_kernels.quantised_linear import GpuRows, PackedPanels, QuantisedRows, concatenated, pack, pack_gated
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator

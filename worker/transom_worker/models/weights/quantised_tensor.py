@@ -15,7 +15,7 @@ Legend: N rows, K columns, G groups of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -149,31 +149,31 @@ class QuantisedTensor:
             size = None if order is None or stop - start < width else size
         if size is None:
             return None
-        numbers = self.kind if self.kind != "integer" else "int4" if cast(Packed, self.numbers).bits == 4 else "int8"
+        numbers: Numbers
         if isinstance(view.numbers, Packed):
+            numbers = "fp4" if self.kind == "fp4" else "int4" if view.numbers.bits == 4 else "int8"
             levels = view.numbers.take(rows, columns)
         else:
-            levels = view.numbers.view(torch.uint8)[rows, columns]
+            numbers, levels = "fp8", view.numbers.view(torch.uint8)[rows, columns]
         levels = levels.contiguous() if order is None else levels[:, order]
-        zeros = None
+        zeros, scales = None, None
         if isinstance(self.zeros, Packed):
             zeros = view._of_groups(view._zeros(self.zeros), rows, columns, step=size).to(torch.uint8)
+        row_scales = None if self.factor is None else self.factor.float().reshape(1).repeat(len(levels))
         if self.group[1] >= width:
-            of_rows = view._of_groups(view._numbers_of(self.scales), rows, columns, step=width)[:, 0].contiguous()
-            scales = None
+            row_scales = view._of_groups(view._numbers_of(self.scales), rows, columns, step=width)[:, 0].contiguous()
         else:
-            of_rows = None if self.factor is None else self.factor.float().reshape(1).expand(len(levels)).contiguous()
             scales = view._gpu_scales(rows, columns, size)
         found = GpuRows(
-            numbers=cast(Numbers, numbers),
+            numbers=numbers,
             levels=levels,
             group=size,
             scales=scales,
             zeros=zeros,
-            row_scales=of_rows,
+            row_scales=row_scales,
             input_scales=None
-            if self.input_scale is None or of_rows is None
-            else self.input_scale.expand(len(levels)).contiguous(),
+            if self.input_scale is None or scales is not None
+            else self.input_scale.repeat(len(levels)),
             order=order,
         )
         return found.without_empty_groups()
