@@ -111,4 +111,4 @@ def test_linear_layers_take_few_instructions_a_weight() -> None:
 
 def instructions_a_weight(kernel: dict[str, Any]) -> float:
     tile = kernel["constants"]
-    return sum(kernel["loop"].values()) / (tile["BLOCK_N"] * tile["BLOCK_J"] / (32 * tile["num_warps"]))  # type: ignore[no-any-return]
+    return sum(kernel["loop"].values()) / (tile["BLOCK_N"] * tile["BLOCK_J"] / (32 * tile["num_warps"]))

@@ -45,23 +45,23 @@ class GpuWeight:
 
 def gpu_weight(rows: GpuRows, bias: torch.Tensor | None = None) -> GpuWeight:
     """Arrange a weight for the device that it is on."""
-    outputs, width = rows.levels.shape
+    (outputs, width), inputs = rows.levels.shape, rows.input_scales
     is_arranged = rows.levels.is_meta or uses_triton(rows.levels)
-    rounds_inputs = rows.input_scales is not None and outputs % 16 == width % 16 == 0
-    if is_arranged and capability_of(rows.levels.device) < (8, 9):
-        rounds_inputs = False
+    has_fp8 = not is_arranged or capability_of(rows.levels.device) >= (8, 9)
+    rounds_inputs = inputs is not None and has_fp8 and outputs % 16 == width % 32 == 0
+    order_bytes = 0 if rows.order is None else rows.order.nbytes
+    scale_bytes = 0 if rows.row_scales is None else rows.row_scales.nbytes
     matrix = rows if rounds_inputs or not is_arranged else arranged([rows])
-    scales = rows.input_scales if rounds_inputs else None
-    is_static = scales is not None and not scales.is_meta and bool(scales.all())
+    is_static = rounds_inputs and inputs is not None and bool(inputs.all())
     return GpuWeight(
         matrix=matrix,
         bias=None if bias is None else bias.float(),
         order=rows.order,
         rounds_inputs=rounds_inputs,
-        input_scale=scales.max().view(1, 1) if is_static and scales is not None else None,
+        input_scale=inputs.max().view(1, 1) if is_static and inputs is not None else None,
         num_outputs=outputs,
         width=width,
-        nbytes=matrix.nbytes + (0 if rows.order is None else rows.order.nbytes),
+        nbytes=order_bytes + (matrix.nbytes if isinstance(matrix, GpuMatrix) else rows.levels.nbytes + scale_bytes),
     )
 
 

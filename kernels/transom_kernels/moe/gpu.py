@@ -41,12 +41,10 @@ LARGE = Tile(block_m=128, block_n=128, block_j=64, num_warps=8, num_stages=3)
 MX_SMALL = replace(SMALL, block_j=256, num_stages=5)  # as many bytes of weights in flight, in fewer iterations
 MX_MIDDLE = replace(MIDDLE, block_j=128)
 MX_LARGE = replace(LARGE, block_n=256, block_j=128)  # for Hopper: elsewhere it takes more registers than there are
-ZEROS_SMALL = replace(
-    MX_SMALL, block_n=128
-)  # zero points take instructions, which twice as many weights an iteration make up for
+ZEROS_SMALL = replace(MX_SMALL, block_n=128)  # more weights an iteration make up for instructions of zero points
 # 8 bits a weight: on Hopper, and elsewhere
 BYTE_HOPPER = (replace(MX_SMALL, num_stages=4), replace(MX_MIDDLE, num_stages=2), replace(MX_LARGE, num_stages=2))
-BYTE_TILES = (replace(MX_SMALL, block_j=128, num_stages=4), BYTE_HOPPER[1], BYTE_HOPPER[1])
+BYTE_TILES = (replace(MX_SMALL, block_j=128, num_stages=4), MX_MIDDLE, MX_MIDDLE)
 FLOAT32_TILE = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # float32, without tensor cores
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from transom_kernels.launch import capability_of
 from transom_kernels.moe.weights import MX_GROUP, ExpertTensors, GpuMatrix, MxTensor, ScaleKind
-from transom_kernels.quantised_linear import GpuRows, Numbers
+from transom_kernels.quantised_linear.weights import GpuRows, Numbers
 
 LARGEST_SCALE = 160  # 2 ** 33; see `TWO_TO_32` of `widening.py`
 FACTOR_OF_SCALE = {"fp4": 2.0**94, "fp8": 2.0**88, "int4": 2.0**101, "int8": 2.0**101}  # as `widening.NUMBER_FACTORS`

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from transom_kernels.cpu.memory import lazy_bytes
-from transom_kernels.quantised_linear import Numbers
+from transom_kernels.quantised_linear.weights import Numbers
 
 MX_GROUP = 32  # elements that share a scale
 MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # lower three bits of fp4 -> magnitude; the fourth bit is the sign

@@ -7,11 +7,9 @@ row_products   parts of the kernels: rounding rows of x, and multiplying a block
 """
 
 from transom_kernels.quantised_linear.weights import (
-    FP4,
     GROUP,
     Format,
     GpuRows,
-    Numbers,
     PackedPanels,
     QuantisedRows,
     StoredRows,
@@ -21,17 +19,5 @@ from transom_kernels.quantised_linear.weights import (
     quantise,
 )
 
-__all__ = [
-    "FP4",
-    "GROUP",
-    "Format",
-    "GpuRows",
-    "Numbers",
-    "PackedPanels",
-    "QuantisedRows",
-    "StoredRows",
-    "concatenated",
-    "pack",
-    "pack_gated",
-    "quantise",
-]
+__all__ = ["GROUP", "Format", "GpuRows", "PackedPanels", "QuantisedRows", "StoredRows"]
+__all__ += ["concatenated", "pack", "pack_gated", "quantise"]

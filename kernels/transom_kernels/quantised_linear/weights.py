@@ -56,6 +56,7 @@ def group_bytes(format: str) -> tuple[int, int]:
 
 # fp4 (e2m1) numbers by their bits
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MIDDLE = {"fp4": 0, "fp8": 0, "int4": 8, "int8": 128}  # the number that stands for 0 without zero points
 Numbers = Literal["fp4", "fp8", "int4", "int8"]  # of weights for GPUs
 Format = Literal["int8", "int8_min", "int4", "int4_min"]
 
@@ -118,11 +119,6 @@ class GpuRows(Rows):
     order: torch.Tensor | None = None  # [K] int64
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    @property
     def width(self) -> int:
         """Columns (K)."""
         return self.levels.shape[1]
@@ -150,14 +146,9 @@ class GpuRows(Rows):
         empty = scales == 0
         if not bool(empty.any()):
             return self
-        points = torch.full_like(scales, self._middle) if self.zeros is None else self.zeros
+        points = torch.full_like(scales, MIDDLE[self.numbers]) if self.zeros is None else self.zeros
         levels = torch.where(self._each(empty) > 0, self._each(points).to(torch.uint8), self.levels)
         return replace(self, levels=levels, scales=scales.masked_fill(empty, 2.0**-9).to(self.scales.dtype))
-
-    @property
-    def _middle(self) -> int:
-        """The number that stands for 0 if there are no zero points."""
-        return {"int4": 8, "int8": 128}.get(self.numbers, 0)
 
     def dequantised(self) -> torch.Tensor:
         """Return the elements in float32, [N, K], columns in the order of x."""
@@ -167,7 +158,7 @@ class GpuRows(Rows):
             elements = self.levels.view(torch.float8_e4m3fn).float()
         else:
             elements = self.levels.float()
-        elements = elements - (self._middle if self.zeros is None else self._each(self.zeros))
+        elements = elements - (MIDDLE[self.numbers] if self.zeros is None else self._each(self.zeros))
         if self.scales is not None:
             elements = elements * self._each(self.scales)
         if self.row_scales is not None:

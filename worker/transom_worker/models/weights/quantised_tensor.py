@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.quantised_linear import FP4, GROUP, Format, GpuRows, Numbers, QuantisedRows
+from transom_kernels.quantised_linear.weights import FP4, GROUP, Format, GpuRows, Numbers, QuantisedRows
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part
 
 Number = Literal["integer", "fp4", "fp8"]
