@@ -16,22 +16,13 @@ from hypothesis import strategies as st
 from tests.how_many import num_examples
 from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes
 from tests.matrices import some_daily
-from transom_kernels.moe import gpu, gpu_weights
+from transom_kernels.moe import gpu, gpu_weights, widening
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu, widened_words
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
-from transom_kernels.moe.widening import (
-    POWER_FACTORS,
-    SMALL_FACTORS,
-    WIDEN_FP4,
-    WIDEN_FP8,
-    WIDEN_INT4,
-    WIDEN_INT4_ZEROS,
-    WIDEN_INT8,
-    WIDEN_INT8_ZEROS,
-)
+from transom_kernels.moe.widening import POWER_FACTORS, SMALL_FACTORS, WIDEN_FP4
 
 
 def moe_arranged(x: Any, which: Any, weights: Any, tensors: ExpertTensors, *rule: Any, **how: Any) -> torch.Tensor:
@@ -104,7 +95,7 @@ def test_instructions_that_widen_mxfp4_do_what_the_interpreter_does() -> None:
 @pytest.mark.parametrize("numbers", ["int4", "int4 zeros", "int8", "int8 zeros", "fp8"])
 def test_instructions_that_widen_numbers_round_once(numbers: str) -> None:
     """All words, two at a time, with random factors and zero points."""
-    code, bits = CODES[numbers], 4 if "4" in numbers else 8
+    code, bits = getattr(widening, f"WIDEN_{numbers.upper().replace(' ', '_')}"), 4 if "4" in numbers else 8
     words = torch.arange(1 << 16).view(-1, 2)
     scales, zeros = torch.rand(len(words), 1).bfloat16().double(), torch.randint(0, 1 << bits, (len(words), 1))
     power = 88 if numbers == "fp8" else 101
@@ -121,9 +112,6 @@ def test_instructions_that_widen_numbers_round_once(numbers: str) -> None:
         assert torch.equal(got.to(torch.int16).view(torch.bfloat16).double() * 2.0**32, wanted.bfloat16().double())
 
 
-CODES = {
-    "int4": WIDEN_INT4, "int4 zeros": WIDEN_INT4_ZEROS, "int8": WIDEN_INT8, "int8 zeros": WIDEN_INT8_ZEROS, "fp8": WIDEN_FP8,
-}  # fmt: skip
 HALVES = torch.tensor([1, 1 << 16])  # of a register
 PTX: dict[str, Callable[..., Any]] = {
     "and.b32": and_, "or.b32": or_, "xor.b32": xor, "shl.b32": lshift, "shr.u32": rshift, "mov.b32": int, "add.u32": add,

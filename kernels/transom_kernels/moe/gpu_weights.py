@@ -35,6 +35,7 @@ _KINDS: dict[torch.dtype | None, ScaleKind] = {
     torch.bfloat16: "bfloat16",
 }
 _CHUNK = 128  # columns whose scales lie together
+_ROWS_AT_ONCE = 4096  # that are arranged, by way of numbers of 32 bits
 
 
 def for_gpu(tensors: ExpertTensors) -> ExpertTensors:
@@ -77,17 +78,18 @@ def arranged(experts: Iterable[GpuRows]) -> GpuMatrix:
         factors = None if rows.scales is None else _bits(rows.scales, rows.numbers)
         zeros = rows.zeros if rows.zeros is None or rows.group <= MX_GROUP else rows.zeros.to(torch.int16)
         vectors = (None if part is None else _of_groups(part, rows.group) for part in (factors, zeros))
-        parts.append((rows, (words_of(rows.levels, rows.numbers), *vectors, rows.row_scales)))
-    words, scales, zeros, row_scales = (
+        words = torch.cat([words_of(some, rows.numbers) for some in rows.levels.split(_ROWS_AT_ONCE)])
+        parts.append((words, *vectors, rows.row_scales))
+    stacked, scales, zeros, row_scales = (
         None if part[0] is None else torch.stack([each for each in part if each is not None])
-        for part in zip(*(tensors for _, tensors in parts), strict=True)
+        for part in zip(*parts, strict=True)
     )
-    assert words is not None
+    assert stacked is not None
     return GpuMatrix(
         numbers=rows.numbers,
         shape=(len(parts), *rows.levels.shape),
         group=rows.group,
-        words=words,
+        words=stacked,
         scales=scales,
         zeros=zeros,
         row_scales=row_scales,
@@ -116,9 +118,8 @@ def words_of(levels: torch.Tensor, numbers: Numbers) -> torch.Tensor:
         split, axes = ([2, 2, 4, 2], [0, 1, 4, 2, 5, 3]) if is_spread else ([4, 2, 2, 2], [0, 1, 2, 3, 5, 4])
     else:
         split, axes = ([4, 4, 2], [0, 1, 3, 4, 2] if is_spread else [0, 1, 2, 4, 3])
-    elements = (
-        levels.view(*levels.shape[:2], *split).permute(axes).flatten(1, -2).unbind(-1)
-    )  # of all words, [N, words] each
+    # elements of all words, [N, words] each
+    elements = levels.view(*levels.shape[:2], *split).permute(axes).flatten(1, -2).unbind(-1)
     words: Any = sum(each << (16 // len(elements)) * at for at, each in enumerate(elements))
     found: torch.Tensor = words.to(torch.int16) if numbers != "fp4" else _fp4_words(device)[words]
     return found
