@@ -85,11 +85,6 @@ def _fp8_product(x: torch.Tensor, rows: GpuRows, weight: GpuWeight, dtype: torch
     else:
         scale_M1 = weight.input_scale.expand(len(x), 1).contiguous()
     rounded = (x.float() / scale_M1).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
-    y: torch.Tensor = torch._scaled_mm(
-        rounded,
-        rows.levels.view(torch.float8_e4m3fn).t(),
-        scale_a=scale_M1,
-        scale_b=rows.row_scales[None],
-        out_dtype=torch.bfloat16,
-    )
+    weight_KN, scale_1N = rows.levels.view(torch.float8_e4m3fn).t(), rows.row_scales[None]
+    y: torch.Tensor = torch._scaled_mm(rounded, weight_KN, scale_M1, scale_1N, out_dtype=torch.bfloat16)
     return (y if weight.bias is None else y.float() + weight.bias).to(dtype)

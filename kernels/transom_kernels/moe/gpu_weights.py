@@ -28,12 +28,8 @@ from transom_kernels.quantised_linear.weights import GpuRows, Numbers
 
 LARGEST_SCALE = 160  # 2 ** 33; see `TWO_TO_32` of `widening.py`
 FACTOR_OF_SCALE = {"fp4": 2.0**94, "fp8": 2.0**88, "int4": 2.0**101, "int8": 2.0**101}  # as `widening.NUMBER_FACTORS`
-_KINDS: dict[torch.dtype | None, ScaleKind] = {
-    None: "",
-    torch.float8_e8m0fnu: "powers",
-    torch.float8_e4m3fn: "small",
-    torch.bfloat16: "bfloat16",
-}
+_E8M0, _E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+_KINDS: dict[torch.dtype | None, ScaleKind] = {None: "", _E8M0: "powers", _E4M3: "small", torch.bfloat16: "bfloat16"}
 _CHUNK = 128  # columns whose scales lie together
 _ROWS_AT_ONCE = 4096  # that are arranged, by way of numbers of 32 bits
 
@@ -60,14 +56,13 @@ def _of_mxfp4(matrix: MxTensor, rows: torch.Tensor) -> GpuMatrix:
     if not matrix.scales.is_meta and int(matrix.scales.max()) > LARGEST_SCALE:
         raise ValueError(f"MXFP4 experts have a scale above 2 ** {LARGEST_SCALE - 127}.")
     return arranged(
-        GpuRows(
-            numbers="fp4",
-            levels=torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).flatten(1),
-            group=MX_GROUP,
-            scales=scales[rows].view(torch.float8_e8m0fnu),
-        )
+        GpuRows(numbers="fp4", levels=_halves(blocks[rows]), group=MX_GROUP, scales=scales[rows].view(_E8M0))
         for blocks, scales in zip(matrix.blocks, matrix.scales, strict=True)
     )
+
+
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
 
 
 def arranged(experts: Iterable[GpuRows]) -> GpuMatrix:
@@ -138,7 +133,7 @@ def _bits(scales: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     """Return scales as the kernels read them. Those in e4m3 get an exponent of five bits, so that small ones are normal numbers."""
     if scales.dtype == torch.bfloat16:
         return (scales.float() * FACTOR_OF_SCALE[numbers]).bfloat16().view(torch.int16)
-    if scales.dtype == torch.float8_e8m0fnu:
+    if scales.dtype == _E8M0:
         return scales.view(torch.uint8)
     return ((scales.float() * 2.0**-117).view(torch.int32) >> 20).to(torch.uint8)
 
