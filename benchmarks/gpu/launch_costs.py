@@ -158,10 +158,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for parameter in (
-        M_TRIM_THRESHOLD,
-        M_MMAP_THRESHOLD,
-    ):  # freed memory is kept, as CUDA's allocator of torch keeps it
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):  # freed memory is kept, as on CUDA
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
     driver.set_active(FakeDriver((9, 0)))
     launch._chosen = "interpreted"  # for CPU tensors, but with the kernels compiled

@@ -18,10 +18,8 @@ from transom_core.model_config.architecture import Architecture, read_architectu
 
 COPY_BYTES_PER_S = 4.3e12  # of an H200, as published measurements have it
 SHARE, DRAIN_S = 0.8, 2.3e-6
-DENSE_LAUNCHES, EXPERT_LAUNCHES = (
-    9,
-    13,
-)  # of a layer: norms, products, qkv preparation, attention, gate; router, sort, sums
+# Of a layer: norms, products, qkv preparation, attention, gate; router, sort, sums.
+DENSE_LAUNCHES, EXPERT_LAUNCHES = 9, 12
 WHOLE_KEYS = 256  # attention of longer contexts and windows is split, which takes another launch
 OTHER_LAUNCHES = 8  # embedding, last norm, head, sampling
 EXPERT_BYTES = 17 / 32  # of an expert's weight in MXFP4: half a byte, and a byte for every 32

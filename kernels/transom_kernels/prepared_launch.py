@@ -12,10 +12,10 @@ versions may take other arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 VERSIONS = ("3.6.", "3.7.")
+T = TypeVar("T")
 ALIGNMENT = 16  # bytes: Triton compiles pointers to multiples of this to faster loads
 
 
@@ -34,9 +35,11 @@ class PreparedLaunch:
         self._kernel, self._keywords = kernel, {**arguments, **options}
         self._last = tuple(arguments[name] for name in kernel.arg_names if name in arguments)
         self._is_compiled = isinstance(kernel, JITFunction) and triton.__version__.startswith(VERSIONS)
-        self._compiled: dict[
-            tuple[Any, ...], tuple[Any, Any, Any]
-        ] = {}  # (device, *dtypes) -> (launcher, function, metadata)
+        # (device, *dtypes) -> (launcher, function, metadata)
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._recent: tuple[
+            Any, ...
+        ] = ()  # the last launch's device and list of dtypes, and what `_compiled` has for them
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[torch.Tensor, ...], *numbers: int) -> None:
         """Launch on the current stream. The kernel must list `numbers` in `do_not_specialize`; they are below 2 ** 31."""
@@ -44,10 +47,11 @@ class PreparedLaunch:
         is_aligned = reduce(or_, addresses) % ALIGNMENT == 0  # of all addresses at once
         is_plain = self._is_compiled and is_aligned and not knobs.runtime.launch_enter_hook.calls
         if is_plain and self._compiled:
-            active = driver.active
+            active, dtypes = driver.active, [tensor.dtype for tensor in pointers]
             device = active.get_current_device()
-            found = self._compiled.get((device, *[tensor.dtype for tensor in pointers]))
-            if found is not None:
+            if self._recent[:2] != (device, dtypes):
+                self._recent = (device, dtypes, self._compiled.get((device, *dtypes)))
+            if (found := self._recent[2]) is not None:
                 run, function, metadata = found
                 stream = active.get_current_stream(device)
                 run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self._last)
@@ -55,4 +59,14 @@ class PreparedLaunch:
         made = self._kernel[grid](*pointers, *numbers, **self._keywords)
         if is_plain and made is not None:
             key = (driver.active.get_current_device(), *[tensor.dtype for tensor in pointers])
-            self._compiled[key] = made.run, made.function, made.packed_metadata
+            self._compiled[key], self._recent = (made.run, made.function, made.packed_metadata), ()
+
+
+def kept(prepared: dict[Any, Any] | None, key: Any, make: Callable[..., T], *arguments: Any) -> T:
+    """Return `prepared[key]`, which the first call sets to `make(*arguments)`; without a dict every call makes it."""
+    if prepared is None:
+        return make(*arguments)
+    found: T | None = prepared.get(key)
+    if found is None:
+        found = prepared[key] = make(*arguments)
+    return found

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.engine import kernels
-from benchmarks.engine.kernel_cases import rivals
+from benchmarks.engine.kernel_cases import experts, rivals
 from benchmarks.engine.kernel_cases.attention import TINY
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared
 from benchmarks.engine.kernel_cases.measure import measure
@@ -98,6 +98,17 @@ def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch, starts: list[i
     for make in rivals.rivals_of(paged, names).values():
         got = cast(torch.Tensor, make()()).transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
+
+
+def test_tunings_compute_the_same() -> None:
+    paged = make_paged(TINY, [20, 20], [1, 1], CPU)
+    assert paged.k_cache.stride(0) == 4 * paged.k_cache[0].numel()  # a block has the keys and values of two layers
+    for make in rivals.rivals_of(paged, tuple(rivals.TUNINGS)).values():
+        got = cast(torch.Tensor, make()())
+        torch.testing.assert_close(got.float(), expected_rows(paged, [0, 1]), atol=3e-2, rtol=3e-2)
+    prepared = experts.mixture_case(experts.TINY, 5, is_mx=False).prepare(CPU)
+    for make in prepared.rivals.values():
+        torch.testing.assert_close(cast(tuple[torch.Tensor], make()())[0], prepared.run()[0])
 
 
 def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: Any) -> Prepared:

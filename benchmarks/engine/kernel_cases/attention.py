@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.engine.kernel_cases import rivals
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale
 from benchmarks.engine.kernel_cases.paged import (
     BLOCK,
@@ -21,15 +22,11 @@ from benchmarks.engine.kernel_cases.paged import (
     poison_tails,
     some_rows,
 )
-from benchmarks.engine.kernel_cases.rivals import DECODE_RIVALS, PROMPT_RIVALS, rivals_of
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 
-LLAMA, GPT_OSS, GEMMA = (
-    Heads(query=32, kv=8, size=128),
-    Heads(query=64, kv=8, size=64),
-    Heads(query=8, kv=4, size=256),
-)
+LLAMA, GPT_OSS = Heads(query=32, kv=8, size=128), Heads(query=64, kv=8, size=64)
+GEMMA = Heads(query=8, kv=4, size=256)
 TINY = Heads(query=4, kv=2, size=16)
 DECODE = Promise(name="decode attention, from 64k visible tokens on", of="bandwidth", least=0.85)
 # A rival's time over ours: less than 0.97 is more than noise.
@@ -39,6 +36,7 @@ PROMPT = Promise(name="prompt attention, 8k tokens, heads of 128 (goal 0.60)", o
 BESIDE_FLASH = Promise(name="prompt attention beside torch's flash backend", of="flash", least=1 / 1.15)
 LEAST_TOKENS = 64 * 1024  # batch times context from which decoding is held against the bandwidth
 WITH_RIVALS = ((1, 131072), (16, 8192), (64, 8192), (256, 1024))  # batch and context
+WITH_TUNINGS = ((16, 8192), (64, 8192))
 ERROR_LIMIT = 1e-2  # bf16 operands
 
 
@@ -118,6 +116,8 @@ def _decode_case(
 ) -> Case:
     # Lengths within a block of each other, so that blocks have ends that must not be read; rivals need them equal.
     starts = [context - 1 if with_rivals else context - 4 - 7 * b % BLOCK for b in range(batch)]
+    beside = rivals.DECODE_RIVALS if with_rivals else ()
+    beside += rivals.DECODE_TUNINGS if with_rivals and (batch, context) in WITH_TUNINGS else ()
     promises = [DECODE] if batch * min(window or context, context) >= LEAST_TOKENS else []
     promises += [BESIDE_FLEX] if with_rivals else []
     promises += [FLAT] if flat_with else []
@@ -125,7 +125,7 @@ def _decode_case(
         f"{kind}{'' if window is None else f' {window}'} batch {batch} context {context}",
         Attention(
             heads=TINY if scale.is_tiny else heads, starts=starts, counts=[1] * batch, window=window,
-            rivals=DECODE_RIVALS if with_rivals else (), **inputs,  # type: ignore[arg-type]
+            rivals=beside, **inputs,  # type: ignore[arg-type]
         ),
         *promises,
         flat_with=flat_with,
@@ -143,8 +143,9 @@ def _prompts(scale: Scale) -> Iterator[Case]:
         heads = Heads(query=32, kv=8, size=size)
         for length in scale.some((2048, 8192, 32768), (2048, 8192), ()):
             promises = (PROMPT, BESIDE_FLASH) if (length, size) == (8192, 128) else ()
-            rivals = PROMPT_RIVALS if size == 128 else ("flash",)  # FlexAttention compiles for seconds
-            yield _prompt_case("causal", Attention(heads=heads, starts=[0], counts=[length], rivals=rivals), *promises)
+            beside = rivals.PROMPT_RIVALS if size == 128 else ("flash",)  # FlexAttention compiles for seconds
+            beside += rivals.PROMPT_TUNINGS if promises else ()
+            yield _prompt_case("causal", Attention(heads=heads, starts=[0], counts=[length], rivals=beside), *promises)
     yield _prompt_case("window 1024", Attention(heads=LLAMA, starts=[0], counts=[8192], window=1024))
 
 
@@ -182,6 +183,6 @@ def _prepare(inputs: Attention, device: torch.device) -> Prepared:
         num_bytes=inputs.num_keys * 2 * heads.row_bytes(inputs.kv_format) + 2 * paged.q.nbytes,
         flops=4 * heads.query * heads.size * inputs.num_pairs,
         alone=alone,
-        rivals=rivals_of(paged, inputs.rivals),
+        rivals=rivals.rivals_of(paged, inputs.rivals),
         traps=lambda: poison_tails(paged),
     )

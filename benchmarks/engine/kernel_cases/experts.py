@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
+from benchmarks.engine.kernel_cases.rivals import EXPERT_TUNINGS, tuned_experts
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu
 from transom_kernels.moe.op import moe_reference
@@ -19,6 +20,7 @@ from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 ERROR_LIMIT = 1e-2  # bf16 operands, and the row between the products rounded to bf16
 CHECKED = 2  # tokens
+WITH_TUNINGS = (16, 2048)  # tokens
 COMPUTED = Promise(name="experts in bf16, 2k tokens", of="matrix rate", least=0.50)
 READ = Promise(name="experts in bf16, 1 to 16 tokens", of="bandwidth", least=0.70)
 READ_MX = replace(READ, name="experts in MXFP4, 1 to 16 tokens, of the bytes as stored")
@@ -66,6 +68,7 @@ def mixture_case(mixture: Mixture, tokens: int, is_mx: bool) -> Case:
         prepare=partial(_prepare, mixture, tokens, is_mx),
         formula="weights of the experts that some token chose, as stored, rows in and out; 6 N I for each of T K pairs",
         promises=promises,
+        rivals=EXPERT_TUNINGS if mixture is GPT_OSS and tokens in WITH_TUNINGS else (),
         is_invariant=False,  # tiles are chosen by how many rows an expert gets
     )
 
@@ -117,4 +120,5 @@ def _prepare(mixture: Mixture, tokens: int, is_mx: bool, device: torch.device) -
         num_bytes=int(len(experts.unique()) * 3 * inner * width * bytes_of_a_weight) + 2 * x.nbytes,
         flops=6 * inner * width * tokens * mixture.chosen,
         alone=lambda: [(run()[0][:1], run(1)[0])],
+        rivals={name: partial(tuned_experts, name, run) for name in EXPERT_TUNINGS},
     )

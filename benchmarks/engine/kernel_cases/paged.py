@@ -19,6 +19,7 @@ from transom_kernels.quantised_kv.format import quantise_rows
 BLOCK = 16  # tokens of a cache block, as served by default
 # For partial results, references in float32 and rivals' copies, none of which is of the largest slabs.
 SPARE_BYTES = 8 << 30
+LAYERS = 32  # of a slab, in which a block has all layers' keys and values: blocks of one layer are this far apart
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -135,16 +136,21 @@ def random_caches(
     Raises:
         MemoryError: the device has no room for them and for what a case needs besides.
     """
-    part = BLOCK * heads.kv * heads.size
+    part, layers = BLOCK * heads.kv * heads.size, 2
     if device.type == "cuda":
-        wanted, free = 4 * num_blocks * part + SPARE_BYTES, torch.cuda.mem_get_info()[0]
-        if wanted > free:
-            raise MemoryError(f"needs {wanted / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free")
-    slab = torch.empty(num_blocks * 2 * part, dtype=torch.bfloat16, device=device)
-    for piece in slab.split(1 << 30):
-        piece.normal_()
-    shape, strides = (num_blocks, BLOCK, heads.kv, heads.size), (2 * part, heads.size, BLOCK * heads.size, 1)
+        own, free = 4 * num_blocks * part, torch.cuda.mem_get_info()[0]
+        if own + SPARE_BYTES > free:
+            raise MemoryError(
+                f"needs {(own + SPARE_BYTES) / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free"
+            )
+        layers = min(LAYERS, (free - SPARE_BYTES) // own)  # as many as fit, where the cache is large
+    stride = layers * 2 * part
+    slab = torch.empty(num_blocks * stride, dtype=torch.bfloat16, device=device)
+    shape, strides = (num_blocks, BLOCK, heads.kv, heads.size), (stride, heads.size, BLOCK * heads.size, 1)
     k, v = (slab.as_strided(shape, strides, at) for at in (0, part))
+    at_once = max(1, (1 << 30) // part)  # blocks
+    for piece in (*k.split(at_once), *v.split(at_once)):
+        piece.normal_()
     if kv_format is None:
         return k, v, None
     (k, k_scale), (v, v_scale) = (quantised(cache, kv_format) for cache in (k, v))

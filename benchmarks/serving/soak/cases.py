@@ -66,9 +66,9 @@ def make_cases(seed: int) -> list[Case]:
     """Single requests: every option that changes what is computed, prompts that share a beginning, short and long ones."""
     source = random.Random(f"{seed}/cases")
     shared = words(source, 60)
-    filling = {"prompt": shared, "max_tokens": 12, "n": 100, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+    filling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
     return [
-        Case(FILLING, COMPLETIONS, filling),
+        *(Case(f"{FILLING} {i}", COMPLETIONS, filling | {"prompt": words(source, 60)}) for i in range(8)),
         *(Case(f"{kind} {i}", path, body) for i in range(3) for kind, path, body in _kinds(source, shared, i)),
     ]
 

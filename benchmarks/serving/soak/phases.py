@@ -23,7 +23,7 @@ DISTURBED_SHARE, STEADY_SHARE = 0.45, 0.45  # of the time; the rest is for the c
 # From the start of a process and of the steady phase, whose first requests have filled the caches, until its memory counts; in
 # short soaks a third of the steady phase.
 WARM_UP_S = 480.0
-NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
+NUM_FILLING = 4_400  # each of two routers and workers keeps the timelines of its last 2,000 requests
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
 FLAT_MIB_PER_H = 10.0
 OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported

@@ -24,6 +24,7 @@ from benchmarks.serving.soak.journal import Journal, Windows
 
 PROMISED_503 = ("worker_unavailable", "overloaded")
 RETRY_S = 0.5
+NUM_FILLING_ATTACKS = 80  # of each kind
 BEHAVIOURS: dict[str, int] = {  # weights
     "single": 40,
     "conversation": 30,
@@ -53,7 +54,7 @@ class Known:
     @property
     def ordinary(self) -> list[Case]:
         """What clients ask at random."""
-        return [case for case in self.cases if case.name != FILLING]
+        return [case for case in self.cases if not case.name.startswith(FILLING)]
 
 
 class Traffic:
@@ -98,18 +99,25 @@ class Traffic:
             self._journal.broke(promises.ENDS, f"the soak's client failed ({behaviour}): {fault!r}")
 
     async def fill(self, num_requests: int) -> None:
-        """Send requests of 100 choices each, two at a time, which fill every store of the last requests.
+        """Send small requests, 16 at a time, of several prompts (for all workers), which fill every store of the last requests.
 
-        Half as many grammars and texts of the hostile client fill its share of the workers' caches (64 MiB), and have the
-        vocabulary of grammars read (50 MiB).
+        The hostile client meanwhile fills its share of the workers' caches with grammars (64 MiB) and texts, has the vocabulary of
+        grammars read (50 MiB), and fills the disk.
         """
-        [case] = [case for case in self._known.cases if case.name == FILLING]
+        cases = [case for case in self._known.cases if case.name.startswith(FILLING)]
         source = random.Random("fill")
-        async with http_client(self._url, address=HOSTILE_ADDRESS) as client:
-            for _ in range(num_requests // 2):
-                await asyncio.gather(*(self._ask_well(case, stream=False) for _ in range(2)))
+        numbers = iter(range(num_requests))
+
+        async def send() -> None:
+            for number in numbers:
+                await self._ask_well(cases[number % len(cases)], stream=False)
+
+        async with http_client(self._url, address=HOSTILE_ADDRESS) as client, asyncio.TaskGroup() as senders:
+            for _ in range(16):
+                senders.create_task(send())
+            for _ in range(NUM_FILLING_ATTACKS):
                 for attack in attacks(source):
-                    if attack.name in ("grammars", "tokenize"):
+                    if attack.name in ("grammars", "tokenize", "salts"):
                         await self._attack(client, replace(attack, leave_after_s=60.0))
 
     async def calm_answers(self) -> None:

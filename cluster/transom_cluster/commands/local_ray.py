@@ -60,6 +60,8 @@ _ENVIRONMENT = {
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    # glibc has up to 8 arenas for each core, one for each thread, and what is freed in an arena serves only its threads.
+    "MALLOC_ARENA_MAX": "2",
     # Serve replaces a proxy that is not ready after three times this period; this process would then wait for the old one.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }

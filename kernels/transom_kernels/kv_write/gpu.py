@@ -14,7 +14,7 @@ import torch
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.kv_write.reference import QkvInputs, block_of
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.prepared_launch import PreparedLaunch
+from transom_kernels.prepared_launch import PreparedLaunch, kept
 from transom_kernels.quantised_kv import format_of, is_packed, refuse_old_device
 
 HEAD_ELEMENTS = 2048  # elements of heads that a program computes
@@ -36,10 +36,8 @@ def prepare_qkv_triton(inputs: QkvInputs) -> torch.Tensor:
         k_scale = k_cache if inputs.k_scale is None else inputs.k_scale
         v_scale = k_scale if inputs.v_scale is None else inputs.v_scale
         cos, sin = inputs.tables or (k, k)
-        q_weight, k_weight = (
-            (k if how.q_weight is None else how.q_weight),
-            (k if how.k_weight is None else how.k_weight),
-        )
+        q_weight = k if how.q_weight is None else how.q_weight
+        k_weight = k if how.k_weight is None else how.k_weight
         query_scale = k if inputs.query_scale is None else inputs.query_scale
         launch, parts = _launch(inputs)
         launch(
@@ -59,7 +57,15 @@ _SCALARS = attrgetter(
 
 
 def _launch(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
-    """Return the launch for inputs of these shapes and options, and the number of programs for each token.
+    """Return the launch for these inputs, and the number of programs for each token."""
+    q, k = inputs.q, inputs.k
+    strides = (q.stride(0), None if k is None else k.stride(0))
+    key = (inputs.preparation, q.shape[1], strides, q.dtype, q.shape[0] == inputs.slots.shape[0])
+    return kept(inputs.launches, key, _shared_launch, inputs)
+
+
+def _shared_launch(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
+    """Return the launch for all inputs of these shapes and options, and the number of programs for each token.
 
     The cache's key is everything that `_prepare` reads and checks.
     """

@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from transom_kernels.quantised_kv import FORMATS, check_cache, head_width, quantise_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    frozen=True, slots=True, kw_only=True, eq=False
+)  # eq=False: a layer's own is found in a dict by its identity
 class Preparation:
     """The steps that a layer applies to queries, keys and values before attention; the default is none.
 
@@ -60,6 +63,8 @@ class QkvInputs:
     query_scale: torch.Tensor | None = None  # [T]: multiplies queries
     k_scale: torch.Tensor | None = None  # [ids, P, KVH] float32: scales of quantised keys (`quantised_kv.format`)
     v_scale: torch.Tensor | None = None
+    # Launches that were prepared for these caches; calls with one `preparation` are those of a layer.
+    launches: dict[Any, Any] | None = None
 
     @property
     def heads_are_adjacent(self) -> bool:

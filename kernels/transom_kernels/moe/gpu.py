@@ -17,7 +17,7 @@ from transom_kernels.moe.gpu_weights import spreads_elements
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
 from transom_kernels.moe.weights import MX_GROUP, ExpertTensors, GateRule, GpuMatrix, Matrix
-from transom_kernels.prepared_launch import PreparedLaunch
+from transom_kernels.prepared_launch import PreparedLaunch, kept
 
 _Kind = tuple[tuple[str, Any], ...]  # a matrix's constants; hashable
 SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
@@ -64,36 +64,27 @@ def moe_triton(
     the routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
-    num_experts, double, _ = tensors.gate_up.shape
-    inner, num_pairs = double // 2, tokens * chosen
+    num_pairs = tokens * chosen
     out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    kinds = _kind(tensors.gate_up), _kind(tensors.down)
-    has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
-    is_hopper = spreads_elements(x.device)
-    kind = kinds[0] if isinstance(tensors.gate_up, GpuMatrix) else kinds[1]
-    tile = choose_tile(num_pairs, num_experts, x.element_size(), kind=kind, is_hopper=is_hopper)
-    shapes = (tile, width, inner, chosen, x.stride(0), rule, kinds, has_bias)
-    launches = _launches(*shapes, tensors.interleaved, scales_input, is_hopper)
+    key = (rule, scales_input, chosen, x.stride(0), x.dtype)
+    layer = kept(tensors.prepared, key, _Layer, x, tensors, rule, chosen, scales_input)
+    tile, launches = layer.launches(num_pairs)
     sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
-    pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
+    pairs, block_expert = sort(experts.reshape(-1).long(), layer.num_experts, tile.block_m)
     num_blocks = block_expert.shape[0]
-    inner_P = x.new_empty(num_pairs, inner)
+    inner_P = x.new_empty(num_pairs, layer.inner)
     results_P = x.new_empty(num_pairs, width)
     weights_P = weights.float().contiguous()
-    rows = (pairs, block_expert)
-    # `x` stands in for an absent bias, which the kernels do not read
-    bias = x if tensors.gate_up_bias is None else tensors.gate_up_bias
     launches.into(
         (launches.into_columns, num_blocks, 1),
-        (x, *_operands(tensors.gate_up), bias, weights_P, inner_P, *rows),
+        (x, *layer.gate_up, weights_P, inner_P, pairs, block_expert),
         num_pairs,
     )
-    bias = x if tensors.down_bias is None else tensors.down_bias
     launches.out_of(
         (launches.out_columns, num_blocks, 1),
-        (inner_P, *_operands(tensors.down), bias, weights_P, results_P, *rows),
+        (inner_P, *layer.down, weights_P, results_P, pairs, block_expert),
         num_pairs,
     )
     launches.sum((tokens, launches.sum_columns, 1), (results_P, out))
@@ -110,6 +101,31 @@ class _Launches:
     out_columns: int
     sum: PreparedLaunch
     sum_columns: int
+
+
+class _Layer:
+    """What the calls of a layer share: its operands, and the launches for each tile."""
+
+    def __init__(
+        self, x: torch.Tensor, tensors: ExpertTensors, rule: GateRule, chosen: int, scales_input: bool
+    ) -> None:
+        self.num_experts, double, width = tensors.gate_up.shape
+        self.inner = double // 2
+        self.gate_up = _operands(tensors.gate_up, tensors.gate_up_bias)
+        self.down = _operands(tensors.down, tensors.down_bias)
+        kinds = _kind(tensors.gate_up), _kind(tensors.down)
+        has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
+        self._element_bytes, is_hopper = x.element_size(), spreads_elements(x.device)
+        kind = kinds[0] if isinstance(tensors.gate_up, GpuMatrix) else kinds[1]
+        self._kind: dict[str, Any] = {"kind": kind, "is_hopper": is_hopper}
+        shapes = (width, self.inner, chosen, x.stride(0), rule, kinds, has_bias)
+        self._of_all_tiles = (*shapes, tensors.interleaved, scales_input, is_hopper)
+        self._by_tile: dict[Tile, _Launches] = {}
+
+    def launches(self, num_pairs: int) -> tuple[Tile, _Launches]:
+        """Return the tile for this many pairs, and the launches with it."""
+        tile = choose_tile(num_pairs, self.num_experts, self._element_bytes, **self._kind)
+        return tile, kept(self._by_tile, tile, _launches, tile, *self._of_all_tiles)
 
 
 @cache
@@ -171,7 +187,7 @@ def dense_triton(x: torch.Tensor, weight: GpuMatrix, bias: torch.Tensor | None, 
         kind, is_hopper = _kind(weight), spreads_elements(x.device)
         tile = choose_tile(num_rows, 1, x.element_size(), kind=kind, is_hopper=is_hopper)
         launch, columns = _dense(tile, weight.shape[2], outputs, x.stride(0), kind, bias is not None, is_hopper)
-        operands = (x, *_operands(weight), x if bias is None else bias, x, out, x, x)
+        operands = (x, *_operands(weight, bias), x, out, x, x)
         launch((columns, -(-num_rows // tile.block_m), 1), operands, num_rows)
     return out
 
@@ -197,13 +213,15 @@ def _kind(weight: Matrix) -> tuple[tuple[str, Any], ...]:
     return tuple(zip(("NUMBERS", "SCALES", "HAS_ZEROS", "HAS_ROW_SCALES", "GROUP"), found, strict=True))
 
 
-def _operands(weight: Matrix) -> tuple[torch.Tensor, ...]:
-    """Return a kernel's arguments: the weight, scales, zero points and scales of rows; the weight stands in for what is missing."""
-    if not isinstance(weight, GpuMatrix):
+def _operands(weight: Matrix, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return a kernel's arguments: the weight, scales, zero points, scales of rows, and bias; the weight stands in for what is
+    absent."""
+    if isinstance(weight, GpuMatrix):
+        first, *parts = weight.words, weight.scales, weight.zeros, weight.row_scales, bias
+    else:
         assert isinstance(weight, torch.Tensor)
-        return (weight,) * 4
-    parts = (weight.scales, weight.zeros, weight.row_scales)
-    return (weight.words, *(weight.words if part is None else part for part in parts))
+        first, *parts = weight, None, None, None, bias
+    return (first, *(first if part is None else part for part in parts))
 
 
 def _sizes(tile: Tile, is_spread: bool) -> dict[str, Any]:

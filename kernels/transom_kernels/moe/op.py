@@ -34,8 +34,12 @@ def moe(
     if isinstance(tensors, PackedExperts):
         _check_packed(x, experts, weights, tensors)
         return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
-    _check(x, experts, weights, tensors)
-    if uses_triton(x):
+    _check_routes(x, experts, weights)
+    kind = (x.shape[1], is_triton := uses_triton(x))
+    if kind not in tensors.prepared or not x.is_contiguous():
+        _check(x, tensors)
+        tensors.prepared[kind] = True
+    if is_triton:
         out: torch.Tensor = implementation("moe.gpu", "moe_triton")(
             x, experts, weights, tensors, rule, scales_input=scales_input
         )
@@ -83,15 +87,14 @@ def _wide(weight: Matrix) -> torch.Tensor:
     return weight.dequantised() if isinstance(weight, MxTensor) else weight.float()
 
 
-def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, tensors: ExpertTensors) -> None:
-    """Raise ValueError for arguments that do not fit."""
+def _check(x: torch.Tensor, tensors: ExpertTensors) -> None:
+    """Raise ValueError unless the experts' weights fit together, and `x` fits them."""
     num_experts, double, width = tensors.gate_up.shape
     if tuple(tensors.down.shape) != (num_experts, x.shape[1], double // 2) or width != x.shape[1] or double % 2:
         raise ValueError(
             f"x {tuple(x.shape)} does not fit experts {tuple(tensors.gate_up.shape)} and {tuple(tensors.down.shape)}: "
             "give [E, 2I, N] and [E, N, I]."
         )
-    _check_routes(x, experts, weights)
     plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
     if not all(weight.is_contiguous() for weight in (x, *plain)):
         raise ValueError("x and the experts' weights must be contiguous in memory; call contiguous() first.")
@@ -120,7 +123,7 @@ def _check_packed(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
 
 def _check_routes(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
     """Raise ValueError unless there are K experts and weights for each token."""
-    if experts.shape != weights.shape or len(experts) != len(x):
+    if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
         raise ValueError(
             f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
         )

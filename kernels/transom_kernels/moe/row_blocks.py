@@ -20,6 +20,7 @@ from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 
 MAX_PAIRS = 1024  # up to this many pairs one program is faster than torch's operators
+FILLED_AT_ONCE = tl.constexpr(1024)  # elements of row blocks
 ITERATION_ELEMENTS = 16_384  # pairs of an iteration times experts, in registers
 
 
@@ -52,7 +53,7 @@ def block_rows(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def sort_pairs(
     experts,  # [P] int64
-    pairs,  # [blocks, M] int32, full of P
+    pairs,  # [blocks, M] int32
     block_expert,  # [blocks] int32
     num_pairs,
     num_blocks,
@@ -63,6 +64,10 @@ def sort_pairs(
 ):
     """Place every pair in a row block of its expert, after the earlier pairs of that expert. The grid is (1)."""
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    # padding everywhere; pairs overwrite theirs below
+    i = tl.arange(0, FILLED_AT_ONCE)
+    for first in range(0, num_blocks * BLOCK_M, FILLED_AT_ONCE):
+        tl.store(pairs + first + i, num_pairs, mask=first + i < num_blocks * BLOCK_M)
     # count the pairs of each expert
     counts = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, num_pairs, BLOCK_C):
@@ -76,6 +81,7 @@ def sort_pairs(
         expert = tl.sum(ended_before.to(tl.int32), 1)
         tl.store(block_expert + first + c, tl.where(expert < NUM_EXPERTS, expert, -1), mask=first + c < num_blocks)
     # place the pairs
+    tl.debug_barrier()  # wait until all warps have stored their padding
     next_position = (ends - blocks) * BLOCK_M
     for first in range(0, num_pairs, BLOCK_C):
         expert_of = tl.load(experts + first + c, mask=first + c < num_pairs, other=-1).to(tl.int32)
@@ -92,7 +98,7 @@ def block_rows_triton(experts_P: torch.Tensor, num_experts: int, block_m: int) -
     """Compute `block_rows` in one program, for at most `MAX_PAIRS` pairs: torch's dozen operators take longer than the matmuls."""
     num_pairs = experts_P.shape[0]
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts)
-    pairs = experts_P.new_full((num_blocks, block_m), num_pairs, dtype=torch.int32)
+    pairs = experts_P.new_empty(num_blocks, block_m, dtype=torch.int32)
     block_expert = experts_P.new_empty(num_blocks, dtype=torch.int32)
     if num_pairs:
         _sort(num_experts, block_m)((1, 1, 1), (experts_P, pairs, block_expert), num_pairs, num_blocks)

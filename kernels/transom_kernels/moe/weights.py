@@ -16,8 +16,8 @@ Legend: E experts, N hidden width, I inner width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -94,6 +94,9 @@ class ExpertTensors:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     interleaved: bool = False
+    prepared: dict[Any, Any] = field(
+        init=False, default_factory=dict, compare=False
+    )  # checks and launches of these tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

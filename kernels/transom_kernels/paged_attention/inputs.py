@@ -172,3 +172,4 @@ class PagedInputs(AttentionInputs):
     rule: MaskRule = CAUSAL  # which keys a query sees
     # The KV heads of the rank that has most, if the heads are divided among ranks unequally: all ranks then split the keys alike.
     most_kv_heads: int = 0
+    launches: dict[Any, Any] | None = None  # that were prepared for these caches, by calls of one layer

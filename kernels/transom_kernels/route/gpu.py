@@ -12,15 +12,17 @@ Legend: T tokens, N hidden width, E experts, K experts per token, S splits of N.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.prepared_launch import PreparedLaunch
+from transom_kernels.prepared_launch import PreparedLaunch, kept
 from transom_kernels.route.reference import TINY, Routing
 from transom_kernels.triton_math import softplus
 
@@ -45,49 +47,61 @@ def route_triton(
     correction: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
+    launches: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32.
 
-    The module docstring has the formula. `correction` is used for the choice only; `chosen` fixes the choice.
+    The module docstring has the formula. `correction` is used for the choice only; `chosen` fixes the choice. `launches` keep what
+    is the same at each call of a layer.
     """
     tokens, num_chosen = x.shape[0], routing.num_chosen
     experts = x.new_empty(tokens, num_chosen, dtype=torch.int64)
     weights = x.new_empty(tokens, num_chosen, dtype=torch.float32)
     if not tokens:
         return experts, weights
-    partials = partial_logits_triton(x if x.stride(1) == 1 else x.contiguous(), weight)
-    has = (bias is not None, correction is not None, expert_scale is not None, chosen is not None)
-    # other tensors stand in for absent ones, which the kernel does not read
-    vectors = [partials if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale)]
+    partials = partial_logits_triton(x if x.stride(1) == 1 else x.contiguous(), weight, launches)
+    vectors, is_fixed = (bias, correction, expert_scale), chosen is not None
+    launch, read = kept(launches, is_fixed, _of_layer, partials.shape[1], weight, routing, vectors, is_fixed)
     given = experts if chosen is None else chosen.contiguous()
-    _choice(partials.shape[1], weight.shape[0], routing, *has)(
-        (tokens, 1, 1), (partials, *vectors, given, experts, weights)
-    )
+    launch((tokens, 1, 1), (partials, *read, given, experts, weights))
     return experts, weights
 
 
-def partial_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def partial_logits_triton(
+    x: torch.Tensor, weight: torch.Tensor, launches: dict[Any, Any] | None = None
+) -> torch.Tensor:
     """Return partial logits [T, S, E] float32, each over one split of N; their sum over S is the logits without bias."""
-    (tokens, width), num_experts = x.shape, weight.shape[0]
-    split, tile = split_of(width, num_experts), choose_tile(tokens, num_experts)
-    num_splits = -(-width // split)
-    launch = _product(tile, num_experts, width, split, x.stride(0), weight.stride())
+    tokens, num_experts, key = x.shape[0], weight.shape[0], (x.stride(0), x.shape[0] <= FEW_TOKENS)
+    launch, tile, num_splits = kept(launches, key, _product, *key, x.shape[1], num_experts, weight.stride())
     partials = x.new_empty(tokens, num_splits, num_experts, dtype=torch.float32)
     programs = (-(-tokens // tile.block_t), -(-num_experts // tile.block_e), num_splits)
     launch(programs, (x, weight, partials), tokens)
     return partials
 
 
-@cache
+def _of_layer(
+    num_splits: int,
+    weight: torch.Tensor,
+    routing: Routing,
+    vectors: Sequence[torch.Tensor | None],
+    is_fixed: bool,
+) -> tuple[PreparedLaunch, list[torch.Tensor]]:
+    """Prepare the launch of `choose_experts`, and its vectors: the weight stands in for those that it does not read."""
+    has = (*[vector is not None for vector in vectors], is_fixed)
+    read = [weight if vector is None else vector.contiguous() for vector in vectors]
+    return _choice(num_splits, weight.shape[0], routing, *has), read
+
+
 def _product(
-    tile: Tile, num_experts: int, width: int, split: int, x_stride: int, weight_strides: tuple[int, int]
-) -> PreparedLaunch:
-    """Prepare the launch of `score_experts`."""
+    x_stride: int, is_small: bool, width: int, num_experts: int, weight_strides: tuple[int, int]
+) -> tuple[PreparedLaunch, Tile, int]:
+    """Prepare the launch of `score_experts`; return its tile and the number of splits, too."""
+    split, tile = split_of(width, num_experts), _tile(is_small, num_experts)
     strides = {"x_stride": x_stride, "weight_stride_e": weight_strides[0], "weight_stride_n": weight_strides[1]}
     blocks = {"BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e, "BLOCK_N": tile.block_n}
     arguments = {**strides, "E": num_experts, "N": width, "SPLIT": split, **blocks}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return PreparedLaunch(score_experts, arguments, **options)
+    return PreparedLaunch(score_experts, arguments, **options), tile, -(-width // split)
 
 
 @cache
@@ -138,13 +152,8 @@ class Tile:
     num_stages: int = 3
 
 
-def choose_tile(num_tokens: int, num_experts: int) -> Tile:
-    """Return the tile of the product for a batch. All tiles add products in the same order."""
-    return _tile(num_tokens <= FEW_TOKENS, num_experts)
-
-
-@cache
 def _tile(is_small: bool, num_experts: int) -> Tile:
+    """Return the tile of the product for a batch. All tiles add products in the same order."""
     experts = max(MIN_EXPERTS, next_power_of_two(num_experts))
     if is_small:
         return Tile(block_t=16, block_e=min(32, experts), block_n=32, num_warps=2)

@@ -8,6 +8,8 @@ Legend: T tokens, N hidden width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
@@ -24,22 +26,25 @@ def route(
     correction: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
+    launches: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32.
 
     Logits are `x @ weight.T + bias`, in float32 for any dtype of `x`, since the logits of two experts may be close. `correction`
     [E] is added to scores for the choice only; `expert_scale` [E] multiplies final weights; `chosen` [T, K] int64 (expert ids)
     fixes the choice. Of equally good experts the first are chosen, and NaN counts as largest, so a token always gets K different
-    experts. With kernels a token's experts and weights do not depend on the other tokens.
+    experts. A layer passes the same `launches`, empty at first, at every call, so that its tensors are checked only once. With
+    kernels a token's experts and weights do not depend on the other tokens.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
     """
-    _check(x, weight, routing, (bias, correction, expert_scale), chosen)
+    if not launches or chosen is not None or x.shape[1] != weight.shape[1]:
+        _check(x, weight, routing, (bias, correction, expert_scale), chosen)
     given = {"bias": bias, "correction": correction, "expert_scale": expert_scale, "chosen": chosen}
     if uses_triton(x):
         found: tuple[torch.Tensor, torch.Tensor] = implementation("route.gpu", "route_triton")(
-            x, weight, routing, **given
+            x, weight, routing, **given, launches=launches
         )
         return found
     if uses_cpu_kernels(x) and fits_cpu(x, weight):

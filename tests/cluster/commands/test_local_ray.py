@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray import serve
@@ -14,12 +15,26 @@ from ray.serve._private import constants
 
 from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay, StartFailed, _as_start_failure
 from transom_cluster.commands.log_follower import LogFollower
+from transom_cluster.commands.serve import _print_welcome
 from transom_core.settings.settings import Settings
 
 
 def test_serve_reads_every_setting_of_serve() -> None:
     source = inspect.getsource(constants)
-    assert [name for name in _ENVIRONMENT if name.startswith("RAY_SERVE_") and f'"{name}"' not in source] == []
+    names = [*_ENVIRONMENT, *(haproxy := LocalRay(Settings.parse(model="m", haproxy=True))._haproxy_environment())]
+    assert [name for name in names if name.startswith("RAY_SERVE_") and f'"{name}"' not in source] == []
+    assert haproxy["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "60"  # for half-sent requests
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"), [({}, False), ({"api_key": ["k"]}, True), ({"api_key": ["k"], "haproxy": True}, False)]
+)
+def test_a_server_with_keys_says_that_only_haproxy_ends_half_sent_headers(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, Any], is_told: bool
+) -> None:
+    served = Settings.parse(model="m", **settings)
+    _print_welcome(LocalRay(served), served, [], 0.0)
+    assert ("In production use --haproxy" in capsys.readouterr().out) == is_told
 
 
 def test_serve_gives_a_proxy_on_a_busy_machine_longer_than_its_imports_take() -> None:

@@ -95,9 +95,9 @@ async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -
 async def test_workers_steps_are_merged_in_order_of_time_even_if_clocks_differ(api: Api, ahead_s: float) -> None:
     request_id = (await api.complete()).json()["id"]
     own = await timeline_of(api, request_id)
-    arrival_s = own["arrival_s"]
+    last_s = own["arrival_s"] + own["steps"][-1]["after_s"]  # the last event of the router
     for what, after_s in (("queued", 0.5), ("admitted", 0.75), ("first_token", 1.75), ("finished", 3.75)):
-        step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
+        step = {"at_s": last_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
         api.worker.timeline.append(step)
     api.worker.clock_ahead_s = ahead_s
     timeline = await timeline_of(api, request_id)

@@ -63,7 +63,10 @@ def test_replayed_steps_are_the_launched_ones(tmp_path: Path, dtype: str) -> Non
         for step in range(40):
             counts = {seq_id: 1 for seq_id in range(len(lengths)) if step < 40 - 6 * seq_id}
             plan = hand.plan(counts)
-            tokens.append(hand.received(plan, runner.execute(plan)))
+            torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device in a launch
+            launched = runner.launch(plan)
+            torch.cuda.set_sync_debug_mode("default")
+            tokens.append(hand.received(plan, runner.finish(launched)))
         found[eager] = tokens
         usage = runner.usage
         assert (info.num_graphs > 0, usage.num_graph_decodes) == ((False, 0) if eager else (True, 40))

@@ -27,7 +27,7 @@ from transom_worker.models.registry import build_model
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, activate=1)
 ROUTER = Counter(score_experts=1, choose_experts=1)  # for every kind of score
-EXPERTS = Counter(new_full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
+EXPERTS = Counter(sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
 # Of a sublayer, for any number of rounds.
 HYPER_CONNECTION = Counter(normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1)

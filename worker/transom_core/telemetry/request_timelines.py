@@ -5,7 +5,7 @@
 - **timeline store**: the timelines of the requests that run, and of the last ones that ended.
 
 Each router and each worker has a store of its own; `/debug/requests/{id}` joins their events. One thread writes to a store, and any
-thread may read from it.
+thread may read from it. The events of an ended request are one string of bytes: 60 bytes an event, where its objects take 280.
 
 A worker's request id is `{response id}-{prompt}-{choice}`, with `+{attempt}` where the request migrated: `chatcmpl-0f-1-2+1` is the
 second attempt at choice 2 of prompt 1 of the response `chatcmpl-0f`.
@@ -13,6 +13,7 @@ second attempt at choice 2 of prompt 1 of the response `chatcmpl-0f`.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from transom_core.fair_cache import CLIENT_SHARE
 
 MAX_TIMELINES = 2000  # of running and ended requests together
 MAX_EVENTS = 200  # events of one timeline; above it, events from the timeline's middle are merged
-MAX_ENDED_EVENTS = 40_000  # events of all ended timelines together: about 14 MB
+MAX_ENDED_EVENTS = 40_000  # events of all ended timelines together: about 3 MB
 _NUM_FIRST = 50  # events that a long timeline keeps from its beginning
 _NUM_MERGED = 50  # events that are merged at once
 
@@ -57,31 +58,46 @@ class Timeline:
     first `_NUM_FIRST` become one event of the kind `summed_up`.
     """
 
-    __slots__ = ("arrival_s", "client", "end_s", "events", "request_id")
+    __slots__ = ("_events", "_packed", "arrival_s", "client", "end_s", "num_events", "request_id")
 
     def __init__(self, request_id: str, arrival_s: float, *, client: str = "") -> None:
         self.request_id = request_id
         self.client = client  # who sent the request; empty if unknown
         self.arrival_s = arrival_s
         self.end_s = 0.0  # 0 while the request runs
-        self.events: list[TimelineEvent] = []
+        self.num_events = 0
+        self._events: list[TimelineEvent] = []  # while the request runs
+        self._packed = b""  # its events after its end
+
+    @property
+    def events(self) -> list[TimelineEvent]:
+        """Return the events, in order."""
+        events = self._events  # read before `_packed`, which `end` sets first
+        return [TimelineEvent(*event) for event in pickle.loads(self._packed)] if self._packed else list(events)
+
+    def end(self, at_s: float) -> None:
+        """The request has ended: no more events follow, and those that there are take less memory from now on."""
+        self.end_s = at_s
+        self._packed = self._packed or pickle.dumps([tuple(event) for event in self._events])
+        self._events = []
 
     def add(self, kind: str, at_s: float | None = None, **facts: Any) -> None:
         """Add an event, at the current time by default. An event after the request's end is ignored."""
         if self.end_s:
             return
-        self.events.append(TimelineEvent(steady_time_s() if at_s is None else at_s, kind, facts))
-        if len(self.events) > MAX_EVENTS:
+        self._events.append(TimelineEvent(steady_time_s() if at_s is None else at_s, kind, facts))
+        if len(self._events) > MAX_EVENTS:
             self._merge_middle()
+        self.num_events = len(self._events)
 
     def _merge_middle(self) -> None:
-        middle = self.events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED]
+        middle = self._events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED]
         facts = {
             "steps": sum(event.facts["steps"] if event.kind == "summed_up" else 1 for event in middle),
             "tokens": sum(event.facts.get("tokens", 0) for event in middle),
             "until_s": middle[-1].at_s,
         }
-        self.events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED] = [TimelineEvent(middle[0].at_s, "summed_up", facts)]
+        self._events[_NUM_FIRST : _NUM_FIRST + _NUM_MERGED] = [TimelineEvent(middle[0].at_s, "summed_up", facts)]
 
 
 class TimelineStore:
@@ -114,12 +130,12 @@ class TimelineStore:
 
     def end(self, timeline: Timeline, at_s: float | None = None) -> None:
         """Mark the end of a request, at the current time by default. The store keeps its timeline until newer ones displace it."""
-        timeline.end_s = steady_time_s() if at_s is None else at_s
+        timeline.end(steady_time_s() if at_s is None else at_s)
         if self._running.get(timeline.request_id) is not timeline:
             return
         del self._running[timeline.request_id]
         self._ended[timeline.request_id] = timeline
-        self._num_ended_events += len(timeline.events)
+        self._num_ended_events += timeline.num_events
         self._num_ended_of[timeline.client] += 1
         while self._num_ended_events > self._max_ended_events:
             self._displace()
@@ -127,7 +143,7 @@ class TimelineStore:
     @property
     def num_events(self) -> int:
         """Return the number of events of all timelines."""
-        return self._num_ended_events + sum(len(timeline.events) for timeline in self.running())
+        return self._num_ended_events + sum(timeline.num_events for timeline in self.running())
 
     def running(self) -> list[Timeline]:
         """Return the timelines of the requests that have not ended, the oldest first."""
@@ -154,7 +170,7 @@ class TimelineStore:
     def _forget_ended(self, request_id: str) -> None:
         timeline = self._ended.pop(request_id, None)
         if timeline is not None:
-            self._num_ended_events -= len(timeline.events)
+            self._num_ended_events -= timeline.num_events
             self._num_ended_of[timeline.client] -= 1
             if not self._num_ended_of[timeline.client]:
                 del self._num_ended_of[timeline.client]

@@ -22,7 +22,7 @@ from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
 from transom_kernels.paged_attention.triton.steps import combine
 from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config
-from transom_kernels.prepared_launch import PreparedLaunch
+from transom_kernels.prepared_launch import PreparedLaunch, kept
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
 
@@ -107,7 +107,8 @@ def paged_attention_triton(inputs: PagedInputs) -> torch.Tensor:
         ValueError: `inputs` do not fit together.
     """
     q = inputs.q
-    layer = _layer_kernels(inputs)
+    own = (inputs.rule, inputs.scale, inputs.sink_logits is None, q.shape[1], q.dtype, inputs.batch.num_sink_blocks)
+    layer = kept(inputs.launches, own, _layer_kernels, inputs)
     out = q.new_empty(*q.shape[:2], layer.value_width)
     sinks = None if inputs.sink_logits is None else inputs.sink_logits.float()
     for launch in launches_of(inputs.batch, layer.key, q.device):

@@ -69,14 +69,15 @@ class AttentionLaunch:
 def launches_of(batch: PagedBatch, key: LaunchKey, device: torch.device) -> list[AttentionLaunch]:
     """Return the batch's launches for layers with this key; the first call plans them, and the batch keeps them."""
     planned = _launches(batch)
-    if key not in planned:
-        planned[key] = [
+    found = planned.get(key)  # once, since hashing the key takes time
+    if found is None:
+        found = planned[key] = [
             AttentionLaunch(part.on(device), tiling.tile_tokens)
             for tiling in key.tilings
             if any(tiling.min_new_tokens <= count <= tiling.max_new_tokens for count in batch.count_host)
             for part in plan_work(batch, key.rule, tiling).parts(key.most_partials)
         ]
-    return planned[key]
+    return found
 
 
 def set_launches(batch: PagedBatch, key: LaunchKey, launches: list[AttentionLaunch]) -> None:

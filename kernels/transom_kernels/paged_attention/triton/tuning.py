@@ -23,9 +23,7 @@ PROMPT_ROWS = 128  # rows of a prompt's tile
 LONG_PIPELINE_STAGES, DECODE_STAGES = 5, 7
 # most bytes of an iteration's keys and values for five stages: two larger iterations would leave no shared memory for queries
 LONG_PIPELINE_ROUND_BYTES = 32 << 10
-DECODE_ROUND_BYTES = (
-    16 << 10
-)  # of an iteration in decoding: three of them, for four programs on a multiprocessor of 9.0
+DECODE_ROUND_BYTES = 16 << 10  # of an iteration in decoding: three, for four programs on a multiprocessor of 9.0
 HOPPER = (9, 0)
 # Registers of a thread. Without a limit ptxas, CUDA's assembler, spills one or two of them so that one more program fits on a
 # multiprocessor. With 128, four programs of four warps fit.

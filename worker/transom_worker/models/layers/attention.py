@@ -100,6 +100,7 @@ class Attention(TokenMixer):
         super().__init__(output)
         self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm
+        self._with_hadamard = replace(preparation, hadamard=True)
         self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
         self._most_kv_heads = most_kv_heads
         self._gate_width = layer.num_heads * (layer.value_size or layer.head_size) if has_gate else 0
@@ -117,9 +118,10 @@ class Attention(TokenMixer):
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
-        projected = self._qkv(x_TN)
-        gate_TN = projected[:, projected.shape[1] - self._gate_width :]
-        projected = projected[:, : projected.shape[1] - self._gate_width]
+        projected = gate_TN = self._qkv(x_TN)
+        if self._gate_width:
+            widths = (projected.shape[1] - self._gate_width, self._gate_width)
+            projected, gate_TN = projected.split_with_sizes(widths, dim=1)
         q_THD, sink_q_THD = self._prepare(projected, tables, cache, batch, query_scale_T11)
         inputs = PagedInputs(
             q=q_THD,
@@ -133,6 +135,7 @@ class Attention(TokenMixer):
             v_scale=cache.v_scale,
             rule=self._rule,
             most_kv_heads=self._most_kv_heads,
+            launches=cache.launches,
         )
         out_THD = attend_mixed(inputs, batch, sink_q_THD) if isinstance(batch, MixedBatch) else paged_attention(inputs)
         out_TN = out_THD.flatten(1)
@@ -154,9 +157,7 @@ class Attention(TokenMixer):
         q, k, v = self._split(projected)
         if self._norm is not None:
             q, k = self._norm(q, k)
-        preparation, cos_sin = self._preparation, None
-        if cache.hadamard:
-            preparation = replace(preparation, hadamard=True)
+        preparation, cos_sin = self._with_hadamard if cache.hadamard else self._preparation, None
         if tables is not None:
             cos_sin = (tables.cos, tables.signed_sin)
         scale = None if query_scale_T11 is None else query_scale_T11.flatten()
@@ -179,6 +180,7 @@ class Attention(TokenMixer):
             v_cache=cache.v if has_own else None,
             k_scale=cache.k_scale if has_own else None,
             v_scale=cache.v_scale if has_own else None,
+            launches=cache.launches,
         )
         return prepare_qkv(inputs), sink_q
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -217,6 +218,7 @@ class ExpertRouter:
         self._weight_EN, self._bias_E = router_layout(weight_EN.float()), _float(bias_E)
         self._correction_E, self._expert_scale_E = _float(correction_E), _float(expert_scale_E)
         self._routing = routing
+        self._launches: dict[Any, Any] = {}
         tensors = (self._weight_EN, self._bias_E, self._correction_E, self._expert_scale_E)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -233,6 +235,7 @@ class ExpertRouter:
             correction=self._correction_E,
             expert_scale=self._expert_scale_E,
             chosen=chosen_TK,
+            launches=self._launches,
         )
 
 

@@ -6,7 +6,8 @@ Legend: T tokens, B sequences, R rows that need logits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class LayerCache:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     hadamard: bool = False
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False)  # that operators have prepared for them
 
 
 @dataclass(frozen=True, slots=True)

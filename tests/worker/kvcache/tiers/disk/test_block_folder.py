@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -265,3 +266,19 @@ def test_processes_share_the_space(tmp_path: Path) -> None:
         assert store.read(0, digest(number), SIZE) in (None, contents(number))
     assert store.counts.num_broken == 0
     assert store.space.recount() == store.space.used_bytes == len(files) * FILE_BYTES
+
+
+def test_an_eviction_holds_no_object_for_each_file(tmp_path: Path) -> None:
+    store = folder(tmp_path)
+    for number in range(4_000):
+        file = file_of(tmp_path, number << 240)  # 256 subfolders
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * 300)
+    tracemalloc.start()
+    try:
+        store.space.recount()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0 < store.space.num_evicted < 1_500
+    assert peak_bytes < 600_000  # as a list of files 1,200,000
