@@ -20,6 +20,7 @@ from tests.kernels.test_linear_recurrence import recurrence_case, step_of
 from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_experts, routes
 from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
+from tests.kernels.test_quantised_linear_triton import quantised_rows
 from tests.kernels.test_sample_cpu import params_of
 from tests.kernels.test_short_convolution import convolution_case
 from transom_kernels import launch
@@ -33,8 +34,8 @@ from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_r
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
 from transom_kernels.linear_recurrence.inputs import GatedNorm
-from transom_kernels.moe.gpu import moe_triton
-from transom_kernels.moe.gpu_weights import for_gpu
+from transom_kernels.moe.gpu import dense_triton, moe_triton
+from transom_kernels.moe.gpu_weights import arranged, for_gpu
 from transom_kernels.moe.row_blocks import block_rows_triton
 from transom_kernels.paged_attention.triton import launcher as paged_launcher
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
@@ -54,6 +55,7 @@ TYPES = {
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
 SHARED_BYTES = {10 * major + minor: num_bytes for (major, minor), num_bytes in launch.SHARED_BYTES.items()}
+HELD = ("int4 128", "int4 128 zeros", "int4 32", "int8 rows", "fp8 128", "fp4 16", "fp4 32")
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 
 
@@ -121,6 +123,7 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield from policy_calls()
     yield from small_calls()
     yield from prepare_calls()
+    yield from (partial(product_of, kind, tokens) for kind, tokens in product(HELD, (1, 64, 256)))
     yield from expert_calls()
     yield from latent_calls()
     yield from route_calls()
@@ -263,6 +266,11 @@ def prepare(
             query_scale=query_scale, **caches,
         )
     )  # fmt: skip
+
+
+def product_of(kind: str, tokens: int) -> None:
+    """A linear layer over a quantised weight."""
+    dense_triton(torch.empty(tokens, 1024, dtype=BF16), arranged([quantised_rows(kind, 512, 1024)]), None, BF16)
 
 
 def expert_calls() -> Iterator[Callable[[], Any]]:

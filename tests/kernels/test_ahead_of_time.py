@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.compiled_cases import HELD
+
 ROOT = Path(__file__).parents[2]
 # Bytes of a thread's stack, on the architectures that kernels are not tuned for: ptxas spills a few registers where that seats one
 # more program on a multiprocessor.
@@ -83,13 +85,30 @@ def test_attention_experts_and_recurrences_fit_other_architectures(arch: str) ->
 def test_experts_take_few_instructions_a_weight(rows: int, most: float, buffers: int) -> None:
     """MXFP4, in the inner loop, whose loads are asynchronous. As Triton 3.6 compiles it, it waits after each product of 16 rows."""
     most += 0.4 if version("triton").startswith("3.6.") and rows == 16 else 0
-    kernels = compiled("sm_90", "--loops", "_experts bf16", f"block_m {rows} ")
+    kernels = compiled("sm_90", "--loops", "_experts bf16", "has_bias True", f"block_m {rows} ")
     assert {kernel["types"]["out"] for kernel in kernels} == {"*bf16"}
-    kernels = [kernel for kernel in kernels if kernel["constants"]["IS_MX"]]
+    kernels = [kernel for kernel in kernels if kernel["constants"]["NUMBERS"]]
     assert len(kernels) == 2
     for kernel in kernels:
-        tile, loop = kernel["constants"], kernel["loop"]
-        assert sum(loop.values()) / (tile["BLOCK_N"] * tile["BLOCK_J"] / (32 * tile["num_warps"])) <= most
+        loop = kernel["loop"]
+        assert instructions_a_weight(kernel) <= most
         assert "HGMMA" in loop
         assert "LDG" not in loop
         assert min(kernel["buffers"]) >= buffers
+
+
+@pytest.mark.compile
+def test_linear_layers_take_few_instructions_a_weight() -> None:
+    """Of up to 16 rows, in the inner loop: 3.0 over four bits and over int8, 3.8 over fp8, whose bits lie further apart."""
+    kernels = compiled("sm_90", "--loops", "is_dense True", "block_m 16 ")
+    assert len(kernels) == len(HELD)
+    for kernel in kernels:
+        assert instructions_a_weight(kernel) <= (3.8 if kernel["constants"]["NUMBERS"] == "fp8" else 3.0)
+        assert "HGMMA" in kernel["loop"]
+        assert "LDG" not in kernel["loop"]
+        assert min(kernel["buffers"]) >= 3
+
+
+def instructions_a_weight(kernel: dict[str, Any]) -> float:
+    tile = kernel["constants"]
+    return sum(kernel["loop"].values()) / (tile["BLOCK_N"] * tile["BLOCK_J"] / (32 * tile["num_warps"]))

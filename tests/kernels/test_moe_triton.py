@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from operator import and_, lshift, xor
+from operator import add, and_, lshift, or_, rshift, sub, xor
 from typing import Any
 
 import pytest
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tests.how_many import num_examples
 from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes
 from tests.matrices import some_daily
-from transom_kernels.moe import gpu, gpu_weights
+from transom_kernels.moe import gpu, gpu_weights, widening
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu, widened_words
-from transom_kernels.moe.kernel import SCALE_FACTORS, WIDEN_WORDS
 from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.widening import POWER_FACTORS, SMALL_FACTORS, WIDEN_FP4
 
 
 def moe_arranged(x: Any, which: Any, weights: Any, tensors: ExpertTensors, *rule: Any, **how: Any) -> torch.Tensor:
@@ -79,24 +79,60 @@ def test_mxfp4_values_and_scales() -> None:
 def test_instructions_that_widen_mxfp4_do_what_the_interpreter_does() -> None:
     """Of all words, two at a time, as if their scale's factor were 1; of scales, four at a time."""
     words, scales = torch.arange(1 << 16).view(-1, 2), torch.arange(160).view(-1, 4)
-    for got, wanted in zip(run(WIDEN_WORDS, words @ HALVES, 4), widened_words(words), strict=True):
+    for got, wanted in zip(run(WIDEN_FP4, words @ HALVES, 4), widened_words(words), strict=True):
+        assert torch.equal(got, wanted.masked_fill(wanted == 0x8000, 0) @ HALVES)  # -0 + 0 is 0
+    # every e4m3 number above zero, in five bits of exponent
+    small = torch.arange(1, 121, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    stored = gpu_weights._bits(small, "fp4").long().view(-1, 4)
+    wide = (small.double() * 2.0**94).bfloat16().view(torch.int16).long().view(-1, 2, 2)
+    for got, wanted in zip(run(SMALL_FACTORS, stored @ 256 ** torch.arange(4), 2), wide.unbind(1), strict=True):
         assert torch.equal(got, wanted @ HALVES)
     factors = (scales - 33.0).exp2().bfloat16().view(torch.int16).long().view(-1, 2, 2)
-    for got, wanted in zip(run(SCALE_FACTORS, scales @ 256 ** torch.arange(4), 2), factors.unbind(1), strict=True):
+    for got, wanted in zip(run(POWER_FACTORS, scales @ 256 ** torch.arange(4), 2), factors.unbind(1), strict=True):
         assert torch.equal(got, wanted @ HALVES)
+
+
+@pytest.mark.parametrize("numbers", ["int4", "int4 zeros", "int8", "int8 zeros", "fp8"])
+def test_instructions_that_widen_numbers_round_once(numbers: str) -> None:
+    """All words, two at a time, with random factors and zero points."""
+    code, bits = getattr(widening, f"WIDEN_{numbers.upper().replace(' ', '_')}"), 4 if "4" in numbers else 8
+    words = torch.arange(1 << 16).view(-1, 2)
+    scales, zeros = torch.rand(len(words), 1).bfloat16().double(), torch.randint(0, 1 << bits, (len(words), 1))
+    power = 88 if numbers == "fp8" else 101
+    factors = (scales * 2.0**power).bfloat16().view(torch.int16).long().expand(-1, 2)
+    found = run(code, words @ HALVES, 16 // bits, factors @ HALVES, zeros.expand(-1, 2) @ HALVES)
+    for at, got in enumerate(found):
+        levels = words >> bits * at & (1 << bits) - 1
+        if numbers == "fp8":
+            wanted = (levels.to(torch.uint8).view(torch.float8_e4m3fn).double() * scales).nan_to_num(nan=0.0)
+            got = torch.where(levels & 127 == 127, 0, torch.stack((got & 0xFFFF, got >> 16), -1))
+        else:
+            middle = zeros if "zeros" in numbers else 1 << bits - 1
+            wanted, got = (levels - middle) * scales, torch.stack((got & 0xFFFF, got >> 16), -1)
+        assert torch.equal(got.to(torch.int16).view(torch.bfloat16).double() * 2.0**32, wanted.bfloat16().double())
 
 
 HALVES = torch.tensor([1, 1 << 16])  # of a register
 PTX: dict[str, Callable[..., Any]] = {
-    "and.b32": and_, "xor.b32": xor, "shl.b32": lshift, "mov.b32": int, "fma.rn.bf16x2": lambda a, b, c: a,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "and.b32": and_, "or.b32": or_, "xor.b32": xor, "shl.b32": lshift, "shr.u32": rshift, "mov.b32": int, "add.u32": add,
+    "sub.u32": sub, "fma.rn.bf16x2": lambda a, b, c: fused(a, b, c), "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": lambda a, b, at: sum((a >> 8 * (at >> 4 * n & 15) & 0xFF) << 8 * n for n in range(4)),
 }  # fmt: skip
 
 
-def run(instructions: tl.constexpr, argument: torch.Tensor, results: int) -> list[torch.Tensor]:
+def fused(*numbers: Any) -> torch.Tensor:
+    """a * b + c of two bfloat16 numbers in each register, rounded once."""
+    registers = torch.broadcast_tensors(*(torch.as_tensor(number) for number in numbers))
+    a, b, c = (
+        torch.stack((bits & 0xFFFF, bits >> 16), -1).to(torch.int16).view(torch.bfloat16).double() for bits in registers
+    )
+    return ((a * b + c).bfloat16().view(torch.int16).long() & 0xFFFF) @ HALVES
+
+
+def run(instructions: tl.constexpr, argument: Any, results: int, *others: Any) -> list[torch.Tensor]:
     """Run instructions of PTX on numbers of 32 bits in int64; return the registers `$0`, `$1` and so on."""
-    values: dict[str, Any] = {f"${results}": argument, f"${results + 1}": 1}
+    given = (argument, *(others or (0x3F803F80,) * 2))
+    values: dict[str, Any] = {f"${results + at}": value for at, value in enumerate(given)}
     for name, target, operands in re.findall(rf"({'|'.join(PTX)}) (\S+), ([^;]+);", instructions.value):
         read = [values[source] if source in values else int(source, 0) for source in operands.split(", ")]
         values[target] = PTX[name](*read) & 0xFFFFFFFF

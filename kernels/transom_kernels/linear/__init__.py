@@ -4,6 +4,7 @@ op                          the operators with their specification
 layout, weights             the memory layout of a packed weight, and the packing
 cpu, cpu_kernel             launches, and the kernel of linear layers
 vector_product              multiplies rows by two panels in vector registers (`cpu/tiles.py` does so with AMX)
+gpu                         quantised weights on GPUs
 table_kernel                the kernels that pack a weight, and that read the rows of a table
 """
 

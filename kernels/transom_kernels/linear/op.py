@@ -1,6 +1,7 @@
-"""The operators `linear`, `gated_linear` and `embedding_rows` over packed weights, on CPUs.
+"""The operators `linear`, `gated_linear` and `embedding_rows` over packed weights.
 
-Weights are packed in the dtype of the model (`weights.py`), or in 8 or 4 bits (`quantised_linear`).
+On CPUs weights are packed in the dtype of the model (`weights.py`), or in 8 or 4 bits (`quantised_linear`); on GPUs only `linear`
+has packed weights, quantised ones (`gpu.py`).
 
 A row's result does not depend on other rows, nor on the number of rows or threads. Products are summed in float32; bias, scale,
 cap, activation and residual follow in float32, and the result is rounded once.
@@ -19,6 +20,7 @@ from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear.cpu import embedding_rows_cpu, gated_linear_cpu, heads_linear_cpu, linear_cpu, table_fits
+from transom_kernels.linear.gpu import GpuWeight, linear_gpu
 from transom_kernels.linear.weights import PackedWeight
 from transom_kernels.quantised_linear import PackedPanels
 from transom_kernels.quantised_linear.reference import products
@@ -26,7 +28,7 @@ from transom_kernels.quantised_linear.reference import products
 
 def linear(
     x: torch.Tensor,
-    weight: PackedWeight | PackedPanels,
+    weight: PackedWeight | PackedPanels | GpuWeight,
     residual: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
@@ -48,6 +50,10 @@ def linear(
     wanted = (x.shape[0], weight.num_outputs)
     if residual is not None and (residual.shape != wanted or residual.dtype != dtype):
         raise ValueError(f"The residual is {residual.dtype} {tuple(residual.shape)}; it must be {dtype} {wanted}.")
+    if isinstance(weight, GpuWeight):
+        is_last = residual is None and scale == 1.0 and soft_cap is None
+        product = linear_gpu(x, weight, dtype if is_last else torch.float32)
+        return product if is_last else _finished(product, residual, scale, soft_cap, dtype)
     if uses_cpu_kernels(x):
         return linear_cpu(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
     if isinstance(weight, PackedPanels):
@@ -164,10 +170,10 @@ def _activated(parts: Sequence[torch.Tensor], activation: Activation) -> torch.T
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def _check(x: torch.Tensor, weight: PackedWeight | PackedPanels, *, is_gated: bool) -> None:
-    fits = x.dtype in DTYPES if isinstance(weight, PackedPanels) else x.dtype == weight.dtype
+def _check(x: torch.Tensor, weight: PackedWeight | PackedPanels | GpuWeight, *, is_gated: bool) -> None:
+    fits = x.dtype == weight.dtype if isinstance(weight, PackedWeight) else x.dtype in DTYPES
     if x.dim() != 2 or x.shape[1] != weight.width or not fits:
-        kind = weight.format if isinstance(weight, PackedPanels) else weight.dtype
+        kind = weight.dtype if isinstance(weight, PackedWeight) else weight.format
         raise ValueError(
             f"x {x.dtype} {tuple(x.shape)} does not fit a {kind} weight [{weight.num_outputs}, {weight.width}]."
         )

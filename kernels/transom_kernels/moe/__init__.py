@@ -4,7 +4,7 @@ op                            the operator with its specification
 weights                       the experts' tensors as checkpoints have them, and as CPU kernels read them
 cpu, cpu_kernel, cpu_product  CPUs: launches, the kernels, and the inner product of rows and a panel of weights
 gpu, kernel, row_blocks       GPUs: launches, the grouped matmuls, and the pairs of token and expert sorted by expert
-gpu_weights                   GPUs: MXFP4 as the grouped matmuls read it
+gpu_weights, widening         GPUs: quantised weights as the grouped matmuls read them, and what they do with them
 """
 
 from transom_kernels.moe.gpu_weights import for_gpu

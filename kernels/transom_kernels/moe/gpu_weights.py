@@ -1,24 +1,37 @@
-"""MXFP4 experts in the layout that the Triton kernels read, made once, when a model is loaded. They take as many bytes as before;
-only scales are padded, to blocks of 16 rows by 4 groups.
+"""Quantised matrices in the layout that the Triton kernels read, made once, when a model is loaded. They take as many bytes as
+before; only scales and zero points are padded, to blocks of 16 rows by 128 columns.
 
-    elements   [experts] [rows] [groups] [8] int16: word 2 q + b of a group holds what a thread multiplies, its elements
-               2 q + b + (0, 8, 16, 24) on Hopper, 8 q + b + (0, 2, 4, 6) elsewhere
-    scales     [experts] [rows / 16] [groups / 4] [8 rows] [4 groups] [rows 0-7, rows 8-15] uint8: a thread's scales lie together
+    words, 4 bits   [experts] [rows] [K / 32] [8] int16: word 2 q + b of 32 columns holds what a thread multiplies, its elements
+                    2 q + b + (0, 8, 16, 24) on Hopper, 8 q + b + (0, 2, 4, 6) elsewhere
+    words, 8 bits   [experts] [rows] [K / 32] [16] int16: word 4 q + 2 h + b holds elements 16 h + 2 q + b + (0, 8) on Hopper,
+                    8 q + 4 h + b + (0, 2) elsewhere
+    scales          [experts] [rows / 16] [K / 128] [8 rows] [groups of 128 columns] [rows 0-7, rows 8-15]: a thread's lie together.
+                    They are bytes (`widening.POWER_FACTORS`) or factors in bfloat16, two in an int32.
+    zero points     as scales: bytes for groups of 32, two in an int32 for larger ones
 
-Few operations make bfloat16 numbers of the four elements of a word, and of two words at a time (`widened_words`).
+The first element of a word has the lowest bits. But few operations make bfloat16 numbers of two words of fp4 at a time
+(`widened_words`), so these have their bits in another order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from transom_kernels.launch import capability_of
-from transom_kernels.moe.weights import ExpertTensors, MxTensor
+from transom_kernels.moe.weights import MX_GROUP, ExpertTensors, GpuMatrix, MxTensor, ScaleKind
+from transom_kernels.quantised_linear.weights import GpuRows, Numbers
 
-LARGEST_SCALE = 160  # 2 ** 33; see `TWO_TO_32` of `kernel.py`
+LARGEST_SCALE = 160  # 2 ** 33; see `TWO_TO_32` of `widening.py`
+FACTOR_OF_SCALE = {"fp4": 2.0**94, "fp8": 2.0**88, "int4": 2.0**101, "int8": 2.0**101}  # as `widening.NUMBER_FACTORS`
+_E8M0, _E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+_KINDS: dict[torch.dtype | None, ScaleKind] = {None: "", _E8M0: "powers", _E4M3: "small", torch.bfloat16: "bfloat16"}
+_CHUNK = 128  # columns whose scales lie together
+_ROWS_AT_ONCE = 4096  # that are arranged, by way of numbers of 32 bits
 
 
 def for_gpu(tensors: ExpertTensors) -> ExpertTensors:
@@ -33,10 +46,50 @@ def for_gpu(tensors: ExpertTensors) -> ExpertTensors:
         if not interleaved:
             rows = rows.view(2, -1).t().flatten()
             bias = None if bias is None else bias[:, rows]
-        gate_up, interleaved = _arranged(gate_up, rows), True
+        gate_up, interleaved = _of_mxfp4(gate_up, rows), True
     if isinstance(down, MxTensor):
-        down = _arranged(down, torch.arange(down.shape[1], device=down.blocks.device))
+        down = _of_mxfp4(down, torch.arange(down.shape[1], device=down.blocks.device))
     return replace(tensors, gate_up=gate_up, down=down, gate_up_bias=bias, interleaved=interleaved)
+
+
+def _of_mxfp4(matrix: MxTensor, rows: torch.Tensor) -> GpuMatrix:
+    if not matrix.scales.is_meta and int(matrix.scales.max()) > LARGEST_SCALE:
+        raise ValueError(f"MXFP4 experts have a scale above 2 ** {LARGEST_SCALE - 127}.")
+    return arranged(
+        GpuRows(numbers="fp4", levels=_halves(blocks[rows]), group=MX_GROUP, scales=scales[rows].view(_E8M0))
+        for blocks, scales in zip(matrix.blocks, matrix.scales, strict=True)
+    )
+
+
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+
+
+def arranged(experts: Iterable[GpuRows]) -> GpuMatrix:
+    """Return one matrix per expert in the layout above. All have one format; experts are arranged one by one, since indices take
+    much more memory than words."""
+    parts = []
+    for rows in experts:
+        factors = None if rows.scales is None else _bits(rows.scales, rows.numbers)
+        zeros = rows.zeros if rows.zeros is None or rows.group <= MX_GROUP else rows.zeros.to(torch.int16)
+        vectors = (None if part is None else _of_groups(part, rows.group) for part in (factors, zeros))
+        words = torch.cat([words_of(some, rows.numbers) for some in rows.levels.split(_ROWS_AT_ONCE)])
+        parts.append((words, *vectors, rows.row_scales))
+    stacked, scales, zeros, row_scales = (
+        None if part[0] is None else torch.stack([each for each in part if each is not None])
+        for part in zip(*parts, strict=True)
+    )
+    assert stacked is not None
+    return GpuMatrix(
+        numbers=rows.numbers,
+        shape=(len(parts), *rows.levels.shape),
+        group=rows.group,
+        words=stacked,
+        scales=scales,
+        zeros=zeros,
+        row_scales=row_scales,
+        scale_kind=_KINDS[None if rows.scales is None else rows.scales.dtype],
+    )
 
 
 def spreads_elements(device: torch.device) -> bool:
@@ -45,28 +98,49 @@ def spreads_elements(device: torch.device) -> bool:
 
 
 def widened_words(words: torch.Tensor) -> list[torch.Tensor]:
-    """Return the four elements of each word, their bits where they are bfloat16 numbers times 2 ** -126: sign, the two lowest bits
-    of the exponent, the highest of the fraction. Those bits come from the same word, so the kernels shift two words at once.
+    """Return the four fp4 elements of each word, their bits where they are bfloat16 numbers times 2 ** -126: sign, the two lowest
+    bits of the exponent, the highest of the fraction. Those bits come from the same word, so the kernels shift two words at once.
     """
     swapped = words << 8 | words >> 8 & 0xFF
     return [word & 0x81C0 for word in (words, words << 4, swapped ^ swapped << 2, swapped ^ swapped << 6)]
 
 
-def _arranged(matrix: MxTensor, rows: torch.Tensor) -> MxTensor:
-    experts, num_rows, columns = matrix.shape
-    if not matrix.scales.is_meta and int(matrix.scales.max()) > LARGEST_SCALE:
-        raise ValueError(f"MXFP4 experts have a scale above 2 ** {LARGEST_SCALE - 127}.")
-    every = torch.arange(1 << 16, device=rows.device)
+def words_of(levels: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    """Return rows of numbers [N, K] as words [N, words] int16."""
+    is_spread, device = spreads_elements(levels.device), levels.device
+    levels = F.pad(levels, (0, -levels.shape[1] % 32)).unflatten(1, (-1, 32)).int()
+    if numbers in ("int8", "fp8"):
+        split, axes = ([2, 2, 4, 2], [0, 1, 4, 2, 5, 3]) if is_spread else ([4, 2, 2, 2], [0, 1, 2, 3, 5, 4])
+    else:
+        split, axes = ([4, 4, 2], [0, 1, 3, 4, 2] if is_spread else [0, 1, 2, 4, 3])
+    # elements of all words, [N, words] each
+    elements = levels.view(*levels.shape[:2], *split).permute(axes).flatten(1, -2).unbind(-1)
+    words: Any = sum(each << (16 // len(elements)) * at for at, each in enumerate(elements))
+    found: torch.Tensor = words.to(torch.int16) if numbers != "fp4" else _fp4_words(device)[words]
+    return found
+
+
+def _fp4_words(device: torch.device) -> torch.Tensor:
+    """Return four elements, the first in the lowest bits -> their word."""
+    every = torch.arange(1 << 16, device=device)
     elements = [bits >> 12 & 8 | bits >> 6 & 7 for bits in widened_words(every)]
-    word_of = torch.empty_like(every, dtype=torch.int16)  # four elements, the first in the lowest bits -> their word
+    word_of = torch.empty_like(every, dtype=torch.int16)
     word_of[sum(element << 4 * e for e, element in enumerate(elements))] = every.to(torch.int16)
-    words = matrix.blocks.new_empty(experts, num_rows, columns // 4, dtype=torch.int16)
-    for expert in range(experts):  # one by one, since indices take much more memory than words
-        blocks = matrix.blocks[expert][rows].view(-1, 4, 4).to(torch.int32)  # bytes of a group: [e, q], or [q, e]
-        blocks = blocks if spreads_elements(rows.device) else blocks.transpose(1, 2)
-        pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-        words[expert] = word_of[sum(pairs[:, e] << 4 * e for e in range(4))].view(num_rows, -1)
-    scales = matrix.scales[:, rows]
-    scales = F.pad(scales, (0, -scales.shape[2] % 4, 0, -num_rows % 16)).unflatten(2, (-1, 4)).unflatten(1, (-1, 2, 8))
-    scales = scales.permute(0, 1, 4, 3, 5, 2).flatten(3).contiguous()
-    return MxTensor(blocks=words, scales=scales, is_for_gpu=True)
+    return word_of
+
+
+def _bits(scales: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    """Return scales as the kernels read them. Those in e4m3 get an exponent of five bits, so that small ones are normal numbers."""
+    if scales.dtype == torch.bfloat16:
+        return (scales.float() * FACTOR_OF_SCALE[numbers]).bfloat16().view(torch.int16)
+    if scales.dtype == _E8M0:
+        return scales.view(torch.uint8)
+    return ((scales.float() * 2.0**-117).view(torch.int32) >> 20).to(torch.uint8)
+
+
+def _of_groups(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Return values of groups [N, G] in the order of scales."""
+    padding = (0, -values.shape[1] % (_CHUNK // group), 0, -len(values) % 16)
+    blocks = F.pad(values, padding).unflatten(1, (-1, _CHUNK // group)).unflatten(0, (-1, 2, 8))
+    ordered: torch.Tensor = blocks.permute(0, 3, 2, 4, 1).flatten(2).contiguous()
+    return ordered.view(torch.int32) if values.dtype == torch.int16 else ordered

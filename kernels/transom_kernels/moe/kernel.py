@@ -6,8 +6,8 @@
 
 With SCALES_INPUT (Llama 4) weights[p] multiplies x instead of the result. The grid of a matmul is (blocks of the matrix's rows, row
 blocks). One program multiplies a block of rows of one expert's matrix by one row block (pairs that chose the expert,
-`row_blocks.py`). The weights are the left operand, which tensor cores take from registers: MXFP4 weights are widened there, and
-never written to shared memory.
+`row_blocks.py`). The weights are the left operand, which tensor cores take from registers: quantised weights are widened there, and
+never written to shared memory. A linear layer over a quantised weight is `out_of_experts` with one expert.
 
 Legend: T tokens, P pairs of token and expert, K experts per token, E experts, I inner width; a tile is N rows of a matrix by M
 pairs, and an iteration multiplies J inner elements.
@@ -18,66 +18,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.moe.widening import TWO_TO_32, factors_of, of_groups, widened
 from transom_kernels.triton_math import gelu_tanh
-
-# MXFP4 weights are multiplied times 2 ** -32, so that the factors of scales up to 2 ** 33 are bfloat16 numbers.
-TWO_TO_32 = tl.constexpr(2.0**32)
-# `gpu_weights.widened_words` of two words ($4), times the factor of their scale ($5); prmt swaps the bytes of each word
-WIDEN_WORDS = tl.constexpr("""{
-.reg .b32 bits, swapped, zero;
-mov.b32 zero, 0;
-and.b32 bits, $4, 0x81C081C0; fma.rn.bf16x2 $0, bits, $5, zero;
-shl.b32 bits, $4, 4; and.b32 bits, bits, 0x81C081C0; fma.rn.bf16x2 $1, bits, $5, zero;
-prmt.b32 swapped, $4, 0, 0x2301;
-shl.b32 bits, swapped, 2; xor.b32 bits, bits, swapped; and.b32 bits, bits, 0x81C081C0; fma.rn.bf16x2 $2, bits, $5, zero;
-shl.b32 bits, swapped, 6; xor.b32 bits, bits, swapped; and.b32 bits, bits, 0x81C081C0; fma.rn.bf16x2 $3, bits, $5, zero;
-}""")
-# The factors 2 ** (scale - 33) of four scales ($2) as bfloat16 numbers: the exponents' bits are scale + 94
-SCALE_FACTORS = tl.constexpr("""{
-.reg .b32 pair;
-prmt.b32 pair, $2, 0, 0x4140; mad.lo.u32 $0, pair, 128, 0x2F002F00;
-prmt.b32 pair, $2, 0, 0x4342; mad.lo.u32 $1, pair, 128, 0x2F002F00;
-}""")
-
-
-@triton.jit
-def _widened(words, scales, UPCAST: tl.constexpr, IS_SPREAD: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Return weights times 2 ** -32 [N, 32 GROUPS]: bfloat16, or with UPCAST float32, without a GPU's instructions.
-
-    `words` are [N, GROUPS, 8] and `scales` [N / 16, GROUPS / 4, 64], as `gpu_weights.py` describes them.
-    """
-    words = tl.reshape(words, [N, GROUPS, 4, 2])
-    scales = tl.permute(tl.reshape(scales, [N // 16, GROUPS // 4, 8, 4, 2]), [0, 4, 2, 1, 3])
-    scales = tl.reshape(scales, [N, GROUPS, 1, 1])
-    if UPCAST:
-        words = words.to(tl.int32) & 0xFFFF
-        swapped = (words << 8) | (words >> 8)
-        a, b, c, d = words, words << 4, swapped ^ (swapped << 2), swapped ^ (swapped << 6)
-    else:
-        factors = tl.inline_asm_elementwise(SCALE_FACTORS, "=r,=r,r", [scales], tl.bfloat16, is_pure=True, pack=4)
-        both = [words, tl.broadcast_to(factors, [N, GROUPS, 4, 2])]
-        a, b, c, d = tl.inline_asm_elementwise(
-            WIDEN_WORDS, "=r,=r,=r,=r,r,r", both, dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-        )
-    elements = tl.join(tl.join(a, c), tl.join(b, d))  # [N, GROUPS, q, b, e / 2, e % 2], of which a row's order is made
-    if UPCAST:  # a bfloat16 is the upper half of a float32
-        factors = ((scales.to(tl.int32) + 94) << 23).to(tl.float32, bitcast=True)
-        elements = ((elements & 0x81C0) << 16).to(tl.float32, bitcast=True) * factors[:, :, :, :, None, None]
-    elements = tl.permute(elements, [0, 1, 4, 5, 2, 3] if IS_SPREAD else [0, 1, 2, 4, 5, 3])
-    return tl.reshape(elements, [N, 32 * GROUPS])
 
 
 @triton.jit
 def _product(
     rows,  # [BLOCK_M, 1] pointers
     is_row,
-    weight,  # [E, num_rows, width], or in MXFP4 [E, num_rows, width / 4]
+    weight,  # [E, num_rows, width], or words of a quantised weight
     scales,
+    zeros,
+    row_scales,
     expert,
     row,  # [BLOCK_N] of the expert's matrix
     num_rows,
     width,
-    IS_MX: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_SPREAD: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,15 +46,16 @@ def _product(
 ):
     """Return `weight[expert, row] @ rows.T` [BLOCK_N, BLOCK_M].
 
-    MXFP4 weights are read without masks, which cost instructions: those beyond a row's end are its last ones, times zeros of x.
+    Quantised weights are read without masks, which cost instructions: those beyond a row's end are its last ones, times zeros of x.
     """
     acc = tl.zeros([BLOCK_N, rows.shape[0]], tl.float32)
-    groups, blocks = width // 32, tl.cdiv(num_rows, 16)
+    groups, blocks = tl.cdiv(width, 32), tl.cdiv(num_rows, 16)
     block = tl.minimum(tl.program_id(0) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16), blocks - 1)
     # products with powers of two tell the compiler that rows begin at such multiples
-    words, chunks = groups * 8, tl.cdiv(groups, 4)
+    WORDS: tl.constexpr = 16 if NUMBERS == "int8" or NUMBERS == "fp8" else 8
+    words, chunks = groups * WORDS, tl.cdiv(width, 128)
     word_rows = weight + expert * num_rows * words + (row * words)[:, None, None]
-    scale_blocks = scales + expert * blocks * (chunks * 64) + (block * (chunks * 64))[:, None, None]
+    first_chunk = (expert * blocks + block)[:, None, None] * chunks
     for begin in range(0, width, BLOCK_J):
         j = begin + tl.arange(0, BLOCK_J)
         inside = (j < width)[None, :]
@@ -102,28 +64,39 @@ def _product(
         a = tl.load(rows + j[None, :], mask=inside, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
-        if IS_MX:
+        if NUMBERS != "":
             group = tl.minimum(begin // 32 + tl.arange(0, BLOCK_J // 32), groups - 1)
             chunk = tl.minimum(begin // 128 + tl.arange(0, BLOCK_J // 128), chunks - 1)
-            packed = tl.load(word_rows + (group * 8)[None, :, None] + tl.arange(0, 8)[None, None, :])
-            packed_scales = tl.load(scale_blocks + (chunk * 64)[None, :, None] + tl.arange(0, 64)[None, None, :])
-            b = _widened(packed, packed_scales, UPCAST, IS_SPREAD, BLOCK_N, BLOCK_J // 32)
+            packed = tl.load(word_rows + (group * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :])
+            if SCALES != "":
+                factors = factors_of(of_groups(scales, first_chunk, chunk[None, :, None], GROUP), SCALES, UPCAST)
+            else:
+                factor = 2.0**94 if NUMBERS == "fp4" else 2.0**88 if NUMBERS == "fp8" else 2.0**101
+                factors = tl.full([BLOCK_N, BLOCK_J // GROUP], factor, tl.float32 if UPCAST else tl.bfloat16)
+            points = 128 if NUMBERS == "int8" else 8
+            if HAS_ZEROS:
+                points = of_groups(zeros, first_chunk, chunk[None, :, None], GROUP).to(tl.int16)
+            b = widened(packed, factors, points, NUMBERS, HAS_ZEROS, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J)
             if a.dtype != tl.bfloat16:
                 b = (b.to(tl.float32) * TWO_TO_32).to(a.dtype)
         else:
             weights = weight + expert * num_rows * width + row[:, None] * width + j[None, :]
             b = tl.load(weights, mask=(j < width)[None, :], other=0.0).to(a.dtype)
         acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
-    if IS_MX and rows.dtype.element_ty == tl.bfloat16 and not UPCAST:
+    if NUMBERS != "" and rows.dtype.element_ty == tl.bfloat16 and not UPCAST:
         acc *= TWO_TO_32
+    if HAS_ROW_SCALES:
+        acc *= tl.load(row_scales + expert * num_rows + row)[:, None]
     return acc
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def into_experts(
     x,  # [T, width]
-    gate_up,  # [E, 2I, width], or elements of MXFP4, arranged for GPUs
-    scales,  # of MXFP4, or unused
+    gate_up,  # [E, 2I, width], or words of a `GpuMatrix`
+    scales,  # this and the next two are the quantised matrix's, or unused
+    zeros,
+    row_scales,
     bias,  # [E, 2I], or unused
     weights,  # [P] float32 routing weights, or unused
     out,  # [P, I]
@@ -138,7 +111,11 @@ def into_experts(
     up_offset,
     NUM_CHOSEN: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # rows of gate_up are gate, up, gate, up ..., not all gates first
-    IS_MX: tl.constexpr,
+    NUMBERS: tl.constexpr,  # this and the next five describe a quantised matrix (`GpuMatrix`)
+    SCALES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALES_INPUT: tl.constexpr,
@@ -161,7 +138,8 @@ def into_experts(
     if not INTERLEAVED:
         row = row % 2 * inner + row // 2
     both = _product(
-        rows, is_row, gate_up, scales, expert, row, 2 * inner, width, IS_MX, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J
+        *(rows, is_row, gate_up, scales, zeros, row_scales, expert, row, 2 * inner, width, NUMBERS, SCALES, HAS_ZEROS),
+        *(HAS_ROW_SCALES, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J),
     )
     # factor, bias, clamp, activation; pairs are read again, since registers are scarce in the loop
     pair = tl.load(pairs + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), volatile=True)
@@ -184,17 +162,25 @@ def into_experts(
 @triton.jit(do_not_specialize=["num_pairs"])
 def out_of_experts(
     x,  # [P, width] inner rows
-    down,  # [E, columns, width], or elements of MXFP4, arranged for GPUs
-    scales,  # of MXFP4, or unused
+    down,  # [E, columns, width], or words of a `GpuMatrix`
+    scales,  # this and the next two are the quantised matrix's, or unused
+    zeros,
+    row_scales,
     bias,  # [E, columns], or unused
     weights,  # [P] float32 routing weights, or unused
     out,  # [P, columns]
-    pairs,  # [blocks, BLOCK_M] int32, as for `into_experts`
+    pairs,  # [blocks, BLOCK_M] int32, as for `into_experts`; unused in a dense layer
     block_expert,  # [blocks] int32
     num_pairs,
     width,
     columns,
-    IS_MX: tl.constexpr,
+    x_stride,
+    IS_DENSE: tl.constexpr,  # one expert has all rows, as a linear layer does
+    NUMBERS: tl.constexpr,  # this and the next five are as for `into_experts`
+    SCALES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALES_OUTPUT: tl.constexpr,
@@ -205,15 +191,21 @@ def out_of_experts(
 ):
     """Compute one tile of the experts' results (formula above)."""
     # the row block's expert and its rows
-    expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
-    if expert < 0:
-        return
-    pair = tl.load(pairs + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    place = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if IS_DENSE:
+        expert, pair = tl.cast(0, tl.int64), place
+    else:
+        expert, pair = tl.load(block_expert + tl.program_id(1)).to(tl.int64), tl.load(pairs + place)
+        if expert < 0:
+            return
     is_row = pair < num_pairs
-    rows = x + tl.minimum(pair, num_pairs - 1).to(tl.int64)[:, None] * width
+    rows = x + tl.minimum(pair, num_pairs - 1).to(tl.int64)[:, None] * x_stride
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, columns - 1)
-    acc = _product(rows, is_row, down, scales, expert, row, columns, width, IS_MX, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J)
+    acc = _product(
+        *(rows, is_row, down, scales, zeros, row_scales, expert, row, columns, width, NUMBERS, SCALES, HAS_ZEROS),
+        *(HAS_ROW_SCALES, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J),
+    )
     if HAS_BIAS:
         acc += tl.load(bias + expert * columns + row).to(tl.float32)[:, None]
     if SCALES_OUTPUT:

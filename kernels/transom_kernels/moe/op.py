@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from transom_kernels.launch import implementation, uses_triton
 from transom_kernels.moe.cpu import moe_cpu
-from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor, PackedExperts
+from transom_kernels.moe.weights import ExpertTensors, GateRule, GpuMatrix, Matrix, MxTensor, PackedExperts
 
 
 def moe(
@@ -81,8 +81,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     return active * (up + rule.up_offset)
 
 
-def _wide(weight: torch.Tensor | MxTensor) -> torch.Tensor:
+def _wide(weight: Matrix) -> torch.Tensor:
     """Return the weights in float32."""
+    assert not isinstance(weight, GpuMatrix)
     return weight.dequantised() if isinstance(weight, MxTensor) else weight.float()
 
 
@@ -97,12 +98,17 @@ def _check(x: torch.Tensor, tensors: ExpertTensors) -> None:
     plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
     if not all(weight.is_contiguous() for weight in (x, *plain)):
         raise ValueError("x and the experts' weights must be contiguous in memory; call contiguous() first.")
-    mx = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, MxTensor)]
-    if any(weight.is_for_gpu != uses_triton(x) for weight in mx):
-        raise ValueError("MXFP4 weights must be arranged by `for_gpu` where Triton computes, and nowhere else.")
-    stored = [weight for weight in mx if not weight.is_for_gpu]
-    if any(weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2] for weight in stored):
-        raise ValueError(f"MXFP4 weights {[weight.shape for weight in mx]} must have a scale for every 32 columns.")
+    quantised = [weight for weight in (tensors.gate_up, tensors.down) if not isinstance(weight, torch.Tensor)]
+    if any(isinstance(weight, GpuMatrix) != uses_triton(x) for weight in quantised):
+        raise ValueError("Quantised weights must be arranged by `for_gpu` where Triton computes, and nowhere else.")
+    if any(
+        weight.shape[2] % 32 or weight.scales.shape[2] * 32 != weight.shape[2]
+        for weight in quantised
+        if isinstance(weight, MxTensor)
+    ):
+        raise ValueError(
+            f"MXFP4 weights {[weight.shape for weight in quantised]} must have a scale for every 32 columns."
+        )
 
 
 def _check_packed(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> None:

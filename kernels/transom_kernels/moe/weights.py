@@ -22,9 +22,11 @@ from typing import Any, Literal
 import torch
 
 from transom_kernels.cpu.memory import lazy_bytes
+from transom_kernels.quantised_linear.weights import Numbers
 
 MX_GROUP = 32  # elements that share a scale
 MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # lower three bits of fp4 -> magnitude; the fourth bit is the sign
+ScaleKind = Literal["", "powers", "small", "bfloat16"]  # of GPUs: none, e8m0, e4m3, bfloat16
 MX_BIAS = 127  # a scale s stands for 2 ** (s - MX_BIAS)
 
 
@@ -37,13 +39,12 @@ class MxTensor:
 
     blocks: torch.Tensor  # [E, rows, columns / 2] uint8
     scales: torch.Tensor  # [E, rows, columns / 32] uint8
-    is_for_gpu: bool = False  # arranged for the Triton kernels, as `gpu_weights.py` says
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts, rows and columns of the dequantised tensor."""
         experts, rows, stored = self.blocks.shape
-        return experts, rows, 2 * stored * self.blocks.itemsize
+        return experts, rows, 2 * stored
 
     def dequantised(self) -> torch.Tensor:
         """Return the elements, [E, rows, columns] float32."""
@@ -55,14 +56,41 @@ class MxTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMatrix:
+    """A quantised matrix per expert in the layout that the Triton kernels read (`gpu_weights.py`). A linear layer has one expert.
+
+    element = (number - zero point) * scale of the group of `group` columns * scale of the row; absent ones are the middle integer
+    and 1.
+    """
+
+    numbers: Numbers
+    shape: tuple[int, int, int]  # experts, rows, columns
+    group: int
+    words: torch.Tensor  # [E, rows, words] int16
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None  # [E, rows] float32
+    scale_kind: ScaleKind = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, padding included."""
+        parts = (self.words, self.scales, self.zeros, self.row_scales)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+Matrix = torch.Tensor | MxTensor | GpuMatrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTensors:
-    """The weights of all experts of a layer: `gate_up` [E, 2 I, N] and `down` [E, N, I], both plain or both MXFP4.
+    """The weights of all experts of a layer: `gate_up` [E, 2 I, N] and `down` [E, N, I], plain or quantised.
 
     Biases are [E, 2 I] and [E, N]. The first I rows of `gate_up` are gates and the others ups; if `interleaved`, rows alternate.
     """
 
-    gate_up: torch.Tensor | MxTensor
-    down: torch.Tensor | MxTensor
+    gate_up: Matrix
+    down: Matrix
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     interleaved: bool = False
@@ -163,9 +191,10 @@ def _gate_up_rows(inner: int, *, interleaved: bool) -> torch.Tensor:
     return torch.where(position < inner, row, -1).flatten()
 
 
-def _pack(weight: torch.Tensor | MxTensor, rows: torch.Tensor) -> PackedMatrix:
+def _pack(weight: Matrix, rows: torch.Tensor) -> PackedMatrix:
     if isinstance(weight, MxTensor):
         return _pack_mx(weight, rows)
+    assert isinstance(weight, torch.Tensor)
     if weight.dtype not in PACKED_DTYPES:
         raise ValueError(f"experts in {weight.dtype} cannot be packed; give bfloat16, float32 or MXFP4.")
     num_experts, _, width = weight.shape

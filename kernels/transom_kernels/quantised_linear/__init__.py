@@ -9,12 +9,15 @@ row_products   parts of the kernels: rounding rows of x, and multiplying a block
 from transom_kernels.quantised_linear.weights import (
     GROUP,
     Format,
+    GpuRows,
     PackedPanels,
     QuantisedRows,
+    StoredRows,
     concatenated,
     pack,
     pack_gated,
     quantise,
 )
 
-__all__ = ["GROUP", "Format", "PackedPanels", "QuantisedRows", "concatenated", "pack", "pack_gated", "quantise"]
+__all__ = ["GROUP", "Format", "GpuRows", "PackedPanels", "QuantisedRows", "StoredRows"]
+__all__ += ["concatenated", "pack", "pack_gated", "quantise"]

@@ -16,9 +16,9 @@ Legend: N rows (output width), K columns (input width), P panels of 16 rows, G g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -54,15 +54,37 @@ def group_bytes(format: str) -> tuple[int, int]:
     return QUADS * LINE // (2 if is_small(format) else 1), LINE if has_minimum(format) else LINE // 2
 
 
+# fp4 (e2m1) numbers by their bits
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MIDDLE = {"fp4": 0, "fp8": 0, "int4": 8, "int8": 128}  # the number that stands for 0 without zero points
+Numbers = Literal["fp4", "fp8", "int4", "int8"]  # of weights for GPUs
 Format = Literal["int8", "int8_min", "int4", "int4_min"]
 
 _CHUNK_ROWS = 4096  # rows that are rounded or packed at once: few enough that their float32 copies stay small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantisedRows:
-    """A quantised weight in rows, the order of files. Columns past K in the last group have the level that stands for 0."""
+class Rows:
+    """A quantised weight in rows, the order of files. `BY_ROW` names its tensors, whose first axis is N."""
 
+    BY_ROW: ClassVar[tuple[str, ...]] = ()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that there are, by name."""
+        found = {name: getattr(self, name) for name in self.BY_ROW}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def map_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the weight whose rows `change` has chosen or reordered, in each tensor alike."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedRows(Rows):
+    """A weight for CPUs. Columns past K in the last group have the level that stands for 0."""
+
+    BY_ROW = ("levels", "scales", "minima")
     format: Format
     levels: torch.Tensor  # [N, 32 G] uint8
     scales: torch.Tensor  # [N, G] float16
@@ -76,6 +98,80 @@ class QuantisedRows:
         if self.minima is not None:
             elements += self.minima[..., None].float()
         return elements.flatten(1)[:, : self.width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRows(Rows):
+    """A weight for GPUs, before it is arranged (`moe.gpu_weights`): element = (number - zero point) * scale * scale of the row.
+
+    Zero points are those of integers; if absent, the middle integer. With an `order`, column k multiplies column `order[k]` of x.
+    """
+
+    BY_ROW = ("levels", "scales", "zeros", "row_scales", "input_scales")
+    numbers: Numbers
+    levels: torch.Tensor  # [N, K] uint8: the bits of one number each
+    group: int  # columns with one scale and zero point
+    scales: torch.Tensor | None = None  # [N, G] bfloat16, e4m3, or e8m0: powers of two
+    zeros: torch.Tensor | None = None  # [N, G] uint8
+    row_scales: torch.Tensor | None = None  # [N] float32
+    # [N] float32, of fp8 whose inputs are to be rounded to fp8: by this scale, or if it is 0 by one of each row of x
+    input_scales: torch.Tensor | None = None
+    order: torch.Tensor | None = None  # [K] int64
+
+    @property
+    def width(self) -> int:
+        """Columns (K)."""
+        return self.levels.shape[1]
+
+    @property
+    def format(self) -> str:
+        """What weights must have in common to be one: numbers, groups, kinds of tensors, order."""
+        kinds = {name: tensor.dtype for name, tensor in self.tensors().items()}
+        order = self.order is not None and (self.order.is_meta or hash(tuple(self.order.tolist())))
+        return f"{self.numbers} {self.group} {kinds} {order}"
+
+    def to(self, device: torch.device) -> GpuRows:
+        """Return the weight on a device."""
+        moved = self.map_rows(lambda tensor: tensor.to(device))
+        return moved if self.order is None else replace(moved, order=self.order.to(device))
+
+    def without_empty_groups(self) -> GpuRows | None:
+        """Return the weight without scales of 0, which kernels do not take: the numbers of these groups become 0. None if a scale
+        is negative, or above 2 ** 26."""
+        if self.scales is None or self.scales.is_meta:
+            return self
+        scales = self.scales.float()
+        if not bool(((scales >= 0) & (scales <= 2.0**26)).all()):
+            return None
+        empty = scales == 0
+        if not bool(empty.any()):
+            return self
+        points = torch.full_like(scales, MIDDLE[self.numbers]) if self.zeros is None else self.zeros
+        levels = torch.where(self._each(empty) > 0, self._each(points).to(torch.uint8), self.levels)
+        return replace(self, levels=levels, scales=scales.masked_fill(empty, 2.0**-9).to(self.scales.dtype))
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the elements in float32, [N, K], columns in the order of x."""
+        if self.numbers == "fp4":
+            elements = torch.tensor(FP4, device=self.levels.device)[self.levels.int()]
+        elif self.numbers == "fp8":
+            elements = self.levels.view(torch.float8_e4m3fn).float()
+        else:
+            elements = self.levels.float()
+        elements = elements - (MIDDLE[self.numbers] if self.zeros is None else self._each(self.zeros))
+        if self.scales is not None:
+            elements = elements * self._each(self.scales)
+        if self.row_scales is not None:
+            elements = elements * self.row_scales[:, None]
+        return elements if self.order is None else elements[:, self.order.argsort()]
+
+    def _each(self, of_group: torch.Tensor) -> torch.Tensor:
+        """Return the values of groups for every column, in float32."""
+        return of_group.float().repeat_interleave(self.group, dim=1)[:, : self.width]
+
+
+StoredRows = QuantisedRows | GpuRows
+AnyRows = TypeVar("AnyRows", bound=StoredRows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +273,7 @@ def _divided(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, elements / scale).round_()
 
 
-def concatenated(parts: Sequence[QuantisedRows]) -> QuantisedRows:
+def concatenated(parts: Sequence[AnyRows]) -> AnyRows:
     """Return the rows of several weights of one format and width, one weight after the other.
 
     Raises:
@@ -187,13 +283,8 @@ def concatenated(parts: Sequence[QuantisedRows]) -> QuantisedRows:
     if any(other.format != first.format or other.width != first.width for other in others):
         kinds = [f"{part.format} of {part.width} columns" for part in parts]
         raise ValueError(f"weights cannot be concatenated: {', '.join(kinds)}.")
-    return QuantisedRows(
-        format=first.format,
-        levels=torch.cat([part.levels for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        minima=None if first.minima is None else torch.cat([p.minima for p in parts if p.minima is not None]),
-        width=first.width,
-    )
+    joined: dict[str, Any] = {name: torch.cat([part.tensors()[name] for part in parts]) for name in first.tensors()}
+    return replace(first, **joined)
 
 
 def pack(rows: QuantisedRows, bias: torch.Tensor | None = None) -> PackedPanels:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.quantised_formats import FORMATS
+from tests.worker.models.test_interpreted_models import kernels_of
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
+from transom_kernels.launch import Kernels, prefer
 from transom_kernels.quantised_linear import PackedPanels
+from transom_worker.execution.setup import model_loading
 from transom_worker.execution.setup.weight_plan import plan_weights
 from transom_worker.models.layers.linear import KernelLinear
 from transom_worker.models.model import Model
@@ -51,19 +55,19 @@ def make(folder: Path, family: str, name: str) -> tuple[Path, Path]:
     return folder / "packed", folder / "plain"
 
 
-def logits(model: Path, size: int) -> torch.Tensor:
+def logits(model: Path, size: int, *, dtype: str = "float32", lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     """Logits of the token after each prompt, [prompts, vocabulary]."""
-    engine, ranks = make_sharded_engine(str(model), size, max_model_len=128, dtype="float32")
+    engine, ranks = make_sharded_engine(str(model), size, max_model_len=128, dtype=dtype)
     ranks.logits()
-    run(engine, [make_request(f"{n}", prompt(n), max_tokens=1) for n in LENGTHS])
+    run(engine, [make_request(f"{n}", prompt(n), max_tokens=1) for n in lengths])
     found = torch.cat(ranks.logits()).float()
     engine.shutdown()
     return found
 
 
-def build(folder: Path, *, rank: int = 0, size: int = 1) -> Model:
+def build(folder: Path, *, rank: int = 0, size: int = 1, for_gpu: bool = False) -> Model:
     files = resolve_model(str(folder))
-    weights = load_weights(files, in_memory=True)
+    weights = load_weights(files, in_memory=not for_gpu, for_gpu=for_gpu)
     architecture, parallel = read_architecture(files.config), Parallel(rank=rank, size=size)
     dtype = getattr(torch, architecture.served_dtype)
     return build_model(architecture, weights, dtype=dtype, device="cpu", parallel=parallel)
@@ -145,7 +149,7 @@ def test_llama4_may_have_one_matrix_per_expert(tmp_path: Path) -> None:
     matrix(["awq 32", "w4a16 channel", "w8a8 asym", "gptq order", "nvfp4"], list(FAMILIES), strength=1),
 )
 def test_plans_have_the_bytes_of_starts(tmp_path: Path, family: str, name: str) -> None:
-    """On 1, 2 and 3 ranks; on CUDA these formats are widened."""
+    """On 1, 2 and 3 ranks; on CUDA float32 is widened."""
     packed, plain = make(tmp_path, family, name)
     for size in (1, 2, 3):
         bytes_held = tuple(build(packed, rank=rank, size=size).weight_bytes for rank in range(size))
@@ -156,6 +160,49 @@ def test_plans_have_the_bytes_of_starts(tmp_path: Path, family: str, name: str) 
         assert all(
             (held < wide) == (FORMATS[name].held is not None) for held, wide in zip(bytes_held, widened, strict=True)
         )
+
+
+def serve_in_bfloat16(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), matrix(["awq 32", "w4a16 channel", "w8a8", "fp8 tensor", "nvfp4"], list(FAMILIES), strength=1)
+)
+def test_plans_of_gpus(tmp_path: Path, family: str, name: str) -> None:
+    packed, plain = make(tmp_path, family, name)
+    serve_in_bfloat16(packed)
+    serve_in_bfloat16(plain)
+    for size in (1, 3):
+        with prefer("interpreted"):
+            ours = tuple(build(packed, rank=rank, size=size, for_gpu=True).weight_bytes for rank in range(size))
+        assert plan_weights(str(packed), "cuda", tensor_parallel_size=size).rank_bytes == ours
+        assert sum(ours) < sum(plan_weights(str(plain), "cuda", tensor_parallel_size=size).rank_bytes)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "kernels"),
+    [
+        ("llama", "awq 32", "interpreted"),
+        ("qwen3_moe", "nvfp4", "interpreted"),
+        ("qwen3_moe", "fp8 blocks", "interpreted"),
+        ("llama", "gptq order", "interpreted"),
+        ("cohere2", "ct fp8 channel", "reference"),
+        ("phi3", "w8a8 asym", "reference"),
+    ],
+)
+def test_models_held_on_gpus_answer_as_their_numbers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, name: str, kernels: Kernels
+) -> None:
+    """In bfloat16, as a model with the same numbers; `reference` rounds the inputs of fp8 layers, too."""
+    packed, plain = make(tmp_path, family, name)
+    with kernels_of("reference"):
+        wanted = logits(plain, 1, dtype="bfloat16", lengths=(5,))
+    monkeypatch.setattr(model_loading, "load_weights", lambda files, **_: load_weights(files, for_gpu=True))
+    with kernels_of(kernels):
+        got = logits(packed, 1, dtype="bfloat16", lengths=(5,))
+    assert (got - wanted).norm() / wanted.norm() < (0.1 if "fp8 channel" in name else 0.03)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4"])

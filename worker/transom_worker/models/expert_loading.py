@@ -19,7 +19,7 @@ import torch
 
 from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import ExpertTensors, MxTensor
-from transom_kernels.quantised_linear import QuantisedRows, concatenated
+from transom_kernels.quantised_linear import GpuRows, StoredRows, concatenated
 from transom_worker.models.layers.experts import StoredExperts, runs_grouped
 from transom_worker.models.loading import Loader, alike_rows
 from transom_worker.models.weights.checkpoint import ALL, Mxfp4Tensors, Part
@@ -129,13 +129,16 @@ def _stored_experts(
     load: Loader, num_experts: int, matrices: Sequence[tuple[str, tuple[int, int], Part]]
 ) -> StoredExperts | None:
     """Return experts as stored in groups; `matrices` has the names, shapes and parts of gates, ups and downs. None if an expert's
-    matrices are not stored so."""
-    gate_up: list[QuantisedRows] = []
-    down: list[QuantisedRows] = []
+    matrices are not stored so, or GPU kernels do not take them."""
+    gate_up: list[StoredRows] = []
+    down: list[StoredRows] = []
     for expert in range(num_experts):
         gate, up, back = (load.stored(name.format(expert), shape, part) for name, shape, part in matrices)
         pair = alike_rows((gate, up))
         if pair is None or back is None:
+            return None
+        parts = [part for part in (pair[0], back) if isinstance(part, GpuRows)]
+        if parts and (not _takes_packed(load) or any(part.order is not None for part in parts)):
             return None
         gate_up.append(concatenated(pair))
         down.append(back)

@@ -16,7 +16,7 @@ import torch
 from transom_core.model_config.scales import NO_SCALES, Scales
 from transom_core.model_config.sharding import width_share
 from transom_kernels.gated_mlp import Activation
-from transom_kernels.quantised_linear import QuantisedRows, concatenated
+from transom_kernels.quantised_linear import GpuRows, StoredRows, concatenated
 from transom_worker.models.layers.embedding import Embedding, LmHead
 from transom_worker.models.layers.linear import GatedMlp, Linear, make_linear, make_row_parallel
 from transom_worker.models.layers.norm import RmsNorm
@@ -162,16 +162,19 @@ class Loader:
         stored = self.stored(name, shape, part)
         return self.tensor(name, shape=shape, part=part) if stored is None else stored
 
-    def stored(self, name: str, shape: tuple[int, int], part: Part) -> QuantisedRows | None:
+    def stored(self, name: str, shape: tuple[int, int], part: Part) -> StoredRows | None:
         """Return a part of a matrix in groups, as its file stores it; None if it is not stored so, or layers do not take it so.
 
-        Layers take a GGUF file's groups if the quantisation is "gguf", and other checkpoints' if it is "none".
+        Layers take a GGUF file's groups if the quantisation is "gguf", and other checkpoints' if it is "none", on GPUs in bfloat16.
         """
         if self.quantization == "gguf":
             check_quantization(self.quantization, self.device, self.dtype)
         elif self.quantization != "none" or not self.weights.keeps_groups or self.dtype not in QUANTISED_DTYPES:
             return None
-        return self.weights.groups(self.prefix + name, shape=shape, part=part)
+        found = self.weights.groups(self.prefix + name, shape=shape, part=part)
+        if not isinstance(found, GpuRows):
+            return found
+        return found.to(self.device) if self.dtype == torch.bfloat16 else None
 
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
         """Return these rows of a tensor; with `num_heads`, reordered from interleaved rotary pairs to pairs half a head apart."""
@@ -179,19 +182,17 @@ class Loader:
         return tensor if num_heads is None else _half_split(tensor, num_heads)
 
 
-def alike_rows(parts: Sequence[QuantisedRows | None]) -> list[QuantisedRows] | None:
+def alike_rows(parts: Sequence[StoredRows | None]) -> list[StoredRows] | None:
     """Return the parts if all are stored in one format, otherwise None."""
     found = [part for part in parts if part is not None]
     return found if found and len(found) == len(parts) and len({part.format for part in found}) == 1 else None
 
 
-def _reordered(rows: QuantisedRows | None, num_heads: int | None) -> QuantisedRows | None:
+def _reordered(rows: StoredRows | None, num_heads: int | None) -> StoredRows | None:
     """Return rows in groups; with `num_heads`, reordered as `_half_split` does."""
     if rows is None or num_heads is None:
         return rows
-    minima = None if rows.minima is None else _half_split(rows.minima, num_heads)
-    levels, scales = _half_split(rows.levels, num_heads), _half_split(rows.scales, num_heads)
-    return replace(rows, levels=levels, scales=scales, minima=minima)
+    return rows.map_rows(lambda tensor: _half_split(tensor, num_heads))
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

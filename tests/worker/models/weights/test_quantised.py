@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
+from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.execution.setup import load_progress
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights
@@ -123,12 +124,29 @@ def test_every_format_is_what_its_tool_wrote(tmp_path: Path, name: str) -> None:
         if wanted_format.held is None or start % 32 or stop % 32:
             assert held is None
             continue
-        assert held is not None
+        assert isinstance(held, QuantisedRows)
         assert held.format == wanted_format.held
         # float16 rounds scales of bfloat16 not at all, and minima by 2 ** -12
         bound = 2**-11 * rounded.abs().max() if held.minima is not None else 1e-6
         assert (held.dequantised() - rounded[part]).abs().max() <= bound
     assert weights.unread == ()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpus_hold_what_their_kernels_have(tmp_path: Path, name: str) -> None:
+    """All but groups of 16 integers; scales of groups are rounded to bfloat16. With activation order, only whole rows."""
+    tensors, rounded = FORMATS[name].stored(torch.randn(48, 256, generator=torch.Generator().manual_seed(2)))
+    folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in tensors.items()}, FORMATS[name].config)
+    weights = load_weights(resolve_model(str(folder)), for_gpu=True)
+    found = [weights.groups(f"{MATRIX}.weight", shape=(48, 256), part=part) for part in PARTS]
+    if name in ("w4a16 16", "ct fp8 blocks"):
+        assert found == [None] * len(PARTS)
+        return
+    assert found[0] is not None
+    assert (found[3] is None) == (name.endswith("order"))
+    for part, held in zip(PARTS, found, strict=True):
+        if held is not None:
+            torch.testing.assert_close(held.dequantised(), rounded[part], rtol=2**-8, atol=1e-7)
 
 
 def test_a_checkpoint_shows_unquantised_names_and_shapes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from transom_kernels.launch import compile_news
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
 logger = logging.getLogger("transom.worker")
@@ -93,11 +93,11 @@ class ProgressWeights(WeightsView):
         self._count(*(found or ()))
         return found
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
         found = super().groups(name, shape=shape, part=part)
         if found is not None:
-            self._count(found.levels, found.scales, found.minima)
+            self._count(*found.tensors().values())
         return found
 
     def _count(self, *tensors: torch.Tensor | None) -> None:

@@ -20,6 +20,7 @@ from transom_core.model_config.sharding import check_size
 from transom_core.model_files.content import ContentPart, ContentReading
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_kernels.cpu import threads
+from transom_kernels.launch import compiles_by_rows
 from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
@@ -78,7 +79,8 @@ def load_model(
     # Digests the files on threads while the weights load. The ranks of a host divide the files among themselves.
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
-        weights: Weights = load_weights(files, in_memory=device.type == "cpu")
+        is_gpu = compiles_by_rows(device)  # also if one is pretended, to compile its kernels
+        weights: Weights = load_weights(files, in_memory=not is_gpu, for_gpu=is_gpu)
     except BaseException:
         contents.cancel()
         raise

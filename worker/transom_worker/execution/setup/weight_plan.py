@@ -43,7 +43,7 @@ def plan_weights(model: str, device: str, *, tensor_parallel_size: int = 1) -> W
         raise ConfigError(f"--weights needs safetensors files; {model} is a GGUF file.")
     architecture = runnable(read_architecture(files.config))
     check_size(architecture, tensor_parallel_size)
-    weights = load_weights(files, in_memory=device == "cpu", without_data=True)
+    weights = load_weights(files, in_memory=device == "cpu", for_gpu=device == "cuda", without_data=True)
     dtype: torch.dtype = getattr(torch, architecture.served_dtype)
     ranks = [Parallel(rank=rank, size=tensor_parallel_size) for rank in range(tensor_parallel_size)]
     built = (build_model(architecture, weights, dtype=dtype, device="meta", parallel=rank) for rank in ranks)

@@ -21,8 +21,10 @@ from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, for_gpu, moe, pack_experts
+from transom_kernels.moe.gpu_weights import arranged
 from transom_kernels.moe.op import gated
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.moe.weights import GpuMatrix, Matrix
+from transom_kernels.quantised_linear import GpuRows, StoredRows
 from transom_kernels.rms_norm import rms_norm
 from transom_kernels.route import Routing, route, router_layout
 from transom_worker.models.layers.linear import GatedMlp, Linear, make_linear
@@ -34,8 +36,8 @@ from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicato
 class StoredExperts:
     """The weights of all experts of a layer in 8 or 4 bits, as a checkpoint stores them: gates above ups, and downs."""
 
-    gate_up: Sequence[QuantisedRows]  # of each expert [2 I, N]
-    down: Sequence[QuantisedRows]  # [N, I]
+    gate_up: Sequence[StoredRows]  # of each expert [2 I, N]
+    down: Sequence[StoredRows]  # [N, I]
 
 
 class Experts(ABC):
@@ -55,11 +57,13 @@ def make_experts(
 
     With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the expert's output.
     """
+    if isinstance(weights, StoredExperts) and isinstance(weights.down[0], GpuRows):
+        return GroupedExperts(_for_gpu(weights), rule, scales_input=scales_input)
     if isinstance(weights, StoredExperts):
         return SequentialExperts(
             weights.gate_up, weights.down, rule, quantization=quantization, scales_input=scales_input
         )
-    if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
+    if not isinstance(weights.down, torch.Tensor) or runs_grouped(weights.down, quantization):
         return GroupedExperts(weights, rule, scales_input=scales_input)
     assert isinstance(weights.gate_up, torch.Tensor)
     assert not weights.interleaved
@@ -95,6 +99,7 @@ class GroupedExperts(Experts):
         # The padding of packed weights is not counted.
         self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
         like = weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down
+        like = like.words if isinstance(like, GpuMatrix) else like
         if uses_cpu_kernels(like):
             self._weights = pack_experts(weights)
             return
@@ -172,11 +177,26 @@ def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     return gated(gate, up, rule)
 
 
-def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
-    return weight if isinstance(weight, MxTensor) else weight.contiguous()
+def _for_gpu(weights: StoredExperts) -> ExpertTensors:
+    """Return experts as the grouped kernels hold them, with alternating gates and ups."""
+    gate_up, down = (
+        arranged(part for part in parts if isinstance(part, GpuRows))
+        for parts in (
+            [
+                part.map_rows(lambda tensor: tensor.view(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1))
+                for part in weights.gate_up
+            ],
+            weights.down,
+        )
+    )
+    return ExpertTensors(gate_up=gate_up, down=down, interleaved=True)
 
 
-def _bytes(weight: torch.Tensor | MxTensor) -> int:
+def _contiguous(weight: Matrix) -> Matrix:
+    return weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+
+
+def _bytes(weight: Matrix) -> int:
     if isinstance(weight, MxTensor):
         return weight.blocks.nbytes + weight.scales.nbytes
     return weight.nbytes

@@ -1,4 +1,4 @@
-"""Linear layers, by torch or by CPU kernels with packed weights in the model's dtype, 8 bits or 4 bits; and the gated feed-forward
+"""Linear layers, by torch or by kernels with packed weights in the model's dtype, 8 bits or 4 bits; and the gated feed-forward
 layer that is made of them: down(activation(gate(x)) * up(x)).
 
 In a row-parallel layer each rank has some columns of the weight [N, K], and an all-reduce sums the ranks' products. A
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, can_pack, gated_linear, heads_linear, linear, pack_weight
-from transom_kernels.quantised_linear import PackedPanels, pack, pack_gated
+from transom_kernels.linear.gpu import GpuWeight, gpu_weight
+from transom_kernels.quantised_linear import GpuRows, PackedPanels, QuantisedRows, concatenated, pack, pack_gated
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
@@ -56,7 +57,7 @@ def make_linear(
     """
     rows = quantised_rows(weight_NK, quantization)
     if rows is not None:
-        return KernelLinear(pack(rows, bias_N))
+        return KernelLinear(gpu_weight(rows, bias_N) if isinstance(rows, GpuRows) else pack(rows, bias_N))
     assert isinstance(weight_NK, torch.Tensor)
     if runs_packed(weight_NK):
         return KernelLinear(pack_weight(weight_NK, bias_N))
@@ -81,13 +82,12 @@ class PlainLinear(Linear):
 
 
 class KernelLinear(Linear):
-    """A linear layer that CPU kernels compute. They add bias and residual, or scale and cap logits, in the same pass."""
+    """A linear layer over a packed weight. CPU kernels add bias and residual, or scale and cap logits, in the same pass."""
 
-    adds_in_product = True
-
-    def __init__(self, weight: PackedWeight | PackedPanels) -> None:
-        """`weight` is packed, with its bias: in the model's dtype (`PackedWeight`), or in 8 or 4 bits (`PackedPanels`)."""
+    def __init__(self, weight: PackedWeight | PackedPanels | GpuWeight) -> None:
+        """`weight` is packed, with its bias: in the model's dtype (`PackedWeight`), or quantised, for CPUs or GPUs."""
         self.weight = weight
+        self.adds_in_product = not isinstance(weight, GpuWeight)
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,9 @@ def _gate_and_up(
     gate_bias, up_bias = biases
     both = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
     gate, up = (quantised_rows(weight, quantization) for weight in weights)
-    if gate is not None and up is not None:
+    if isinstance(gate, GpuRows) and isinstance(up, GpuRows):
+        return make_linear(concatenated([gate, up]), None if both is None else torch.cat(both))
+    if isinstance(gate, QuantisedRows) and isinstance(up, QuantisedRows):
         return pack_gated(gate, up, both)
     assert isinstance(gate_IN, torch.Tensor)
     assert isinstance(up_IN, torch.Tensor)

@@ -2,9 +2,9 @@
 
 - int8, int4: weights are rounded when they are loaded, with a scale and a minimum for every group of 32 columns of a row.
 - gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as stored; others are dequantised.
-- none: matrices that a quantised checkpoint of another kind stores in groups that fit stay so on CPUs (`weights.load`).
+- none: matrices that a quantised checkpoint of another kind stores in groups that fit stay so, on CPUs and GPUs (`weights.load`).
 
-Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
+On CPUs, activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
 
 Legend: N output width, K input width.
 """
@@ -16,22 +16,22 @@ from typing import Literal
 import torch
 
 from transom_core.errors import ConfigError
-from transom_kernels.quantised_linear import Format, QuantisedRows, quantise
+from transom_kernels.quantised_linear import Format, StoredRows, quantise
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
-Weight = torch.Tensor | QuantisedRows  # [N, K]
+Weight = torch.Tensor | StoredRows  # [N, K]
 
 QUANTISED_DTYPES = (torch.bfloat16, torch.float32)  # of models whose layers may have such weights
 _FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}
 
 
-def quantised_rows(weight_NK: Weight, quantization: Quantization) -> QuantisedRows | None:
+def quantised_rows(weight_NK: Weight, quantization: Quantization) -> StoredRows | None:
     """Return a layer's weight in 8 or 4 bits, rounded now or as stored; None if the layer computes in the weight's dtype.
 
     Raises:
         ConfigError: the weight is not on a CPU in bfloat16 or float32.
     """
-    if isinstance(weight_NK, QuantisedRows):
+    if not isinstance(weight_NK, torch.Tensor):
         return weight_NK
     check_quantization(quantization, weight_NK.device, weight_NK.dtype)
     return quantise(weight_NK, _FORMATS[quantization]) if quantization in _FORMATS else None

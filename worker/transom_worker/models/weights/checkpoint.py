@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from transom_core.errors import ModelError
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import StoredRows
 
 Part = tuple[slice, ...]  # a part of a tensor: a range for each of its first axes
 # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
@@ -63,7 +63,7 @@ class Weights(ABC):
         """
         return None
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """Return a matrix, or a part of it, in groups, if it is stored so and the part has whole groups; otherwise None.
 
         Raises ModelError as `__call__` does.
@@ -99,7 +99,7 @@ class WeightsView(Weights):
         """See `Weights.mxfp4`."""
         return self._weights.mxfp4(name, shape=shape, part=part)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
         return self._weights.groups(name, shape=shape, part=part)
 

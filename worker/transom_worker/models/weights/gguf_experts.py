@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights, WeightsView
 
 # Families with a tensor for each matrix of each expert: model_type -> (name of the matrix -> name of its stack).
@@ -61,7 +61,7 @@ class PerExpertNames(WeightsView):
         whole = None if shape is None else (self._num_experts, *shape)
         return self._weights(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """Return a matrix as stored (`Weights.groups`); None for an expert's matrix, which can only be read dequantised."""
         return None if _EXPERT.fullmatch(name) else super().groups(name, shape=shape, part=part)
 
@@ -91,7 +91,7 @@ class FusedGateUp(WeightsView):
         fused = self._fuse(rows, along) if is_fused else rows[0]
         return fused if is_bias else fused.transpose(-1, -2)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """Return a matrix as stored (`Weights.groups`); None for experts, which can only be read dequantised."""
         return None if _FUSED_NAME.fullmatch(name) else super().groups(name, shape=shape, part=part)
 

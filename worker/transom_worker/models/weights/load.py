@@ -17,13 +17,15 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 _MODELOPT_FILE = "hf_quant_config.json"  # where older versions of ModelOpt say how weights are quantised
 
 
-def load_weights(files: ModelFiles, *, in_memory: bool = False, without_data: bool = False) -> Weights:
+def load_weights(
+    files: ModelFiles, *, in_memory: bool = False, for_gpu: bool = False, without_data: bool = False
+) -> Weights:
     """Open a model's checkpoint; a tensor is read when it is requested.
 
     With `in_memory`, for models that compute on CPUs, tensors are copies instead of memory maps of their files
-    (`SafetensorsWeights`), and layers take quantised matrices whose format the CPU kernels hold as stored (`keeps_groups`). For a
-    multimodal model, the result gives the text decoder's weights the names that a text-only model has. `without_data` gives tensors
-    of safetensors files on torch's device `meta`, to plan memory.
+    (`SafetensorsWeights`), and layers take quantised matrices whose format the CPU kernels hold as stored (`keeps_groups`); with
+    `for_gpu`, those whose format the GPU kernels hold. For a multimodal model, the result gives the text decoder's weights the
+    names that a text-only model has. `without_data` gives tensors of safetensors files on torch's device `meta`, to plan memory.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
@@ -35,7 +37,11 @@ def load_weights(files: ModelFiles, *, in_memory: bool = False, without_data: bo
     config = _quantization_config(files.config)
     if config is None and (files.path / _MODELOPT_FILE).exists():
         config = read_json(files.path / _MODELOPT_FILE)
-    return text_decoder(plain if config is None else open_quantised(plain, config, keeps_groups=in_memory))
+    return text_decoder(
+        plain
+        if config is None
+        else open_quantised(plain, config, held_on="gpu" if for_gpu else "cpu" if in_memory else None)
+    )
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Any:

@@ -9,7 +9,8 @@
                          or X.weight, X.weight_scale, X.weight_zero_point                8 bits, fp8
     modelopt             X.weight, X.weight_scale, X.weight_scale_2                      fp8, fp4 (NVFP4)
 
-What a config says of activations (8 bits, static or dynamic) is ignored: layers compute in the model's dtype.
+What a config says of activations (8 bits, static or dynamic) counts on GPUs for fp8 with a scale for each row or tensor alone
+(`linear.gpu`): all other layers compute in the model's dtype.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Scheme:
     zeros_less_one: bool = False  # zero points are stored less 1
     packs_rows: bool = False  # a word of X.qweight has neighbouring rows (outputs), not columns
     order: tuple[int, ...] | None = None  # the place of each number in a word
+    rounds_inputs: bool = False  # inputs of fp8 layers are rounded to fp8, on GPUs
     integers_are_fp4: bool = False  # an int8 X.weight has two fp4 numbers in each byte
 
 
@@ -70,13 +72,13 @@ def read_scheme(config: Any) -> Scheme:
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     block = config.get("weight_block_size", _DEFAULT_BLOCK)
     if block is None:
-        return Scheme(groups=(TENSOR, CHANNEL))
+        return Scheme(groups=(TENSOR, CHANNEL), rounds_inputs=True)
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
         raise ModelError(
             f"config.json has weight_block_size {block!r} in its quantization_config; two numbers of rows and columns with one "
             "scale are needed, such as [128, 128], or null for one scale in all."
         )
-    return Scheme(groups=((block[0], block[1]), TENSOR, CHANNEL), integers_are_fp4=True)
+    return Scheme(groups=((block[0], block[1]), TENSOR, CHANNEL), rounds_inputs=True, integers_are_fp4=True)
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
@@ -121,6 +123,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         bits=_bits([layer.get("num_bits") for layer in integers], (4, 8)) or (4,),
         is_symmetric=all(layer.get("symmetric", True) for layer in integers),
         has_order=any(layer.get("actorder") in ("group", "dynamic") for layer in integers),
+        rounds_inputs=any(layer.get("input_activations") for layer in layers),
     )
 
 
@@ -144,13 +147,13 @@ def _modelopt(config: Mapping[str, Any]) -> Scheme:
         algorithms = [str(layer.get("quant_algo")) for layer in (config.get("quantized_layers") or {}).values()]
     for algorithm in algorithms:
         _only("quant_algo", algorithm, tuple(_MODELOPT))
-    return Scheme(groups=tuple(dict.fromkeys(_MODELOPT[algorithm] for algorithm in algorithms)))
+    return Scheme(groups=tuple(dict.fromkeys(_MODELOPT[algorithm] for algorithm in algorithms)), rounds_inputs=True)
 
 
 _READERS: Mapping[Any, Callable[[Mapping[str, Any]], Scheme]] = {
     "mxfp4": lambda config: Scheme(groups=((1, 32),)),
     "fp8": _fp8,
-    "fbgemm_fp8": lambda config: Scheme(groups=(CHANNEL,)),
+    "fbgemm_fp8": lambda config: Scheme(groups=(CHANNEL,), rounds_inputs=True),
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 
 from transom_core.errors import ModelError
-from transom_kernels.quantised_linear import GROUP, QuantisedRows
+from transom_kernels.quantised_linear import GROUP, StoredRows
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
 from transom_worker.models.weights.quantisation_scheme import Scheme, read_scheme
 from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTensor
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
+Device = Literal["cpu", "gpu"]  # whose kernels hold matrices as stored
 Form = Literal["stack", "qweight", "packed", "scaled"]
 
 # The form in which a weight is stored, and the suffixes of the stored tensors that show it.
@@ -36,21 +37,21 @@ _BESIDE = (
 )
 
 
-def open_quantised(plain: SafetensorsWeights, config: Any, *, keeps_groups: bool = False) -> QuantisedWeights:
+def open_quantised(plain: SafetensorsWeights, config: Any, *, held_on: Device | None = None) -> QuantisedWeights:
     """Return the weights of `plain`, quantised as the config.json's `quantization_config` (`config`) says.
 
     Raises:
         ModelError: the quantisation method, or one of its settings, is not supported.
     """
-    return QuantisedWeights(plain, read_scheme(config), keeps_groups=keeps_groups)
+    return QuantisedWeights(plain, read_scheme(config), held_on=held_on)
 
 
 class QuantisedWeights(WeightsView):
     """Weights that dequantise the quantised tensors, or give them as stored, and give all others unchanged."""
 
-    def __init__(self, plain: SafetensorsWeights, scheme: Scheme, *, keeps_groups: bool) -> None:
+    def __init__(self, plain: SafetensorsWeights, scheme: Scheme, *, held_on: Device | None) -> None:
         super().__init__(plain)
-        self._plain, self._scheme, self._keeps_groups = plain, scheme, keeps_groups
+        self._plain, self._scheme, self._held_on = plain, scheme, held_on
         self._stored = frozenset(plain.names)
         self._forms: dict[str, Form] = {}
         for name in plain.names:
@@ -67,7 +68,7 @@ class QuantisedWeights(WeightsView):
     @property
     def keeps_groups(self) -> bool:
         """See `Weights.keeps_groups`."""
-        return self._keeps_groups
+        return self._held_on is not None
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -90,12 +91,12 @@ class QuantisedWeights(WeightsView):
         found = tensor.mxfp4(part)
         return None if found is None else (self._plain.own(found[0]), self._plain.own(found[1]))
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
-        """Return a matrix as the CPU kernels hold it, if they have its format; see `Weights.groups`."""
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
+        """Return a matrix as the kernels of CPUs or GPUs hold it, if they have its format; see `Weights.groups`."""
         if name not in self._forms:
             return None
         tensor, part = self._find(name, shape, part)
-        return tensor.rows(part)
+        return tensor.gpu_rows(part) if self._held_on == "gpu" else tensor.rows(part)
 
     def _find(self, name: str, shape: tuple[int, ...] | None, part: Part) -> tuple[QuantisedTensor, Part]:
         """Return the description of a tensor of this unquantised `shape`, and the part of it in its stored order of axes."""
@@ -150,13 +151,22 @@ class QuantisedWeights(WeightsView):
         if is_fp4:
             return self._fp4(stem, whole, values, scales, group)
         if values.dtype != torch.int8:
-            return QuantisedTensor(shape=whole, kind="fp8", numbers=values, scales=scales, group=group)
+            return QuantisedTensor(
+                shape=whole, kind="fp8", numbers=values, scales=scales, group=group, input_scale=self._input_scale(stem)
+            )
         zeros: Packed | int = 128
         if f"{stem}.weight_zero_point" in self._stored and not self._scheme.is_symmetric:
             stored_zeros, _ = self._scales(f"{stem}.weight_zero_point", whole, (group,))
             zeros = Packed(words=stored_zeros.to(torch.int8), bits=8, flips=0x80)
         numbers = Packed(words=values, bits=8, flips=0x80)
         return QuantisedTensor(shape=whole, kind="integer", numbers=numbers, scales=scales, group=group, zeros=zeros)
+
+    def _input_scale(self, stem: str) -> torch.Tensor | None:
+        """Return the scale by which a layer's inputs are rounded to fp8, [1], 0 if rows have their own; None if they stay."""
+        if not self._scheme.rounds_inputs:
+            return None
+        name = f"{stem}.input_scale"
+        return self._plain.mapped(name).float().reshape(-1)[:1] if name in self._stored else torch.zeros(1)
 
     def _packed(self, stem: str, shape: tuple[int, ...]) -> QuantisedTensor:
         """Describe compressed-tensors' packed matrices: words of integers, or bytes of two fp4 numbers."""

@@ -20,13 +20,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.quantised_linear import GROUP, Format, QuantisedRows
+from transom_kernels.quantised_linear.weights import FP4, GROUP, Format, GpuRows, Numbers, QuantisedRows
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part
 
 Number = Literal["integer", "fp4", "fp8"]
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
+_GPU_GROUPS = (128, 64, 32, 16)  # columns of a group; 16 only of fp4
 # What kernels hold, by bits and by whether 0 has one level for all groups (`transom_kernels.quantised_linear.weights`).
 _FORMATS: dict[tuple[int, bool], Format] = {
     (4, True): "int4",
@@ -82,6 +82,7 @@ class QuantisedTensor:
     zeros: Packed | int = 0  # of integers: one for each scale, or the same for all groups
     factor: torch.Tensor | None = None
     group_of_column: torch.Tensor | None = None  # [K], with activation order
+    input_scale: torch.Tensor | None = None  # [1], of fp8: see `GpuRows.input_scales`
 
     def dequantised(self, part: Part = WHOLE) -> torch.Tensor:
         """Return a part's elements in float32."""
@@ -91,7 +92,7 @@ class QuantisedTensor:
             return view.numbers[..., rows, columns].float() * scales
         numbers = view.numbers.take(rows, columns)
         if view.kind == "fp4":
-            return _look_up(torch.tensor(_FP4, device=numbers.device), numbers) * scales
+            return _look_up(torch.tensor(FP4, device=numbers.device), numbers) * scales
         if isinstance(view.zeros, int):
             return (numbers.float() - view.zeros) * scales
         return (numbers.float() - view._of_groups(view._zeros(view.zeros), rows, columns)) * scales
@@ -133,6 +134,79 @@ class QuantisedTensor:
             minima=minima,
             width=stop - start,
         )
+
+    def gpu_rows(self, part: Part = WHOLE) -> GpuRows | None:
+        """Return a part of a matrix in the format of the GPU kernels; None if they have none for it, or the part cuts its groups in
+        pieces that they do not have.
+
+        Scales of groups are rounded to bfloat16, those of rows are not. With activation order, columns are sorted by their groups.
+        """
+        view, rows, columns = self._cut(part)
+        (start, stop, _), width = columns.indices(self.shape[-1]), self.shape[-1]
+        size, order = self._gpu_group(start, stop), None
+        if self.group_of_column is not None:
+            order, view = self._order(), replace(view, group_of_column=None)
+            size = None if order is None or stop - start < width else size
+        if size is None:
+            return None
+        numbers: Numbers
+        if isinstance(view.numbers, Packed):
+            numbers = "fp4" if self.kind == "fp4" else "int4" if view.numbers.bits == 4 else "int8"
+            levels = view.numbers.take(rows, columns)
+        else:
+            numbers, levels = "fp8", view.numbers.view(torch.uint8)[rows, columns]
+        levels = levels.contiguous() if order is None else levels[:, order]
+        zeros, scales = None, None
+        if isinstance(self.zeros, Packed):
+            zeros = view._of_groups(view._zeros(self.zeros), rows, columns, step=size).to(torch.uint8)
+        row_scales = None if self.factor is None else self.factor.float().reshape(1).repeat(len(levels))
+        if self.group[1] >= width:
+            row_scales = view._of_groups(view._numbers_of(self.scales), rows, columns, step=width)[:, 0].contiguous()
+        else:
+            scales = view._gpu_scales(rows, columns, size)
+        found = GpuRows(
+            numbers=numbers,
+            levels=levels,
+            group=size,
+            scales=scales,
+            zeros=zeros,
+            row_scales=row_scales,
+            input_scales=None
+            if self.input_scale is None or scales is not None
+            else self.input_scale.repeat(len(levels)),
+            order=order,
+        )
+        return found.without_empty_groups()
+
+    def _gpu_group(self, start: int, stop: int) -> int | None:
+        """Return the columns that GPU kernels take as a group, of which groups of the columns [start, stop) are made; None if these
+        are none of their sizes."""
+        width, is_fp4 = self.shape[-1], self.kind == "fp4"
+        if isinstance(self.numbers, torch.Tensor) and self.numbers.dtype != torch.float8_e4m3fn:
+            return None
+        if self.group[1] >= width:
+            return None if is_fp4 else _GPU_GROUPS[0]
+        fits = (
+            size
+            for size in (_GPU_GROUPS[2:] if is_fp4 else _GPU_GROUPS[:3])
+            if self.group[1] % size == 0 and start % size == 0 and (stop % size == 0 or stop == width)
+        )
+        return next(fits, None)
+
+    def _order(self) -> torch.Tensor | None:
+        """Return the columns sorted by their groups; None if a group but the last is not full."""
+        assert self.group_of_column is not None
+        if self.group_of_column.is_meta:
+            return self.group_of_column
+        is_full = torch.bincount(self.group_of_column)[:-1] == self.group[1]
+        return self.group_of_column.argsort(stable=True) if bool(is_full.all()) else None
+
+    def _gpu_scales(self, rows: slice, columns: slice, size: int) -> torch.Tensor:
+        """Return the scales of groups of `size` columns as GPU kernels take them: those of fp4 as stored, without the factor."""
+        if self.kind != "fp4":
+            return self._of_groups(self._numbers_of(self.scales), rows, columns, step=size).bfloat16()
+        dtype = torch.float8_e8m0fnu if self.scales.dtype == torch.uint8 else self.scales.dtype
+        return self._of_groups(self.scales.view(dtype), rows, columns, step=size)
 
     def mxfp4(self, part: Part = WHOLE) -> Mxfp4Tensors | None:
         """Return a part as stored if it is MXFP4 and the part has whole groups; otherwise None."""

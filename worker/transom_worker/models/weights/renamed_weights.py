@@ -11,7 +11,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
 FUSED_FAMILIES = ("phi3",)
@@ -55,7 +55,7 @@ class RenamedWeights(WeightsView):
         """See `Weights.mxfp4`."""
         return super().mxfp4(self._rename(name), shape=shape, part=part)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
         return super().groups(self._rename(name), shape=shape, part=part)
 
@@ -106,7 +106,7 @@ class FusedProjections(WeightsView):
         name, fused, rows = self._within(name, (shape[0], shape[1]), part)
         return super().__call__(name, shape=fused, part=rows)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
         name, fused, rows = self._within(name, shape, part)
         return super().groups(name, shape=fused, part=rows)

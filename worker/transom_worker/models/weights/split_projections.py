@@ -11,14 +11,13 @@ Legend: H query heads, D head width, N hidden width.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
 
 
@@ -80,7 +79,7 @@ class SplitProjections(WeightsView):
         found = super().__call__(f"{module.rpartition('.')[0]}.{split.fused}.{kind}", shape=fused, part=rows)
         return _within_units(found, split, units)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
         module, _, kind = name.rpartition(".")
         split = self._parts.get(".".join(module.split(".")[-2:]))
@@ -92,9 +91,7 @@ class SplitProjections(WeightsView):
         )
         if found is None:
             return None
-        minima = None if found.minima is None else _within_units(found.minima, split, units)
-        levels, scales = (_within_units(tensor, split, units) for tensor in (found.levels, found.scales))
-        return replace(found, levels=levels, scales=scales, minima=minima)
+        return found.map_rows(lambda tensor: _within_units(tensor, split, units))
 
 
 def _rows_of(split: _Split, shape: tuple[int, ...], part: Part) -> tuple[tuple[int, ...], Part, int]:
