@@ -30,6 +30,8 @@ from transom_worker.execution.tiers.slabs import TierMemory
 
 logger = logging.getLogger("transom.worker")
 
+PROGRESS_WAIT_US = 100_000  # an event ends the wait at once
+
 Spans = NDArray[np.uint64]
 """Bytes to read, [n, 3]: the address in the source's memory, the address here, and the number of bytes."""
 
@@ -41,10 +43,11 @@ class NixlAgent:
     """
 
     def __init__(self, memories: Mapping[int, TierMemory]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
+        import nixl._api as _api
 
+        _let_progress_wait(_api.nixlBind)
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each agent to the standard output
-        self._agent: Any = nixl_agent(uuid4().hex, nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = _api.nixl_agent(uuid4().hex, _api.nixl_agent_config(backends=["UCX"]))
         regions = {tier: _region(memory) for tier, memory in memories.items()}
         self._slabs = [memory.slab for memory in memories.values()]  # they live as long as the agent
         self._registered = [
@@ -120,6 +123,18 @@ def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory]) -> 
         if not isinstance(error, ModuleNotFoundError):
             logger.warning("NIXL cannot be used, so KV blocks move through Ray: %s", error)
         return None
+
+
+def _let_progress_wait(bindings: Any) -> None:
+    """Let the progress threads of agents made from now on wait for events. NIXL 1.5.1 has no setting of it in Python and gives
+    them no time to wait, so that each idle agent takes a core (3.5 s of CPU time in 5 s)."""
+    given = bindings.nixlAgentConfig
+    if not getattr(given, "waits", False):
+
+        def set_field(config: Any, name: str, value: Any) -> None:
+            given.__setattr__(config, name, PROGRESS_WAIT_US if name == "pthrDelay" else value)
+
+        bindings.nixlAgentConfig = type("WaitingConfig", (given,), {"waits": True, "__setattr__": set_field})
 
 
 def _region(memory: TierMemory) -> MemoryRegion:
