@@ -9,8 +9,6 @@ that they find this package:
     child:   {"answer": {"seconds": 0.7, "tokens": 256}}     or     {"error": "ValueError: ..."}
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

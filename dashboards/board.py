@@ -1,7 +1,5 @@
 """A dashboard around its panels: variables, links, annotations, places on the grid, and ids that stay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`make dashboards`: write every dashboard's JSON into `json/`, where Grafana's provisioning and the tests find it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Blue, yellow, orange and grey are told apart by the colour-blind too; green and red are never a pair that matters.
 """
 
-from __future__ import annotations
-
 GREY = "#808080"
 
 BLOCK_STATES = {"active": "blue", "cached": "yellow", "empty": GREY}

@@ -1,7 +1,5 @@
 """The Workers dashboard's section about hosts, from Ray's agents: empty where Prometheus has no job for them (`make monitor`)."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from dashboards.panels import NO_LIMITS, Limits, Panel, Words, high_is_bad, lines

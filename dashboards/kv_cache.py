@@ -1,7 +1,5 @@
 """KV cache: what the blocks hold, and whether that is enough; `kv_reuse.py` has what the cache saves."""
 
-from __future__ import annotations
-
 from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES

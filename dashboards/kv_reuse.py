@@ -1,7 +1,5 @@
 """The KV cache dashboard's sections about reuse: hits, evictions and their ages, checkpoints."""
 
-from __future__ import annotations
-
 from dashboards.colors import OUTCOMES
 from dashboards.panels import Panel, heat, lines
 from dashboards.queries import GROUP, WORKER, buckets, quantile, rate, ratio, split, total

@@ -1,7 +1,5 @@
 """The KV cache dashboard's section about what a lack of memory costs."""
 
-from __future__ import annotations
-
 from dashboards.colors import PHASES
 from dashboards.panels import high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, each_of, rate, ratio, split, total

@@ -1,8 +1,6 @@
 """The KV cache dashboard's sections about prefixes that workers fetch from each other, about the disk tier, and about requests' KV
 policies: what they keep, drop and change."""
 
-from __future__ import annotations
-
 from dashboards.panels import lines
 from dashboards.queries import WORKER, quantile, rate, ratio, split, total
 

@@ -1,7 +1,5 @@
 """Overview: is the service well, from a client's point of view, and how much room is left."""
 
-from __future__ import annotations
-
 from dashboards import kv_cache, router, service_levels
 from dashboards.board import Board, firing, to_board
 from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES

@@ -1,7 +1,5 @@
 """The kinds of panels: every one has a unit, and says what it shows and what to do when it looks wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack

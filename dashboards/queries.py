@@ -3,8 +3,6 @@
 Rates are taken over `$__rate_interval`, which Grafana makes long enough for the scrape interval.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 WORKER = 'model=~"$model",worker=~"$worker"'

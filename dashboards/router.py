@@ -1,7 +1,5 @@
 """Router: where requests go, how well hits are foreseen, what is done when workers go; `router_fleet.py` has workers it sees."""
 
-from __future__ import annotations
-
 from dashboards import router_fleet
 from dashboards.board import Board
 from dashboards.colors import CALL_OUTCOMES

@@ -1,7 +1,5 @@
 """The Router dashboard's sections about the workers that routers see, and about the routers themselves."""
 
-from __future__ import annotations
-
 from dashboards.colors import DRAINS, FAILOVERS, WORKER_CHANGES, WORKER_STATES
 from dashboards.panels import Panel, lines, rows
 from dashboards.queries import PLACED, ROUTER, quantile, rate, seen, split, total

@@ -1,7 +1,5 @@
 """The Overview's sections about latency and about how full the service is."""
 
-from __future__ import annotations
-
 from dashboards.colors import REQUESTS
 from dashboards.panels import Panel, heat, high_is_bad, lines
 from dashboards.queries import (

@@ -1,7 +1,5 @@
 """The Workers dashboard's sections about what workers run on, what they say of their load, and how they were started."""
 
-from __future__ import annotations
-
 from dashboards.colors import MEMORY
 from dashboards.panels import Panel, bars, high_is_bad, lines, rows
 from dashboards.queries import WORKER, rate, ratio, split, total

@@ -1,8 +1,6 @@
 """The Workers dashboard's sections about requests: what each worker has, what waits there, what it refused and put back; and what
 the masks and the compiling of grammars cost."""
 
-from __future__ import annotations
-
 from dashboards.colors import BREAKS
 from dashboards.panels import high_is_bad, lines
 from dashboards.queries import WORKER, quantile, rate, ratio, split, total

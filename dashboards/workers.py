@@ -1,7 +1,5 @@
 """Workers: where a step's time goes, what batches are made of; `worker_*.py` and `hosts.py` have the other sections."""
 
-from __future__ import annotations
-
 from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board
 from dashboards.colors import PARTS as PART_COLORS

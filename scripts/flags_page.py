@@ -4,8 +4,6 @@
 `make docs` runs it; a test fails while the page is out of date.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin

@@ -4,8 +4,6 @@
 `make docs` runs it with the demo model; any model gives the same page.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both listen on loopback, with the alert rules of `deploy/monitoring/` and the dashboards of `dashboards/json/` in place.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What `make monitor` tells Prometheus and Grafana: the files of `deploy/monitoring/`, bent to one server on this machine."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

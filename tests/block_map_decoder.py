@@ -1,7 +1,5 @@
 """Reads frames of the live block map as docs/block_map.md describes them, and keeps what they have told."""
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import dataclass, field

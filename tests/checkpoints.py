@@ -5,8 +5,6 @@ far back, so that a wrong mask changes the text at once; logits have a set sprea
 representable in bf16.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Counts what the containers below an object hold, so that a test can see which of them grow with every request."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

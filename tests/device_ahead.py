@@ -1,7 +1,5 @@
 """An executor on the CPU whose device seems to lag the host, as a GPU does: the host learns a step's tokens only when it waits."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.hooked_executor import HookedExecutor

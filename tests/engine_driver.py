@@ -1,7 +1,5 @@
 """Drives an engine in tests: requests in, whole answers out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue

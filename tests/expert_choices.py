@@ -7,8 +7,6 @@ it differs. An answer with a near tie can be compared with no other implementati
 Example: scores 0.31, 0.24, 0.2399999 and two experts a token: the choice is ahead by 1e-7 of the largest score, 3.2e-7.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

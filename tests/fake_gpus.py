@@ -6,8 +6,6 @@
 Nothing can be computed on them: in ranks that tests start so, the CPU computes after the rank has chosen and opened its GPU.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Ports for servers that want to be told theirs before they start."""
 
-from __future__ import annotations
-
 import socket
 
 PORTS = range(20_000, 30_000)  # from which neither the kernel nor Ray gives ports to those who take any

@@ -1,7 +1,5 @@
 """GGUF files as llama.cpp's converter writes them: metadata and tensor names by the package's own tables."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

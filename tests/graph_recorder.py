@@ -6,8 +6,6 @@ pass that depends on one shows as a wrong result. What a CUDA graph cannot captu
 whose shape depends on numbers, tensors made from the host's memory.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

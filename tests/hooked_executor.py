@@ -1,7 +1,5 @@
 """An executor for tests that interfere with the steps of an engine: they can hold a step, delay it, or let it fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from transom_worker.execution.local_executor import LocalExecutor

@@ -1,7 +1,5 @@
 """Says how many examples a random test tries: few every day, many in `make test-all`."""
 
-from __future__ import annotations
-
 import os
 
 ALL_TESTS = os.environ.get("TRANSOM_TESTS") == "all"  # set by scripts/test_all

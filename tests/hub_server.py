@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub on loopback: the routes that `huggingface_hub` calls, and what was asked of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -7,8 +7,6 @@
 - Types and shapes are objects that are made anew for each operation. Here those that are equal share what they consist of.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """A device that reads what the host uploads as late as it may, so that a host that does not wait for it spoils what it reads."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """An ASGI app behind uvicorn, on a thread and a random loopback port."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Takes the windows out of a cache, as pressure would: what is left can be hit by repair alone."""
 
-from __future__ import annotations
-
 from transom_worker.kvcache.manager import KvCache
 
 

@@ -7,8 +7,6 @@ The search has no randomness, so that the same combinations run every day.
 Three parameters of 2, 2 and 3 values have 12 combinations; 6 of them cover every pair, 3 of them every value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any

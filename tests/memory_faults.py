@@ -1,7 +1,5 @@
 """An executor whose steps run out of memory where a test wants it: at any depth of a step, in the words of any allocator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NoReturn
 

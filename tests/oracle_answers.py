@@ -1,7 +1,5 @@
 """What transformers answers to many prompts: an engine guesses, so that transformers takes one pass where it agrees."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prometheus' own programs, for tests that run them where they are; no test downloads them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -8,8 +8,6 @@ and numpy.
 `TRANSOM_TEST_SEED=7 pytest ...` draws other inputs throughout: the number is part of what seeds are made from. It is 0 by default.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import zlib

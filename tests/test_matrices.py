@@ -1,7 +1,5 @@
 """The daily combinations of a product cover what they should; the others are marked."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import pytest

@@ -1,7 +1,5 @@
 """The oracle itself: masks move the text, margins are clear, caching changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

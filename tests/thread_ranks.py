@@ -1,7 +1,5 @@
 """Several ranks of one worker in one process, a thread each: the same code as in processes of their own, without their start."""
 
-from __future__ import annotations
-
 import os
 import platform
 import threading

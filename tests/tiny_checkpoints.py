@@ -4,8 +4,6 @@ Weights are random but not arbitrary: sublayers outweigh the embeddings, so that
 look far back, so that a wrong mask changes the text at once. They are representable in bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

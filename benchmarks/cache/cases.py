@@ -1,7 +1,5 @@
 """The cases of the cache simulation, with vLLM 0.32's published hit shares (its default, and with dense retention)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GPT_OSS = "gpt-oss-20b"

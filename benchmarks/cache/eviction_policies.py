@@ -6,8 +6,6 @@ rank is evicted: a leaf with its windows, or the windows alone. The policies are
 compute again for each byte that eviction frees. Segmented LRU and S3-FIFO gave their figures at c6cb44c (docs/cache_simulation.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

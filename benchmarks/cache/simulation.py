@@ -10,8 +10,6 @@ docs/cache_simulation.md, which has the last figures; the README's plot is drawn
 but are not what a server has by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

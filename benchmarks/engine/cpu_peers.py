@@ -20,8 +20,6 @@ should run meanwhile: threads that spin at barriers lose far more speed than the
 The last figures are in docs/performance.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import glob
 import os

@@ -1,7 +1,5 @@
 """An engine whose steps a benchmark runs itself."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

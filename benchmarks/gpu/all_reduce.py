@@ -6,8 +6,6 @@ Each GPU has a process. A line for each size has the microseconds of one sum, as
 peer memory. `peer_memory.MOST_BYTES` should be the largest size at which peer memory is faster. No figure exists yet.
 """
 
-from __future__ import annotations
-
 import time
 from multiprocessing import get_context
 

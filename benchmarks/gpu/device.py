@@ -1,7 +1,5 @@
 """A device: its name and versions for the record, its clocks, and the two ceilings that figures are shares of."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

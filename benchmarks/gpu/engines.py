@@ -1,7 +1,5 @@
 """The engine that `gpu.models` measures, over random weights."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

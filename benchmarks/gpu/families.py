@@ -7,8 +7,6 @@ bits must be the same, and each alone. Tokens must be equal; a divergence is exc
 closer than 1e-4. Writes families.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

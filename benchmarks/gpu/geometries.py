@@ -1,7 +1,5 @@
 """Shapes of published models, and random weights for them that are made where they are used."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Mapping

@@ -16,8 +16,6 @@ The figure is the device's share: 100 % means that it never waits. `host us` is 
 ahead, in all processes that are measured, without the time in which the simulation spins. The last figures stand in docs/gpu.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -10,8 +10,6 @@ A run that was ended goes on: jobs that have passed in OUT/NAME.json, over the s
 asked again (`--again` asks them). Jobs that the budget does not reach are `skipped`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

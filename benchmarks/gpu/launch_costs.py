@@ -8,8 +8,6 @@ result, and the driver's own time is not in it; on a GPU they add some 8 us a pr
 for sm_90. The machine's noise is in the figures: compare two commits in one go, in turns. The last figures are in docs/gpu.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os

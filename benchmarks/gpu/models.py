@@ -6,8 +6,6 @@ kernels and the device's bandwidth allow, and beside what was predicted (`roofli
 Writes models.json; docs/gpu.md says what each figure means, and that there is none of a GPU yet.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

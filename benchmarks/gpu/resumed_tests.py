@@ -3,8 +3,6 @@
 TRANSOM_PASSED_TESTS names the file of those that passed: a line for the sources (`jobs.sources`), then a line for each test.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -11,8 +11,6 @@ since matrix products of few rows reach some 80 % of the copy bandwidth (cuBLAS;
 a CUDA graph waits until the one before it has left the device. The host adds nothing: it launches the next step meanwhile.
 """
 
-from __future__ import annotations
-
 from benchmarks.gpu.geometries import GEOMETRIES, config_json, geometry
 from transom_core.model_config.architecture import Architecture, read_architecture
 

@@ -4,8 +4,6 @@ Rank 0 does all that a rank does, but for the collectives. The other ranks would
 own. Here they only receive what the executor sends, so that they leave the cores to the engine and to rank 0.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -5,8 +5,6 @@ A flush reads, so that the cache holds nothing that has yet to be written back: 
 writes much leaves a cache full of its own data behind, whose write-back would not be counted, hence the flush before it writes.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

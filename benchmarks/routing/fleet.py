@@ -6,8 +6,6 @@ the output only first and last tokens are sent, since the others would change no
 here routers know less than in a real cluster.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ DIR holds a model's config.json. Two routers share every fleet. The table is Mar
 figures.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -15,8 +15,6 @@ guidellm send texts, for which they need a tokenizer's files (the demo model is 
 requirements that exclude ours, and guidellm and vLLM's client bring a second torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

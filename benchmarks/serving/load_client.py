@@ -4,8 +4,6 @@ Each request has a connection of its own, opened before the request's clock star
 nothing but the last bytes has to be looked at to know that an answer is whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """What a process of a running `transom serve` does, by name: its workers, ranks, routers, and the processes of its private Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -16,8 +16,6 @@ the timeline of each stream that was lost (`/debug/requests/{id}`). The phases o
 last figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

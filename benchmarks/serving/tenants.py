@@ -20,8 +20,6 @@ busy client does. The mean counts for gaps, since prompts come in bursts: the me
 Clients and server share the machine's cores. docs/security.md has the last figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

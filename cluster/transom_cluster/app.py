@@ -7,8 +7,6 @@ Worker: the deployment named "Worker"; each of its replicas runs one engine, wit
 Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as workers of another role.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

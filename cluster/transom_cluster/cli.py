@@ -1,7 +1,5 @@
 """The `transom` command. Each subcommand imports heavy modules only when it runs, so that `--help` prints at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Annotated, Any

@@ -5,8 +5,6 @@
 Server-side, so that no dashboard is kept a second time in an annotation. Needs PyYAML alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ lost is started again by itself, once: after a try that failed (an empty disk, a
 down` stops the head alone; the workers would go on for most of a minute and keep their GPUs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -5,8 +5,6 @@ plot; the picture of a dashboard was drawn by this file's predecessor at 4a5ad8d
     .venv/bin/python -m docs.images.make        needs Chromium
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

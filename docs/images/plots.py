@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """Draw the README's plot of prefix hits from the table of docs/cache_simulation.md: `python docs/images/plots.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,8 +10,6 @@ The key of a compiled kernel in Triton's cache is its source, the types of its a
 options and the compute capability. All of these are the same for CPU tensors, so a start on a GPU finds what was compiled here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -7,8 +7,6 @@ The environment variable TRANSOM_KERNELS chooses:
     interpreted  Triton for all tensors, on CPUs in Triton's interpreter, which is a thousand times slower: for tests
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ kernel, GPUs with torch.
 Legend: T rows, N width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

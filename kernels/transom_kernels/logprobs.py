@@ -8,8 +8,6 @@ blocks whose largest logit is large enough.
 Legend: L rows, V vocabulary, K likely tokens, P pieces of a row.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

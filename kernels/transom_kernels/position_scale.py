@@ -5,8 +5,6 @@
 Legend: T tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ kernel expects; while a profiler listens to launches; and if Triton is not one o
 versions may take other arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_

@@ -1,7 +1,5 @@
 """Triton functions that several kernels share. They use only operations that Triton's interpreter also supports."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """A part of the GPU's benchmarks whose jobs do to their process what wrong kernels do."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

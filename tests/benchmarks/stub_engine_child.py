@@ -1,7 +1,5 @@
 """A child as `cpu_peers` starts it, whose engine computes nothing: its speed is what SECONDS_PER_STEP says."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

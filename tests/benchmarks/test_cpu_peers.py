@@ -1,7 +1,5 @@
 """The comparison of engines, with engines that compute nothing."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The rivals do what their names say, on the real cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Jobs in children: a job may do anything to its process, and the others get their answers, and a run that was ended goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs on a machine with a GPU imports only what that machine has and what `gpu_wheels` brings."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The GPU's whole-model benchmarks at sizes for a CPU: the model that was meant, honest counts, and differences that show."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """`gpu.sh` as a program: its parts fit their time, one that fails costs no other, and tests that passed are not run again."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The kernels' benchmark at tiny sizes, through Triton's interpreter: it runs, and it sees what is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The load generator against a stub server: every level is measured, failures are no figures, and no figure depends on packets."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

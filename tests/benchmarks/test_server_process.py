@@ -1,7 +1,5 @@
 """A server's processes are all of its session, and all of them end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

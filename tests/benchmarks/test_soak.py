@@ -1,7 +1,5 @@
 """The soak's own judgement: what it takes for a broken promise, and what not. tests/end_to_end/test_soak.py runs it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

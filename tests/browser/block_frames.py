@@ -1,7 +1,5 @@
 """Frames of the live block map, encoded from docs/block_map.md alone, about a worker that a test moves by hand."""
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A worker with very many blocks, of which some change with every frame, as under load."""
 
-from __future__ import annotations
-
 import random
 
 from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, FakeWorker

@@ -1,7 +1,5 @@
 """A server on loopback with the page's files and a stream that a test feeds frame by frame."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

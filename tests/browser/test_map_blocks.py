@@ -1,7 +1,5 @@
 """Every block is a cell in its place, whose look shows its state."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, FakeWorker

@@ -1,7 +1,5 @@
 """Streams that need a key, break, or skip a frame."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.block_frames import ACTIVE, FREE, FakeWorker, fake_with_a_request

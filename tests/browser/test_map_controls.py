@@ -1,7 +1,5 @@
 """Filters, zoom, small windows."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker

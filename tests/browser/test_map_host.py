@@ -1,7 +1,5 @@
 """A worker with a host tier has a second section on the map: states, moves, requests that load or are swapped, and numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.block_frames import EVICTABLE, EVICTED, FREE, PINNED, UNLEASED, FakeWorker

@@ -1,7 +1,5 @@
 """The page's modules on their own: decoder, server-sent events, geometry, layout; 100,000 blocks."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

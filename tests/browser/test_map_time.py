@@ -1,7 +1,5 @@
 """The user can pause the map and resume it; the strip shows the last five minutes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.block_frames import ACTIVE, FakeWorker

@@ -10,8 +10,6 @@ A request with a tool's result gets `tool_choice: "none"`, so that the turn ends
 ordinary grammar.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

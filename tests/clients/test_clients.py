@@ -4,8 +4,6 @@ They run as programs of their own, in the environment at `TRANSOM_CLIENTS` (`mak
 not those of this project. Each prints a line for every check that holds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

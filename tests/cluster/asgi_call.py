@@ -1,7 +1,5 @@
 """One request to an ASGI app whose client the test plays: it may leave at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A router over a stub worker, with a real HTTP server on a random loopback port."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The whole path but Ray: uvicorn on a thread, a router, and a worker with a tiny real engine in the same process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

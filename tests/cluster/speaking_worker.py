@@ -1,7 +1,5 @@
 """Workers that speak given texts, with a real worker's text, stops and output events, and die where the test says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field

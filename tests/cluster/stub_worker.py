@@ -1,7 +1,5 @@
 """A worker without a model: continues a prompt with the letters a, b, c, ... one per step, when the test lets it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

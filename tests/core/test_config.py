@@ -1,7 +1,5 @@
 """Settings: known names, refused values, sizes with units."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

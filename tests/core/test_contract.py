@@ -1,7 +1,5 @@
 """The contract: ranges, errors across processes, pickling."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

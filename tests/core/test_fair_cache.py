@@ -1,7 +1,5 @@
 """A cache that clients share: a client's entries go before anybody else's once it has more than its part."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

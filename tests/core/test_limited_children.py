@@ -1,7 +1,5 @@
 """Child processes under limits: what a child that is stopped, killed or cannot begin costs its parent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

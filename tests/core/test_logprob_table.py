@@ -1,7 +1,5 @@
 """`LogprobTable`: the objects that it was made of, in a tenth of their memory."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import tracemalloc

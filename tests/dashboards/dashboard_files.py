@@ -1,7 +1,5 @@
 """The committed dashboards, and what is in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a PromQL query names: its metrics with the labels that it matches or splits by, as a parser sees them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

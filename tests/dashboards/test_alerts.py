@@ -1,7 +1,5 @@
 """Alert rules: valid and tested by promtool where there is one, and complete in what they tell the person on call."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

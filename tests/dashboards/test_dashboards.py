@@ -1,8 +1,6 @@
 """The dashboards as files: equal to the code, laid out without overlaps, explained, and linked. Queries of dashboards and alerts:
 PromQL, over metrics that exist, by labels that these have."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

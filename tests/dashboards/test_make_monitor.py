@@ -1,7 +1,5 @@
 """`make monitor`: a real Prometheus over a page like a router's, a stand-in for Grafana, and nothing left after Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

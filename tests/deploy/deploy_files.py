@@ -1,7 +1,5 @@
 """The files of deploy/ as documents, and the checks of Serve configs: Ray's schema, the deployments' keys, our settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Services that KubeRay (1.5 and newer) makes for a RayService: their labels, their ports, and which pods they lead to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

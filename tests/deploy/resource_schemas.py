@@ -3,8 +3,6 @@
 A field that a schema does not name is an error here, while the API server drops it silently.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """`every_host.py`, which the head runs for every worker host, with stand-ins for ssh, rsync and ray that record their calls."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

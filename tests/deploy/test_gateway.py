@@ -1,7 +1,5 @@
 """What the endpoint picker's configuration and the ScaledObject name: series of a live server, and plugins of the picker."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What nodes install: the Dockerfile, as far as its text shows, and the wheel, built and installed without a package index."""
 
-from __future__ import annotations
-
 import re
 import sys
 import sysconfig

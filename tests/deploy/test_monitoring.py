@@ -1,8 +1,6 @@
 """Prometheus' configuration: its structure, and what promtool says where it is installed. What
 `deploy/monitoring/kubernetes.py` prints: by the operator's CRDs, by Kubernetes' schemas, and against the RayService."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every cluster YAML validates against Ray's schema and has what Transom needs besides."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

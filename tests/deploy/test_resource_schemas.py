@@ -1,7 +1,5 @@
 """The schemas take the manifests of deploy/ and find misspelt keys; and what the RayService sets beside its schema."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

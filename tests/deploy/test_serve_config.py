@@ -1,7 +1,5 @@
 """The Serve configs validate against Ray's schema and our settings; misspelt keys of every level are errors."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """This source as the wheel that every node installs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

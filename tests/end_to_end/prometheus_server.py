@@ -1,7 +1,5 @@
 """A real Prometheus on loopback, ended by its pid."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A real server for end-to-end tests: `transom serve` on loopback, ended by its pid."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

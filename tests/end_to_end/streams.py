@@ -1,7 +1,5 @@
 """Many clients at once: what each of them got, on one connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The number of workers follows a load ramp: none to one, to two, and back to none, and no answer suffers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ resumed requests, and answers held to a grammar beside free ones. Every pair of 
 `make test-all`. Tiers, formats of the cache, steps that fail and several ranks have tests of their own, each with all else on.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

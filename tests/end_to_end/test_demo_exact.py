@@ -4,8 +4,6 @@
 tokens, of a window of 40 and of a chunk of 96.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence

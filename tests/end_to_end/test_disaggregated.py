@@ -1,8 +1,6 @@
 """A prefill worker of two ranks and a decode worker of one, over HTTP: KV moves between them, cut and joined by heads, and every
 answer is that of one engine, whichever worker is killed while prompts are on their way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ tier and a disk tier below pools that are too small, preempt by swap, and answer
 KV transfer, handover between roles and failover, on top of all of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Windows and requests without a policy are compared with transformers; policies t
 computes one request after the other, with nothing on.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

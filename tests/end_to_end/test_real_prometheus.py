@@ -3,8 +3,6 @@
 Two workers, two routers, windows over full layers, pools so small that requests are preempted and windows are given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

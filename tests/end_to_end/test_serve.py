@@ -6,8 +6,6 @@ ends. Every disturbance strikes while streams run, and each client gets, on the 
 The tests follow one another on the one server. `make test-all` adds ten minutes of random kills, of `benchmarks/serving/soak`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

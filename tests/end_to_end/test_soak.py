@@ -1,7 +1,5 @@
 """Ten minutes of mixed traffic, random kills and redeploys: no promise of docs/reliability.md breaks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

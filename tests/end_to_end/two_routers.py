@@ -1,7 +1,5 @@
 """Looks at a server of two routers from outside: its workers, ranks and pages; and deploys it again under load."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

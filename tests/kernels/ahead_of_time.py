@@ -7,8 +7,6 @@ A process of its own: triton decides when a kernel is defined whether it is inte
 --one-each: one configuration of each kernel; --served: also all that `is_served`; --loops: opcodes of loops.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Sizes are those of real models; contents are of no account. `ahead_of_time.py` compiles what is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

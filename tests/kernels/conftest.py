@@ -1,7 +1,5 @@
 """Triton's kernels are tested in its interpreter, or on a GPU where there is one; see the conftest above."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

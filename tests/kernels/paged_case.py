@@ -1,7 +1,5 @@
 """Random paged batches: dense keys and values per sequence, scattered into a cache that is NaN everywhere else."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

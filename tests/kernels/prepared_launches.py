@@ -1,7 +1,5 @@
 """Launches one kernel in several ways over a driver that takes notes, and prints them as JSON; see `test_launching_triton`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 compile`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

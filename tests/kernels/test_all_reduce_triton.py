@@ -1,7 +1,5 @@
 """One-shot all-reduce by processes that are ranks: sums in order of rank, the same bits on each, over many calls of any size."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from multiprocessing.connection import Connection

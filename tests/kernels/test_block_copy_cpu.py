@@ -1,7 +1,5 @@
 """Block copies by every implementation: as one after the other, at the edges of an item, no byte beside them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

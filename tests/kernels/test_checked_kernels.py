@@ -4,8 +4,6 @@ with narrower registers than this one's.
 All cases run in one child process for each build: starting one takes longer than most of the cases.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A pool is as large as a device's memory, and 32 bits reach 4 GiB of 16-bit eleme
 only pages that hold a block are ever touched.
 """
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import replace
 

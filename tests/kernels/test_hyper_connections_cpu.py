@@ -3,8 +3,6 @@
 `test_small_operators_triton` compares the Triton kernels by `check_operators`.
 """
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

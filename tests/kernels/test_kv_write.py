@@ -2,8 +2,6 @@
 Hadamard rotation. Inputs are random queries, keys and values of four tokens, and caches that are NaN elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Latent rows are in strided caches that hold NaN in unused slots; tests of other kernels use them, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The latent kernels against their references, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

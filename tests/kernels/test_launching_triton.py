@@ -1,7 +1,5 @@
 """The choice between torch and Triton: TRANSOM_KERNELS and `launch.prefer`."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The CPU kernels of linear layers and of the embedding against the reference: odd shapes, strides, threads, processors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 A case is a step in the middle of several sequences. Caches are NaN where nothing may be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The Triton kernels of `linear_recurrence` and `gated_rms_norm`, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

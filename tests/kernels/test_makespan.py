@@ -4,8 +4,6 @@ Makespan: the keys that the busiest multiprocessor reads, if each takes the next
 what all programs read over what all multiprocessors could have read in that time.
 """
 
-from __future__ import annotations
-
 import heapq
 
 import pytest

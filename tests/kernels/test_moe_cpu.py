@@ -3,8 +3,6 @@
 A test module inherits `MoeTests` and gives the fixture `kernel`, which is called as `moe_reference` is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The grouped matmuls of MoE layers against the reference, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from operator import add, and_, lshift, or_, rshift, sub, xor

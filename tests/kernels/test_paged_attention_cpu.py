@@ -1,7 +1,5 @@
 """The CPU kernels of `paged_attention`: long contexts, quantised caches, odd widths, equal bits in any batch, recorded steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

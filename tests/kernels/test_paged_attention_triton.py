@@ -1,7 +1,5 @@
 """Paged attention in Triton against the reference, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any

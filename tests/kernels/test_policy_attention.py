@@ -2,8 +2,6 @@
 the reference (`check_policy`, which the Triton kernels' tests call, too) and against `paged_attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

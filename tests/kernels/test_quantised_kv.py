@@ -3,8 +3,6 @@
 A `quantised` case is a slab of blocks with keys, values and their scales, poisoned where no token is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The CPU kernels of `linear` over quantised weights against the reference, and the packing of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

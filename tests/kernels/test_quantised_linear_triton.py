@@ -1,7 +1,5 @@
 """Linear layers over quantised weights on GPUs: the Triton kernel against the weights, in the interpreter; fp8 by torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`linear_recurrence` and `gated_rms_norm` make up recurrent layers, as transformers has them, in float32 and float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 The Triton kernels have the tests of `RouteTests`, too: a test module inherits it and gives the fixture `kernel`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The router's kernels against the reference, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

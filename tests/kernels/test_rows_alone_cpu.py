@@ -1,7 +1,5 @@
 """A row has the same bits alone as in a batch and for any number of threads, and NaN stays in its row: every CPU operator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 The Triton kernel has the tests of `SampleTests`, too: a test module inherits it and gives the fixture `kernel`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

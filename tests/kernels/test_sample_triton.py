@@ -1,7 +1,5 @@
 """The sampling kernel against its reference and the worker's own sampler, in the interpreter (or on a GPU)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

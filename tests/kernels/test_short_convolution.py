@@ -3,8 +3,6 @@
 Rows of tokens before the step are in a cache that is NaN everywhere else; gates are powers of two, so that rows are exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The Triton kernel of the gated short convolution, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The CPU kernels of small operators against their references: odd widths, strides, extremes, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The small Triton kernels against their references, in the interpreter (or on a GPU where there is one)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 python ask.py URL KEY STREAMS MAX_TOKENS
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

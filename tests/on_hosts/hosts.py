@@ -4,8 +4,6 @@ Nothing is added to this machine's own network or mounts, and nothing needs tidy
 mounts belong to namespaces that end with it, and a host ends with the process that booted it, however that ends.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs on the head: prints what the cluster looks like as one line of JSON, again whenever it has changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

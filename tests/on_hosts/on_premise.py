@@ -1,7 +1,5 @@
 """The cluster of the test: the shipped files of deploy/, filled in with the addresses and folders of the test's hosts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Files that would go stale in silence: links between pages, pictures, pages that `make docs` writes, and the pins, which
 have to agree with each other and with an index."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

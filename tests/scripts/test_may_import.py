@@ -1,7 +1,5 @@
 """The import rules, and what they are for: a fresh interpreter that loads a module loads no heavy library that it must not need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What `make monitor` makes of the address and the keys that it is given, and which Grafana it starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

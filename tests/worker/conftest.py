@@ -1,7 +1,5 @@
 """Engines that end with the test that starts them, and loads in small pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -5,8 +5,6 @@ copy has to be refused with one of Transom's own errors, or to answer. Each begi
 crash or a limit the last line names the culprit. The last line is `refused R, answered A, failed F`, where F counts other errors.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

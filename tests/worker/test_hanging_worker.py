@@ -3,8 +3,6 @@
 Run as a program, this module is such a worker: its first step hangs, with or without the interpreter's lock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import subprocess

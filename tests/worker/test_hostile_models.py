@@ -1,7 +1,5 @@
 """A model's folder comes from strangers: it is refused by name or it answers, within bounds of time and memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

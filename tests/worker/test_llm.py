@@ -1,7 +1,5 @@
 """Offline use, with the interface that vLLM's users know."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import signal

@@ -1,7 +1,5 @@
 """Log lines: shown unless the program has handlers of its own; as text or JSON; with the id of the request that they are about."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """`transom compile` fills the cache of kernels: a start after it compiles nothing, and says so."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A replica's methods without Ray Serve: streams, admission, aborts, and freed blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """One copy brings all arrays of a step to the device, with the values that the CPU reads, and no array is overwritten too early."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path

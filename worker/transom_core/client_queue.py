@@ -8,8 +8,6 @@ Example: A adds 100 items that cost 10 each, and its first one is taken. Then B 
 turn began, so the next 10 turns are B's, and then one is A's: in the long run both get as much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar

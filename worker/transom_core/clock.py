@@ -5,8 +5,6 @@ time of day is good only for showing, since it jumps when an operator or NTP set
 the clocks of their hosts may differ by any amount, so routers and workers send each other durations (`contract.Request`).
 """
 
-from __future__ import annotations
-
 import time
 
 _STARTED_S = time.time() - time.monotonic()

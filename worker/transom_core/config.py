@@ -1,8 +1,6 @@
 """Frozen config dataclasses, one for each part of the system. `settings.Settings` is resolved into them once, at start-up, and each
 part receives only its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

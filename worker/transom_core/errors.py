@@ -20,8 +20,6 @@ A message says what was given, what is allowed, and what to change. `transom_clu
 status code. Between processes an error travels as `contract.ErrorInfo`.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 LossCause = Literal[

@@ -10,8 +10,6 @@ So a client loses an entry to another client only while it has at least as many 
 clients.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -18,8 +18,6 @@ The answer `{"too_large": "it needs more than ..."}` says that the task has exce
 `prepare` fails, the child answers `{"unprepared": "..."}`; it would fail in any other child too, so no other one is started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -5,8 +5,6 @@ A line about one request has that request's id: `about_request` sets it for all 
 `extra={"request_id": ...}` sets it for one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

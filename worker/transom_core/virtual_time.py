@@ -7,8 +7,6 @@ returning clears no debt. Start-time fair queueing (Goyal et al. 1996) and the v
 Language Models", Sheng et al. 2024) keep these accounts.
 """
 
-from __future__ import annotations
-
 from heapq import nlargest
 
 MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their clients start as after a pause

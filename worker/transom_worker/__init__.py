@@ -3,8 +3,6 @@
 `LLM` and `SamplingParams` are the public names, for offline use.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

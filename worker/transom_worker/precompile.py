@@ -1,7 +1,5 @@
 """Compiles the kernels that a model needs, for this processor or for a GPU, so that the model's first start finds them compiled."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and puts each group into that router's outbox (`router_outbox`), so a step costs
 carries the worker's load and the changes of its prefix index; each router keeps a mirror of that index.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

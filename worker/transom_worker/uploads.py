@@ -8,8 +8,6 @@ arrays of a call are laid out in pinned memory, which the device reads by itself
     device     token_ids | positions | block_table 0 | slots 0 | ...      the caller gets views of this buffer
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import prod

@@ -3,8 +3,6 @@
 Legend: B sequences, H query heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

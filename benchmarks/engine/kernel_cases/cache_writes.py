@@ -4,8 +4,6 @@ memory, as the host tier makes them.
 Legend: T tokens, H query heads, KVH KV heads, D head width, P block size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

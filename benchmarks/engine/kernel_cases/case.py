@@ -1,7 +1,5 @@
 """A benchmark case: how to run it, the expected result, the bytes and operations it needs, and what the project promised of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal

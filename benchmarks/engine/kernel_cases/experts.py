@@ -3,8 +3,6 @@
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Measures a case: correctness first, then equal bits in two runs, then time; a wrong kernel is not timed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

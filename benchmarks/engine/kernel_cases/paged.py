@@ -3,8 +3,6 @@
 Legend: B sequences, T query tokens, H query heads, KVH KV heads, D head width, P block size, L keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

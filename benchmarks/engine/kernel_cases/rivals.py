@@ -4,8 +4,6 @@ Torch gets contiguous keys and values; its time does not include a gather, which
 1, that tuning is faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Legend: T rows, N width, H heads, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

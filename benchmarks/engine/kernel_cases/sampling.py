@@ -3,8 +3,6 @@
 Legend: S rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -5,8 +5,6 @@ run as a program under that engine's Python, and which answers `load`, `prefill`
 into tokens per second. This file uses the standard library only, since every engine's Python imports it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from abc import ABC, abstractmethod

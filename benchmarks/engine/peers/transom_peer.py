@@ -5,8 +5,6 @@ prompts of a smaller batch are the first of a larger one. So only their first st
 prefix cache and begin to decode at once.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -10,8 +10,6 @@ median of the rounds' ratios is reported. Above 1 an engine is faster than the b
     rounds:  vllm 50, 40, 52    transom 150, 128, 104    ratios 3.0, 3.2, 2.0    reported 3.0
 """
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import time

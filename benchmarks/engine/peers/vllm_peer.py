@@ -5,8 +5,6 @@ measure. The time of decode steps is the time for 1 + steps tokens less the time
 already holds, as far as they fill its blocks.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The command of the soak: `python -m benchmarks.serving.soak --help`; the package's docstring has the rest."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """What must add up while nothing runs: KV blocks, requests and tokens, on the page of metrics and against what clients counted."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Asks the two generating endpoints as a well-behaved client does, slowly if told, or leaving in the middle; reads answers, whole
 or streamed, into one form, and compares two of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,8 +1,6 @@
 """Requests that are wrong, connections as broken clients have them (half-open, half-sent, reset, half-closed, never read), and what
 a hostile client asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

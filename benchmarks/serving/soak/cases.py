@@ -4,8 +4,6 @@ Case: one request without its `stream` field. Conversation: chat turns, each of 
 All of them are greedy or seeded, so that an answer depends on nothing but its request.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The header of every file must be right. The prompts of the soak are computed aga
 this leaves a block under the name of one of the soak's, both must have the same numbers.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

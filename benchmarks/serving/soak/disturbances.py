@@ -4,8 +4,6 @@ redeploys with the other model; after each it must become whole again.
 The choices come from a seeded source, and every one is in the journal with its time and its victim.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -4,8 +4,6 @@ Every part of the soak writes into it. Its lines are enough to follow a failure:
 each promise that broke.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

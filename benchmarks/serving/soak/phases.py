@@ -1,7 +1,5 @@
 """The four phases of a soak of a running server, and what must hold at the end of each."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -4,8 +4,6 @@ The slope of a kind of process is one least-squares fit over all its processes w
 step. A process counts from its own start plus a warm-up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

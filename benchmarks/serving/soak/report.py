@@ -1,7 +1,5 @@
 """The figures of a soak as JSON and as a page of Markdown."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import defaultdict

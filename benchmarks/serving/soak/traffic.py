@@ -4,8 +4,6 @@ A well-behaved client asks again where its connection broke because a router was
 allowed) and where it was told to come later; every other end without the calm run's answer breaks a promise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -5,8 +5,6 @@
   slowly or the worker's stream breaks, the feed opens the stream again and begins with a whole frame.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

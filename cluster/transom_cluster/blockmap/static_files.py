@@ -1,8 +1,6 @@
 """Serves the files of the block map's page from this package's `static` folder. They hold no data of the cluster, so they need no
 API key."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

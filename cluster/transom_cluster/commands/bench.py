@@ -1,7 +1,5 @@
 """`transom bench ...`: measures this machine without a server, or a running one."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

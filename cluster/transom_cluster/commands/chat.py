@@ -1,7 +1,5 @@
 """`transom chat`: a conversation in the terminal with a running server, streamed over HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The kernels are compiled for this machine's processor, or for GPUs; the machine itself needs no GPU.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

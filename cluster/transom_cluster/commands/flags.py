@@ -1,8 +1,6 @@
 """Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults. Also
 shows the errors of wrong settings."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

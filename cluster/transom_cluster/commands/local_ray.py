@@ -9,8 +9,6 @@ Daemon: a process of Ray that this process has started (GCS, raylet). All other 
     cluster.stop()                   always
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ Ray writes each process's standard error to a file in its session folder. If Ray
 before each one, which makes it invalid JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

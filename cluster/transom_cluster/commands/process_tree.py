@@ -3,8 +3,6 @@
 psutil identifies a process by its pid and its start time, so a later process that reuses the pid is not killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ If there is a disk tier, the workers write their KV caches to it before they sto
 case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -1,7 +1,5 @@
 """`transom bench simulate`: replays requests through the real scheduler and KV cache, without a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

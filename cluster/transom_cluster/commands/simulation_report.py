@@ -1,7 +1,5 @@
 """Shows a simulation on the terminal: a progress bar while it runs, and a table of its results."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,7 +1,5 @@
 """`transom bench transfer`: measures how fast KV blocks move between the workers of a running server, as a table."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterator

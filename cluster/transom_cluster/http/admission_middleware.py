@@ -1,7 +1,5 @@
 """`AdmissionMiddleware`: refuses requests by their headers, API key, client and body, before a route handles them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from functools import partial

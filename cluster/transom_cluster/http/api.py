@@ -1,7 +1,5 @@
 """Builds the HTTP API as a FastAPI app that does not depend on Ray: middleware, routes and error handlers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import AsyncIterator

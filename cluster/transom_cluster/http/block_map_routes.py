@@ -3,8 +3,6 @@
 Feed: the task that reads one worker's frames. A stream starts and ends feeds as workers join and leave (docs/block_map.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Annotated, Any, Literal

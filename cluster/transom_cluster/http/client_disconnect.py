@@ -1,7 +1,5 @@
 """`until_disconnect`: awaits work for a client, and cancels it when the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine

@@ -12,8 +12,6 @@ request then waits until the debt is paid.
 Each router counts only its own requests, so with N routers a client may use up to N times as much.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from asyncio import sleep

@@ -11,8 +11,6 @@ Example: with one thread, client A sends two texts of a second each, and then B 
 ten of B's chats, the other text, and the rest of B's chats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

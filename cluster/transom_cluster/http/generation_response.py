@@ -3,8 +3,6 @@
 The response runs its engine requests while it is being sent, and aborts them as soon as the client disconnects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -7,8 +7,6 @@ Every process is a scrape target with the API's own address. So no process needs
 and the API keys protect all targets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gzip

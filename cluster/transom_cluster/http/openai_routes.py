@@ -1,8 +1,6 @@
 """The routes that run a model: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages (and its count_tokens), and
 /v1/embeddings, whose requests are completions of one token that the client does not get."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 

@@ -11,8 +11,6 @@ A request is validated in two places: here, before it leaves the router, and at 
 does not rely on the router's checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -7,8 +7,6 @@
 Response id: the id that this server gives a generation, such as `chatcmpl-...`; it is in the body, the header and all log lines.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

@@ -4,8 +4,6 @@
 `request_state`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ that time is not between the query and its answer, the part's times are shifted 
 at most the time that the query took.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The routes that describe the server: index, health, version, and the served model."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

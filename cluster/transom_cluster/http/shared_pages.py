@@ -7,8 +7,6 @@ last collection, which is at most a second old. Callers that come while a collec
 Example: Prometheus asks every 15 s and always gets a new page. At a steady 35 requests per second, one per second collects a page.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Hashable

@@ -1,7 +1,5 @@
 """The routes that convert between text and token ids: /tokenize and /detokenize."""
 
-from __future__ import annotations
-
 import functools
 
 import msgspec

@@ -1,7 +1,5 @@
 """The route with which `transom bench transfer` measures how fast KV blocks move from one worker to another."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Any, Literal
 

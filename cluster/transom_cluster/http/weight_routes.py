@@ -1,7 +1,5 @@
 """The routes with which an operator pauses all workers and replaces their weights, as reinforcement learning needs it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal

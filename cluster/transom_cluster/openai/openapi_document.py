@@ -3,8 +3,6 @@
 FastAPI knows only the routes' paths, since handlers parse bodies themselves and return finished responses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """`BackgroundTasks`: runs asyncio tasks that outlive the call that started them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Coroutine

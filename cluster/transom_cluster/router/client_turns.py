@@ -12,8 +12,6 @@ Example: A enters 1,000 requests, and 32 of them are placed. Then B enters 2 req
 last turn began, so the order is B, A, B, A, A, A, ...: B waits for at most one of A's requests, however many A has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count

@@ -14,8 +14,6 @@
 A request that has made progress on a worker may stay there, because the worker has survived the steps of this request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from transom_cluster.router.failover import RELEASE_TOKENS

@@ -1,7 +1,5 @@
 """`ModelLimitsTracker`: keeps the served model's limits. Workers report them when they connect, and requests wait until then."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 

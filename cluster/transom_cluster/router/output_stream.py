@@ -4,8 +4,6 @@ The choices may run at several workers. All prompts and choices of a request sha
 once per engine step. Events are cut where a migrated request repeats output, and joined where a client is slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

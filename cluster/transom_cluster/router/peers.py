@@ -12,8 +12,6 @@ A router makes its own part of a page with `query(router)`, and gets the other r
     pages = [query(router), *await router.peers.ask_others(query, timeout_s=2.0)]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 

@@ -17,8 +17,6 @@ The queue tries a new request once, and then waiting ones in **sweeps**: a sweep
 each retry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

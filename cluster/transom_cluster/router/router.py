@@ -14,8 +14,6 @@ The router owns these parts, and the HTTP routes use them directly:
 - `metrics`, `timelines`, `tracing`: the router's telemetry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 One class holds all these times, so that they can be compared. No setting of `transom serve` changes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

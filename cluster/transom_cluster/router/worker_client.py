@@ -1,8 +1,6 @@
 """The interfaces between a router and its workers: `WorkerClient`, the calls to one worker, and `WorkerDirectory`, which lists all
 workers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol

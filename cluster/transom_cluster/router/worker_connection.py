@@ -15,8 +15,6 @@ calls no code of its users; `worker_events` keeps a connection open in this way:
 The property `state` says whether a connection is closed, open, or draining.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

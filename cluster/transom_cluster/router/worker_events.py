@@ -4,8 +4,6 @@
 in-flight requests; none of these calls back. The rule in `failover` decides what happens to the requests of a lost worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -6,8 +6,6 @@ worker disappears.
   the rest migrates. If no other worker has its model, they may stay for up to `RouterTimings.last_drain_s`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ change the number. For example, a load that fills 2.0 of 4 workers needs 2 / 0.7
 Ray Serve acts only after the policy has asked for more or fewer workers for some time (`upscale_delay_s`, `downscale_delay_s`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -14,8 +14,6 @@ For example, workers A and B have blocks 0 to 99 of a full group, and only A has
 only A is left, and B's reach is 100. No worker has block 150, so A's reach is 150.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple

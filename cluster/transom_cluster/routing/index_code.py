@@ -24,8 +24,6 @@ arrays (`a[:] = b`), or viewing an array as another type, would double that time
 their error messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -10,8 +10,6 @@
   (`prefill_decode`).
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Collection, Mapping

@@ -11,8 +11,6 @@ fetch anything. If there is no worker of the right role, any worker takes the re
 roles.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

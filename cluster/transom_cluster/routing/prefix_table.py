@@ -5,8 +5,6 @@ Each *part* of the hash table grows by itself, by an eighth (a small one by half
 takes 14 to 16 bytes. The array of sets of holders doubles when it is full.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple

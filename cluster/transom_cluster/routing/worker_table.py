@@ -5,8 +5,6 @@ With 200 workers, most facts are the same from one placement to the next. So a w
 a message or got a request, and the list of workers to choose from is prepared once and used until it changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Serve's controller collects the workers' load reports, calls `ServeAutoscalingPo
 and starts and drains workers. Workers report their load through `WorkerReplica.record_autoscaling_stats`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import asdict

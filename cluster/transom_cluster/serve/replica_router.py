@@ -4,8 +4,6 @@ A caller names the replica with `handle.options(session_id=worker_id)`. Serve pi
 the whole process shares cannot be in this module; it is in `serve.running_replicas`, which this module imports.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakValueDictionary
 

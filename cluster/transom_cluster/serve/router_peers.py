@@ -1,7 +1,5 @@
 """`ServeRouterPeers`: sends queries to the other replicas of Ray Serve's router deployment."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

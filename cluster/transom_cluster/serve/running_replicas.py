@@ -4,8 +4,6 @@ Serve's request router (`serve.replica_router`) publishes them on Serve's event 
 (`running_replicas`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """The worker replica that Ray Serve runs. Only a worker's process imports this module, since it imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import ray

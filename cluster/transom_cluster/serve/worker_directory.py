@@ -5,8 +5,6 @@ When a replica's process has ended, Ray's error describes the reason in words an
 thing from these words: whether the replica's node is gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

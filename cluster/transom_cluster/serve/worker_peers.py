@@ -4,8 +4,6 @@ handles.
 The bytes of KV blocks are results of calls: Ray puts them into its object store, and frees them once the caller has read them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

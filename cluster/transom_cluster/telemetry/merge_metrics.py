@@ -13,8 +13,6 @@ a worker's page is not. For example, the pages of two workers
 become one family with two samples.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 - **family**: a metric with all its label values, in Prometheus' sense; a **series** is one combination of label values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 

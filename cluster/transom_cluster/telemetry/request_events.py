@@ -16,8 +16,6 @@ A prefill worker's attempt ends with `HandedOver` instead of `Lost`.
 replaces `Finished` if an error ends the choice. `ClientLeft` may come at any time before `Ended`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol

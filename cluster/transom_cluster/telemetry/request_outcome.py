@@ -6,8 +6,6 @@ although 200 was sent. Metrics count such a request with the status of its error
 Broken response: a response that ended after its first byte and before its last.
 """
 
-from __future__ import annotations
-
 from starlette.types import Message
 
 from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError

@@ -6,8 +6,6 @@
 - **client**: the owner of a request, as a digest of its API key. A client sees only its own requests.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The router's own Prometheus metrics, with the labels `model` and `router` and with buckets that suit language models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import get_args
 

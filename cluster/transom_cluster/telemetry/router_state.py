@@ -1,7 +1,5 @@
 """The router's gauges that are read at each scrape: numbers of requests and workers, and the versions of the process's software."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """Metrics of a router's placements: chosen workers, predicted and actual prefix hits, the time that a placement takes, and the
 router's mirrors of the workers' prefix indexes."""
 
-from __future__ import annotations
-
 from transom_cluster.routing.placer import PlacementObserver
 from transom_cluster.routing.policy import REASONS, Reason
 from transom_cluster.routing.worker_view import HitTokens

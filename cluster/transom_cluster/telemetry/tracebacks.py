@@ -1,7 +1,5 @@
 """Formats tracebacks of unexpected errors for the log, without the errors' messages, which may quote a client's prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from traceback import TracebackException
 

@@ -3,8 +3,6 @@
 Legend: C copies, W 32-bit words of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The result is the same as if the copies ran one after the other. A list of copie
 not depend on each other, so one launch performs all of them at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

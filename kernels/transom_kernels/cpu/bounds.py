@@ -4,8 +4,6 @@ Kernels work on raw addresses. With TRANSOM_CHECKED_KERNELS=1 they are compiled 
 outside the named ranges goes to a spare page instead and is recorded, and the launch raises IndexError.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

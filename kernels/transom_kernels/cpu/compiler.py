@@ -6,8 +6,6 @@ pipeline (numba's documented `pipeline_class`) whose result is a `_Text`: the fu
 with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

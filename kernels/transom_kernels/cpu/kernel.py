@@ -12,8 +12,6 @@ The cache is a directory with one file for each key, written once. A file begins
 another name and then renamed, so that no process loads an incomplete file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

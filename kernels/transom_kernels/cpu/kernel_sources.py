@@ -6,8 +6,6 @@ that they import, and so on, within its package and `transom_kernels`. The searc
 file for `from module import name`, on one line or with names in parentheses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from functools import cache

@@ -12,8 +12,6 @@ A decorator returns a description of the function (`Emitted` or `Helper`), which
 (`compiler.py`) shows descriptions to numba. Numba is imported only to compile, so a launcher may share a file with its kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto

@@ -6,8 +6,6 @@ Arguments become words (`arguments.py`): a tensor becomes its address, a float t
 steps, as CUDA graphs do on GPUs.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ Each call finishes 16 neighbouring outputs of one row, whose sums (products of t
 Legend: M rows, N output width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

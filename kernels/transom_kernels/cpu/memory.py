@@ -4,8 +4,6 @@ A decode step reads from addresses that are far apart (weights of hundreds of MB
 nearly every such read would miss the TLB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 

@@ -1,7 +1,5 @@
 """Teaches numba the language of kernels (`language.py`): a vector type with operators, and functions that emit LLVM code."""
 
-from __future__ import annotations
-
 import operator
 from functools import cache
 from typing import Any

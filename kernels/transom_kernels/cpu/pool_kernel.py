@@ -10,8 +10,6 @@ To execute an instruction, a thread calls its kernel, which claims work items un
 items are done. `layout.py` defines the words.
 """
 
-from __future__ import annotations
-
 import platform
 
 from transom_kernels.cpu import layout

@@ -14,8 +14,6 @@ A program must not depend on values that Python read while it was recorded. Reco
 passes values to Python; our own operators that read values call `recording.refuse_recording`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import weakref

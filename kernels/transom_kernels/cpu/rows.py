@@ -6,8 +6,6 @@ Each `make_*` builds a function for the given dtypes. Rows are given by address 
 Legend: N row width, R rotated width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

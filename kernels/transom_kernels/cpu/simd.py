@@ -8,8 +8,6 @@ a function for each dtype, such as `LOAD["bf16"]`. `vector_code.py` emits the LL
 - mask: an integer with one bit for each lane, bit 0 for lane 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ The environment variable `TRANSOM_CPU` names another processor to compile for, b
 `cascadelake` (AVX-512 with VNNI). Code for it runs here if this processor has all of its instructions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """The number of threads that run CPU kernels in this process."""
 
-from __future__ import annotations
-
 import os
 
 _num_threads = 0

@@ -10,8 +10,6 @@ the same for any number of rows. A kernel calls
     release_tiles()                     until then Linux saves 8 KiB of tile registers at each thread switch
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -11,8 +11,6 @@ bfloat16 pairs or of 8-bit quads).
 With TRANSOM_CHECKED_KERNELS=1 each access is compared with the memory that the launch named (`bounds.py`).
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable

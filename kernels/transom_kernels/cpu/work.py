@@ -19,8 +19,6 @@ Before its first claim a kernel must not read the memory that its arguments poin
 and the memory is used for something else; its first claim then tells it that there is no item.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from transom_kernels.cpu.language import helper as helper

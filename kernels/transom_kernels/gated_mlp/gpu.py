@@ -3,8 +3,6 @@
 Legend: T tokens, N inner width.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

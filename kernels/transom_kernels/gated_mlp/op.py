@@ -5,8 +5,6 @@
 Legend: T tokens, N inner width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal

@@ -10,8 +10,6 @@ rounded only where torch's operators would have written a tensor.
 Legend: T tokens, S residual streams (padded to BLOCK_S), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

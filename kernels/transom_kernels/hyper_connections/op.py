@@ -21,8 +21,6 @@ Each coefficient is computed from a logit. The logits of a token are `projected 
 Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

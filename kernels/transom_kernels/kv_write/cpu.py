@@ -4,8 +4,6 @@ cache, and declares its arguments.
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

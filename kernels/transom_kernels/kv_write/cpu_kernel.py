@@ -11,8 +11,6 @@ caches, when they are stored. A work item is a group of one token's heads, in th
 Legend: H query heads, KVH KV heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.rows import make_hadamard, make_inverse_rms, make_rotate

@@ -4,8 +4,6 @@ cache. A launch is prepared once for all layers with equal shapes and options.
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

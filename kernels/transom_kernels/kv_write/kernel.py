@@ -12,8 +12,6 @@ next ones its key heads, the last ones its value heads, `BLOCK_H` heads each.
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

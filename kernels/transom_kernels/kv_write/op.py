@@ -8,8 +8,6 @@ available, torch computes (`reference.py`, the specification of both).
 Legend: T tokens, P block size in tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording

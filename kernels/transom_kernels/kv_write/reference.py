@@ -11,8 +11,6 @@ along its diagonal are as wide as the largest power of two that divides the head
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width, P block size in tokens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of
 that are pooled, R tokens per entry, G groups of R tokens that an entry reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

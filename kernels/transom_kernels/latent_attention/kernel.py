@@ -15,8 +15,6 @@ Legend: T queries, H heads, D width, W window slots, K entry slots, N entries or
 sequences, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -11,8 +11,6 @@ Legend: T queries, H heads, D latent width, W rows of the window, K entries of a
 the longest sequence, E pooled entries, R tokens per entry, G groups of R tokens that an entry reads (its own last).
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu

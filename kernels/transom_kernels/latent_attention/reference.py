@@ -7,8 +7,6 @@ Legend: T queries, t queries of a tile, H heads, D width, W rows of the window, 
 sequence, P rows per block, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

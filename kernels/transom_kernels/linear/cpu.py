@@ -7,8 +7,6 @@
 Legend: M rows, K input width, N output width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple

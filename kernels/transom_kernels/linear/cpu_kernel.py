@@ -10,8 +10,6 @@ rounding. `cpu.py` launches it.
 Legend: M rows, K input width, N output width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.language import helper, inlined

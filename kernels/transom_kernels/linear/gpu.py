@@ -7,8 +7,6 @@ one of their own, and torch multiplies them.
 Legend: M rows, K input width, N output width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ to 48, with zeros. In a gated weight panels of gate and of up alternate.
 Kernels have these numbers compiled in.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 OUTPUTS = 16  # outputs of a panel

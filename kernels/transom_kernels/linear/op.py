@@ -9,8 +9,6 @@ cap, activation and residual follow in float32, and the result is rounded once.
 Legend: M rows, K input width, N output width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Legend: M rows, K width, N outputs of a weight or rows of a table.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.language import INT, NOTHING, emits, helper

@@ -4,8 +4,6 @@ A *step* is one 64-byte line of a panel: one float32, or one pair of 16-bit numb
 chain of additions in the order of the steps, for any number of rows, so that a row's result does not depend on other rows.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

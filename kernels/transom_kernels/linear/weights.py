@@ -6,8 +6,6 @@ freed when the last of its weights is gone.
 Legend: N outputs (of gate and of up each, if the weight is gated), K inputs.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

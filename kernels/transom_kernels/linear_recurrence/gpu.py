@@ -11,8 +11,6 @@ Legend: T tokens, B sequences, H heads, Hk key heads, D key width, Dv value widt
 N row width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

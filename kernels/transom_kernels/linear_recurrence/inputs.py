@@ -4,8 +4,6 @@ Legend: T tokens of a step, B sequences, H heads of values and states, Hk heads 
 heads), D key width, Dv value width, L tokens of the convolution's kernel, C = 2 Hk D + H Dv channels of the convolution.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -15,8 +15,6 @@ lengths instead.
 Legend: T tokens, B sequences, H heads, HK key heads, D key width, DV value width, C channels, BLOCK_T tokens of a chunk.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

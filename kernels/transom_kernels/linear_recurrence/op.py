@@ -18,8 +18,6 @@ float32 nothing at all.
 Legend: T tokens, H heads, D key width, Dv value width, L tokens of the convolution's kernel, N row width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Legend: T tokens, H heads, Hk key heads, D key width, Dv value width, L tokens of the convolution's kernel, C channels, N row width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -7,8 +7,6 @@
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

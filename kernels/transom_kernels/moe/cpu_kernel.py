@@ -13,8 +13,6 @@
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.language import helper

@@ -10,8 +10,6 @@ columns starts at zero; it is multiplied by the group's scale (a power of two) a
 - unit: the columns in one 32-bit word of a row: one in float32, two in bfloat16. In MXFP4 a unit is two columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -4,8 +4,6 @@ the one of a linear layer over a quantised weight, which has one expert.
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any

@@ -13,8 +13,6 @@ The first element of a word has the lowest bits. But few operations make bfloat1
 (`widened_words`), so these have their bits in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

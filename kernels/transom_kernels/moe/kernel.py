@@ -13,8 +13,6 @@ Legend: T tokens, P pairs of token and expert, K experts per token, E experts, I
 pairs, and an iteration multiplies J inner elements.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

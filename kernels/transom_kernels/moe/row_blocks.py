@@ -8,8 +8,6 @@ expert. Example with M = 4: pairs with experts [2, 0, 2, 2, 0, 2, 2] become the 
 Legend: P pairs, E experts, K experts per token, M rows of a block, C pairs or blocks of an iteration.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -13,8 +13,6 @@ A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gat
 Legend: E experts, N hidden width, I inner width.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal

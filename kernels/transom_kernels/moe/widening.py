@@ -9,8 +9,6 @@ Legend: a tile is N rows by J columns; `groups` of columns have a scale and a ze
 words b of a group, with elements e.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -14,8 +14,6 @@ Legend: B sequences, T query tokens, N table columns, P block size in tokens, H 
 head, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`
 Legend: T query tokens, H query heads, KVH KV heads, Dv value width.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording

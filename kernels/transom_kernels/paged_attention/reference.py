@@ -7,8 +7,6 @@ Legend: T query tokens, R query tokens of a tile, L keys that at least one of th
 heads per KV head, D key width, Dv value width, P block size in tokens.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.paged_attention.inputs import AttentionInputs, PagedBatch, PagedInputs

@@ -13,8 +13,6 @@ Example, the query at position 10 with W = 4 and S = 2 ('x': seen):
           x  x  .  .  .  .  .  x  x  x  x
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

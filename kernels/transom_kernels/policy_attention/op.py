@@ -7,8 +7,6 @@ CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`
 Legend: T query tokens, B sequences, N table columns, H query heads, KVH KV heads, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

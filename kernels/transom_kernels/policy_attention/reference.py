@@ -17,8 +17,6 @@ Legend: T query tokens, R query tokens of a tile, L keys that its sequence's tab
 width, B sequences, N table columns, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ int4 (`format.py`). Loads return stored numbers, without the row's scale: kernel
 Legend: D numbers of a row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

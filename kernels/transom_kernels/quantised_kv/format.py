@@ -17,8 +17,6 @@ A row of zeros has the scale 0. A row with a number that is not finite has the s
 Legend: P block size in tokens, KVH KV heads, D numbers of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

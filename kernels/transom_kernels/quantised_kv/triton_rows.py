@@ -5,8 +5,6 @@ Loads return stored numbers, without the row's scale: kernels multiply products 
 Legend: N rows, D numbers of a row, H heads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,8 +8,6 @@ A kernel computes products, then bias, scale, cap, residual or activation in flo
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

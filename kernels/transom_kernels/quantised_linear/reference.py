@@ -7,8 +7,6 @@ result is the same for any number of rows or threads.
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

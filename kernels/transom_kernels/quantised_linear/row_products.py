@@ -16,8 +16,6 @@ totals, group after group, in the same order for any number of rows.
 Legend: K columns of a row.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

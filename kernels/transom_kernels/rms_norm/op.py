@@ -5,8 +5,6 @@ rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32
 Legend: T rows, N row width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

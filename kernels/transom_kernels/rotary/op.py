@@ -6,8 +6,6 @@ Pairs are (i, i + R / 2), or (2i, 2i + 1) if interleaved. `signed_sin` is the si
 Legend: T tokens, H heads, D head width, R rotated width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ the other tokens.
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The MoE router in torch: the specification of `route`, and its options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

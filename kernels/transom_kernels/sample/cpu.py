@@ -6,8 +6,6 @@ A *noise block* is 64 ids that share a random number (`reference.py`). A *record
 Legend: S rows, V ids of the vocabulary (or of a tensor-parallel rank's slice of it), P pieces of a row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -24,8 +24,6 @@ Pieces always begin at multiples of 8192 token ids, so a row's result does not d
 Legend: V ids (columns) of a row, B blocks of 64 ids, P pieces of 128 blocks.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

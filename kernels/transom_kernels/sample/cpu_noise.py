@@ -6,8 +6,6 @@ computed alone or in a vector. `negative_log` is within one unit in the last pla
 Legend: 8 blocks of 64 ids at once.
 """
 
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir

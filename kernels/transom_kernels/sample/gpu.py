@@ -13,8 +13,6 @@ and `gumbel_max.py` skips every block whose bound lies below a known score. Few 
 Legend: S rows, V vocabulary, B blocks of a row, C chunks of a row, K blocks of a chunk.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

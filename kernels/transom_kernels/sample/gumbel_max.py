@@ -20,8 +20,6 @@ comparisons and bitwise searches use it. The *cut key* is the sort key of the le
 Legend: B blocks of a row, T blocks of an iteration, L places in a list of ids.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ compute it with Triton, others in torch; the engine's own path on CPUs is `cpu.s
 Legend: S rows, V vocabulary, C changes to logits.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.launch import implementation, uses_triton

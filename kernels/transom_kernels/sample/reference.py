@@ -17,8 +17,6 @@ Noise is a function of the row's key and the token id:
 Legend: S rows, V vocabulary, C changes to logits, N elements of any shape.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

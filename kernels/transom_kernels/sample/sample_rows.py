@@ -22,8 +22,6 @@ id is exp(scaled logit - largest scaled logit). `gumbel_max.py` says more.
 Legend: S rows, V vocabulary, B blocks of 64 ids, C chunks of a row, L places in the list of ids, N ids that are compared.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -12,8 +12,6 @@ copies parameters. From step to step only the output position and the ids that p
 - ban: ids whose logits are -inf while the output is shorter than `min_tokens`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 

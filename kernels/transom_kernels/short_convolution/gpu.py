@@ -9,8 +9,6 @@ Legend: T tokens, L tokens of the convolution's kernel, C channels, U units of D
 B sequences, N table columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ CPUs compute with a compiled kernel (`cpu.py`), CUDA devices with Triton (`gpu.p
 Legend: T tokens, L tokens of the convolution's kernel, C channels of this rank.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording

@@ -3,8 +3,6 @@
 Legend: T tokens, L tokens of the convolution's kernel, C channels, U units of D neighbouring channels, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The block map from a real engine's thread to a client's socket."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

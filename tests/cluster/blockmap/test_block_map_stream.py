@@ -1,7 +1,5 @@
 """The block map over HTTP: files without a key, streams of all workers merged, clients that are slow or leave."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

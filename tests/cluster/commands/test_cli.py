@@ -1,7 +1,5 @@
 """The command line up to where Ray would start, and `transom chat` against a real server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

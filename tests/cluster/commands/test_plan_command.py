@@ -1,7 +1,5 @@
 """`transom plan` on model configs, files and wrong arguments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

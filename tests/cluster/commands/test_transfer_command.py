@@ -1,7 +1,5 @@
 """`transom bench transfer` against a made-up server, and the route that it asks against a made-up worker."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """A server whose worker speaks what the test gives it (answers with reasoning and calls), and OpenAI's client of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ A cache gives one client at most a quarter (`FairCache`); bodies give it half. A
 full, and then displaces requests of the client that has most. Sizes are computed from the measured bytes per entry.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Long work runs on few threads, by turns of clients; the event loop does none of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

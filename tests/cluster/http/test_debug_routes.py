@@ -1,7 +1,5 @@
 """A request's timeline over HTTP: over several workers and routers, for its own client alone, without any text of the prompt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

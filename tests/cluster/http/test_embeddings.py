@@ -1,7 +1,5 @@
 """/v1/embeddings with OpenAI's client: over a real engine, whose vectors must be transformers' own, and over a lost worker."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ schemathesis' own `parametrize` makes the requests of every operation while pyte
 not the test is run there: seconds for each document. So `check_all_operations` makes them while the test runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

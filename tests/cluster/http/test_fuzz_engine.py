@@ -1,7 +1,5 @@
 """Misbehaving clients against a real server with a tiny engine: no status 500, no hang, no leaked request or block."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

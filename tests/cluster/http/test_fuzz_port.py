@@ -1,7 +1,5 @@
 """Bytes that are no HTTP, and HTTP with broken bytes, on a real server's port: it answers or closes, and serves as before."""
 
-from __future__ import annotations
-
 import json
 import socket
 

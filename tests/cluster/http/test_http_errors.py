@@ -1,7 +1,5 @@
 """Each error of a client has its status, OpenAI's error object, and the name of the wrong field."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

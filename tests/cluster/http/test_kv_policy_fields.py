@@ -1,7 +1,5 @@
 """The fields `kv_policy` and `kv_quality`: what a worker gets, what a client is told, and what the deployment's default does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """POST /v1/messages and its count_tokens over a real socket, with Anthropic's official client and without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics over HTTP: all routers and workers on one page, each process on its own, formats, what is late, keys."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The workers say what the tests give them, so what a model would do is known.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

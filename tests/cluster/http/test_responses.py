@@ -1,7 +1,5 @@
 """POST /v1/responses over a real socket, with OpenAI's official client and without."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

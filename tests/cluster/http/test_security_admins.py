@@ -1,7 +1,5 @@
 """Admin keys: they alone open routes that show all clients together, and they open all other routes as well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import cast
 

@@ -1,7 +1,5 @@
 """API keys: which routes need one, where keys come from, and clients that share no cached prefix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits of a client's requests: rate, concurrency, size, nesting, and time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

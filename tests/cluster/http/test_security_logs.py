@@ -1,7 +1,5 @@
 """No log line and no metric contains a prompt or an output, for every end of a request, unless --log-prompts is set."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

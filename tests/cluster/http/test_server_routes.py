@@ -1,8 +1,6 @@
 """The routes besides generation: tokenize, detokenize, health, version, metrics, the index; HEAD and OPTIONS; and pages of other
 origins, where they are allowed: preflights need no key, and errors can be read."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

@@ -1,7 +1,5 @@
 """An operator pauses a server, replaces its weights and resumes it, while a client reads a stream."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

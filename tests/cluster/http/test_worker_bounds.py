@@ -9,8 +9,6 @@ the net changes of the index), or by the request itself (tokens, log-probabiliti
 the resident memory of the real processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

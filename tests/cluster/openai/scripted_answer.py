@@ -1,7 +1,5 @@
 """An answer as a script: each token has a text and the parts that a parser makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The answer reader gives the parser each token with its part of the worker's text, however events are cut, joined or migrated."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

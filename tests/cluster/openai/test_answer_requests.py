@@ -1,7 +1,5 @@
 """What a body says about tools, forms and reasoning reaches the chat template and the worker's grammar, or is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ids of calls in a chat's history, in the form that a family has learnt: a result keeps the id of its call."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat completions of answers with reasoning and tool calls: messages, deltas, finish reasons, log-probabilities and usage."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Strings, arrays and objects are counted exactly, and too many of them are refused before anything is parsed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc

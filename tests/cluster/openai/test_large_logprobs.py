@@ -1,8 +1,6 @@
 """vLLM's field `prompt_logprobs`, the log-probabilities of a prompt's tokens beside the answer; and responses with very many
 log-probabilities: a stated bound, the prompt's computed once, JSON in pieces, memory in arrays."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tracemalloc

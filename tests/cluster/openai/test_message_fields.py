@@ -1,7 +1,5 @@
 """Messages of chats with tools: what clients send back of an answer, as chat templates read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

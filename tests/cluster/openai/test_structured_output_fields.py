@@ -1,7 +1,5 @@
 """The fields that hold an answer's text to a form: each form of each API, one at a time, and which error names what is wrong."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tools` and `tool_choice`: what a request may say about functions, and which error names what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

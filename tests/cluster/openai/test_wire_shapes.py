@@ -1,8 +1,6 @@
 """OpenAI's and Anthropic's published documents and clients: responses validate strictly, and every published field of a request
 is known here: supported, ignored, or refused by its own name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_type_hints
 

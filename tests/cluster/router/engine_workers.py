@@ -1,8 +1,6 @@
 """Workers with real engines in this process: their calls to each other, requests to one of them, and a router of workers that are
 lost after a number of output events."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Ids are random in each run; the n-th id of a response has to stand at the same p
 needed; tests/end_to_end has real engines and processes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Sequence

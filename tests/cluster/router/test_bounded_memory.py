@@ -1,7 +1,5 @@
 """Days of traffic: nothing in a router grows with the number of requests, clients or workers that it has ever seen."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

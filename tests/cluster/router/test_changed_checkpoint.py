@@ -1,7 +1,5 @@
 """A checkpoint whose files change while workers run: no KV of the old model is ever used by the new one, or the other way round."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clients take turns at a router's queue: many requests of one delay another's by its share, and are placed in pieces."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

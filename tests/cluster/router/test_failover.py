@@ -1,7 +1,5 @@
 """Streams that outlive their worker: killed at every point, the client gets the whole answer once, on the same connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from itertools import product

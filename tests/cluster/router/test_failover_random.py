@@ -1,8 +1,6 @@
 """Losses, arrivals, drains and departures in any order: every client that stays gets its text once, of one model, and nothing is
 left over."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

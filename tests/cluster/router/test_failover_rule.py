@@ -1,7 +1,5 @@
 """Which request is to blame for a lost worker: the rule by itself, and a poison request among innocent streams."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Prompts at prefill workers, streams at decode workers: the client gets the whole answer once, whichever worker is
 lost or missing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

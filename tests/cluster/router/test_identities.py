@@ -1,7 +1,5 @@
 """Workers of two models: an answer is of one of them from beginning to end, and new requests go to the newer one."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -3,8 +3,6 @@
 tests/end_to_end/test_everything_at_once.py has all policies with handover and failover on top, through a router.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

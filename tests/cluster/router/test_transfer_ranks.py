@@ -3,8 +3,6 @@
 Every pair of numbers of ranks is in tests/worker/kvcache/tiers/test_block_format.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

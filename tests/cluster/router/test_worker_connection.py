@@ -1,7 +1,5 @@
 """Event streams, repeated output, lost workers and clients that leave: every accepted request ends in tokens or an error, once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Several workers: they come, fill up, drain and go; requests wait, spill over or move, and the server's routes say so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Every update and every search is kept, so that mirrors can be led through the whole history and stopped where a worker searched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import Counter, deque

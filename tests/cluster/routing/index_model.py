@@ -1,7 +1,5 @@
 """What the fleet's prefix index must hold, kept as plain sets for each worker, and the checks of its arrays."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The number of workers on recorded signals: ramps, bursts, steady load, idleness, and zero."""
 
-from __future__ import annotations
-
 import pytest
 
 from transom_cluster.routing.autoscaling import wanted_replicas

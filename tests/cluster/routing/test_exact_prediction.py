@@ -1,7 +1,5 @@
 """What a router predicts is what the worker finds, token for token, at equal versions of the index."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cluster.routing.fleet import Fleet, Search, Worker, predict, run_by_run

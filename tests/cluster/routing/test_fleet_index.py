@@ -1,8 +1,6 @@
 """The fleet's prefix index says of every worker what the worker would find; each mirror in it follows a worker's index, notices
 what it missed, and begins again from the whole."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

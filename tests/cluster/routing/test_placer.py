@@ -1,7 +1,5 @@
 """What a router learns from workers' messages and from its own placements, and what follows for the next request."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

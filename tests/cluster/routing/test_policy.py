@@ -1,7 +1,5 @@
 """Where requests go, by what is known of each worker."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """When a worker fetches a prefix from another one, from which, and who takes which part of a request by its role."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

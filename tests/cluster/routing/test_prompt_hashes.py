@@ -1,7 +1,5 @@
 """A prompt's digests are the worker's, in whatever pieces the router computes them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The Serve application: its deployments, their resources, and the Serve YAML in deploy/."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

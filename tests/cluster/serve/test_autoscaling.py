@@ -1,7 +1,5 @@
 """The policy as Ray Serve runs it: from reports of replicas, through Serve's own delays."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import warnings

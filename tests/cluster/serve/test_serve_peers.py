@@ -1,7 +1,5 @@
 """Queries to the other routers through Ray Serve, some of which fail or are late."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from functools import partial

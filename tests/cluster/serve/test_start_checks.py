@@ -1,7 +1,5 @@
 """A wrong setting is refused before Ray and the weights are loaded, with what was given and what is allowed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

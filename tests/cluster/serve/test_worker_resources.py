@@ -1,7 +1,5 @@
 """The resources that workers request from Ray never exceed those of the cluster, also on small machines."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What metrics and /debug/requests say of answers with reasoning and tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counts whose labels are known beforehand are there, at 0, on the page of a fresh process, so that rates see the first event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The union of several pages is valid and whole, whatever the pages are."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What metrics count for requests that did not end as their status said: broken streams, clients that disconnect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

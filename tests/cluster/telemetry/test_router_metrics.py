@@ -1,7 +1,5 @@
 """The router's own series: there from the start, labelled, and gone with their worker."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

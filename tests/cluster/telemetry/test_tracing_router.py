@@ -3,8 +3,6 @@
 JSON log lines of a router and a worker: each writes one line per request, with the same request id and trace id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

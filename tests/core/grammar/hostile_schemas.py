@@ -1,7 +1,5 @@
 """Schemas that are too much to compile, or that no grammar can hold."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random JSON schemas: objects of a few properties, some levels deep, of everything that a grammar can hold."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schemas from outside are compiled on trial in a child process: bounded time and memory, and a reason that names what is wrong."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading

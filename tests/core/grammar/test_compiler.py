@@ -1,7 +1,5 @@
 """The compiler's thread, its cache, and what becomes of grammars that fail or never compile."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """GBNF and structural tags become Lark that allows the same texts; what cannot be read is refused with its field's name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

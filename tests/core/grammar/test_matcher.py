@@ -1,7 +1,5 @@
 """Matchers hold walks to their grammars, and say why where they cannot."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """The library sees the same bytes for every token as our tokenizers give, for every kind of tokenizer."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer

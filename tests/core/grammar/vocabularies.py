@@ -1,7 +1,5 @@
 """Vocabularies of the tests' tokenizers, and walks through grammars without a model."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`live(n)`: the table of the design, and what must hold for any kind."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Pages hold the blocks that lie wholly inside them; the dump block lies after all pages."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

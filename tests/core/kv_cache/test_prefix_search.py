@@ -1,7 +1,5 @@
 """The hit search against brute force, and outcomes of prompt tokens that always add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import assume, given, settings

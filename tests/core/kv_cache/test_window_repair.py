@@ -1,7 +1,5 @@
 """`repair_start` against a dependency count over positions and layers, and against the known lengths."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Layouts by layer, and which positions a window repair leaves wrong: the brute force that `repair_start` is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

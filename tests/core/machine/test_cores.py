@@ -1,7 +1,5 @@
 """Shares of cores: equal, without overlap, with siblings together; which threads keep to them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

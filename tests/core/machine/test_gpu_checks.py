@@ -1,7 +1,5 @@
 """What keeps a GPU idle is named in one line, with what to do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray's grant decides the device: never the CPU or another worker's GPU by mistake; a part of a GPU is a part of its memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

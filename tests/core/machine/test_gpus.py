@@ -1,7 +1,5 @@
 """What the driver reports is read as it is, CUDA_VISIBLE_DEVICES counts as in CUDA, and `auto` never means the CPU by mistake."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

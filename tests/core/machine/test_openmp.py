@@ -1,7 +1,5 @@
 """The variables of waiting OpenMP threads, and the thread on which a model is loaded."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

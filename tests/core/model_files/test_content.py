@@ -1,7 +1,5 @@
 """The digest of a model's files: any change of contents changes it, names of copies and times do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

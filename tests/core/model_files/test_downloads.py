@@ -1,7 +1,5 @@
 """What is downloaded of a model on the hub, counted at a stand-in for it with huggingface_hub's own client."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

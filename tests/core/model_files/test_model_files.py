@@ -1,7 +1,5 @@
 """A model's name leads to its files and config, or to an error that says what to do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

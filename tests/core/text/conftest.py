@@ -1,7 +1,5 @@
 """Tokenizers of a tiny Llama's folder and of the demo model's GGUF file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The built-in chat template writes what DeepSeek V4's own Python script writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat prompts: as transformers renders them, with exact turn boundaries and clear refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

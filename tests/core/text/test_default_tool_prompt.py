@@ -1,7 +1,5 @@
 """A chat with tools for a template that knows none, such as the demo model's: all is text, and turns end where they end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Text one token at a time equals the text of all tokens at once."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer

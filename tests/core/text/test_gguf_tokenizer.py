@@ -1,7 +1,5 @@
 """Tokenizers in GGUF files encode as transformers' classes of the same vocabulary do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

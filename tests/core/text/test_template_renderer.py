@@ -1,7 +1,5 @@
 """Chat templates run in a child process under limits of CPU time and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

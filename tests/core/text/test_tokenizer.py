@@ -1,7 +1,5 @@
 """Ids, text and chat prompts against transformers' own tokenizers on the same files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tracemalloc

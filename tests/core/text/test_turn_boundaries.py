@@ -1,7 +1,5 @@
 """Turn boundaries of chats in every kind of template and tokenizer, against tokenising each beginning of the chat by itself."""
 
-from __future__ import annotations
-
 from itertools import pairwise, takewhile
 from typing import Any
 from unittest.mock import Mock, call

@@ -1,8 +1,6 @@
 """`transom bench policies` on a tiny model: every figure is there, makes sense, and becomes a table. The offline
 benchmark measures whole batches, and leaves the engine idle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Outputs equal those of requests that ran alone with the same seed: under memory pressure, and where a device lags the host, which
 computes the next step before the host has this one's tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A disk tier under whole engines: prefixes outlive the process, and any fault of a file costs a recompute at most."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Embeddings on two ranks, and after a preemption in the middle of a prompt. Families compare them with transformers' own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

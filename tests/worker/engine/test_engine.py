@@ -1,8 +1,6 @@
 """The engine's admission and its ends (what it refuses, its messages, and that no block stays in use), and the load that it
 reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

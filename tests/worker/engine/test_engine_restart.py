@@ -1,8 +1,6 @@
 """An engine whose executor loses a rank: every request gets an error, and the engine serves again, or ends where the ranks do
 not start."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

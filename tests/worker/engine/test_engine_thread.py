@@ -1,8 +1,6 @@
 """The engine's thread: cancelled callers do not end it, and its end gives every request an error event. Groups of requests come in
 pieces: none holds a step, none stands before another client's, all or none run."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Answers that are held to grammars: valid however their steps are planned, or ended by an error."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

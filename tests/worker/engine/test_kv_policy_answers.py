@@ -3,8 +3,6 @@
 That their answers are exact under preemption, migration and every other feature is in `end_to_end/test_policy_combinations`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

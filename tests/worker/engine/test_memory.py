@@ -6,8 +6,6 @@ from an engine are counted, after some requests and after many more of them; wha
 which the test lowers so that it is reached.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

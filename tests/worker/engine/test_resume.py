@@ -1,8 +1,6 @@
 """Every stateful stage can be rebuilt from the contract: runs are cut at every output position and resumed elsewhere. Requests are
 held while their prefix comes from another worker, and of some only the first token is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

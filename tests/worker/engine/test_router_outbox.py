@@ -1,7 +1,5 @@
 """When a router's next message is due, by a clock of the test's own, and what it carries."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Running requests: when they end, what text they hold back, and that a replay of their tokens rebuilds them. Stop strings:
 against a search of the whole text for each of them, and the work that they cost."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -1,7 +1,5 @@
 """What a worker chooses when it knows its device, and the plan's integers in the report of its start."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

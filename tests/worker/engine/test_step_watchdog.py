@@ -1,7 +1,5 @@
 """A thread that hangs in a step is given up in the step timeout: restarts, compilers and late looks are no hangs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

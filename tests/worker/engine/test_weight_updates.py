@@ -1,7 +1,5 @@
 """Weights that are replaced while a worker is paused: it answers as a fresh worker would, and hits no block of the old ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A scheduler for tests: allocates blocks in order, slides windows, and writes the plans that a test asks for."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans for sequences with KV policies, written by a test: tables that lose blocks, masks, mass and measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Chunks of eight tokens or fewer are attended to in another order of sums, in qua
 float32's last bits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

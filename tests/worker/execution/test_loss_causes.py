@@ -1,7 +1,5 @@
 """Why a step failed or a process ended, as evidence against the requests that ran."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows with KV policies on one rank, against transformers with the same mask: answers, attention mass, quality, long streams."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

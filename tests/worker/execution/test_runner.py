@@ -1,7 +1,5 @@
 """Plans that contradict what a rank knows, and a result that is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Architectures of a few small layers, for code that plans memory and needs no weights."""
 
-from __future__ import annotations
-
 from transom_core.model_config.architecture import Architecture, LayerAttention
 
 HIDDEN = 32

@@ -4,8 +4,6 @@ Ranks write, into every block that a step's tables name, which prefix each posit
 reads. So a block that was freed too early, published with other contents or moved without its contents shows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Brute force for the cache's tests: layouts of every group mix, a slow hit search, and the accounting that must always hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise

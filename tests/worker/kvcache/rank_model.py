@@ -1,7 +1,5 @@
 """What ranks do with blocks, in plain Python: tables kept up by deltas and moves, and a slab that remembers what was written."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Loads go to the ranks in pieces, by turns of clients; a step's result is told in whole loads."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Random operations on sequences on tiny pools, over every mix of groups: see `cache_driver` for what is checked, and how."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """`KvCache` on its own, and its imports from the disk; `test_cache_random` has random sequences."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

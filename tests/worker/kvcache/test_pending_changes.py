@@ -1,7 +1,5 @@
 """However many updates are joined, a mirror ends at the index and its version."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

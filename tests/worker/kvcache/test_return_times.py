@@ -1,7 +1,5 @@
 """Learned return times: which checkpoints a rhythm of returns makes valuable, and that every watch ends."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

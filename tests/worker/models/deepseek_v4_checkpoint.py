@@ -1,7 +1,5 @@
 """A small random DeepSeek V4 checkpoint: every kind of layer, small windows, ratios 4 and 16, a few chosen entries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints in their published formats, and their numbers as transformers dequantises them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -4,8 +4,6 @@ Each `Format` follows the published layout of one tool. `stored(weight)` rounds 
 follows the layer's name, and the rounded matrix in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -2,8 +2,6 @@
 errors for configs that are not supported.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

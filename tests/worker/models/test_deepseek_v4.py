@@ -2,8 +2,6 @@
 entry, and what the pool's size allows for. `test_every_boundary` has hits and repairs.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

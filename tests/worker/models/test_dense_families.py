@@ -1,7 +1,5 @@
 """Dense families against transformers' own, on small random checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

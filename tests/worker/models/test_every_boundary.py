@@ -4,8 +4,6 @@ Of families whose layers keep more than keys and values of single tokens: convol
 which a boundary may lie anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Other number formats stay near float32: bfloat16 as near as transformers, weights in 8 bits, weights as GGUF stores them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 One small model in `make test`; every family, several ranks and replayed CUDA graphs in `make test-interpreter`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Families with MLA beyond `FamilyTests`: preemption and tiers of latent blocks, chunks of every size, layouts of checkpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a layer launches for one token where Triton computes, as docs/kernels.md says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

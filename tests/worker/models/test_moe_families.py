@@ -2,8 +2,6 @@
 bfloat16 as kernels alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MXFP4 experts stay packed where grouped matmuls compute with them, whole or by rank, with equal results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

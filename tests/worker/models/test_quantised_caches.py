@@ -5,8 +5,6 @@ random weights and logits with a standard deviation of 4, which amplify every er
 otherwise. The demo model's figures are in docs/quantised_kv.md. torch computes here; `tests/kernels` compares kernels with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

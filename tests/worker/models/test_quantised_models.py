@@ -3,8 +3,6 @@
 `test_quantised` compares single matrices of every format; the tools' own writers agreed with these when the formats were written.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

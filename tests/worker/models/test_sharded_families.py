@@ -4,8 +4,6 @@ One rank is compared with transformers in `family_tests`. Heads are 4 with 1 or 
 or 9 with 3 KV heads, dealt 6 + 3, 3 + 3 + 3 and unevenly to 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Each rank reads and keeps its own part of a checkpoint, quantised weights included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

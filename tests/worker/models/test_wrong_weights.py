@@ -2,8 +2,6 @@
 that hold more than a text decoder, or tensors that the config does not mention.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

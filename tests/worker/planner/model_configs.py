@@ -1,7 +1,5 @@
 """The parts of published `config.json` files that say what a layer's cache holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_core.model_config.attention_layers import CHUNKED, COMPRESSED_HEAVILY, COMPRESSED_SPARSE, FULL, SLIDING

@@ -1,7 +1,5 @@
 """What a block holds, against the published sizes, and which layers share a group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A plan's figures: against published ones, and against counting; as many requests as planned run to their length together, and
 one more waits or is preempted."""
 
-from __future__ import annotations
-
 from collections import deque
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A running engine has the planner's integers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What each rank holds: everything once, queries beside the KV heads that they read, blocks inside the common stride; and pages
 for blocks of any sizes: every group finds room in each, and little is lost."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

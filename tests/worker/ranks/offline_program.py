@@ -1,7 +1,5 @@
 """A user's program: answers, is interrupted, answers again, and never ends by itself. Lines on standard output say where it is."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

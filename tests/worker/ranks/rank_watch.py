@@ -1,7 +1,5 @@
 """Looks at rank processes from outside: which there are, whether they are gone, what they left."""
 
-from __future__ import annotations
-
 import os
 import select
 from pathlib import Path

@@ -2,8 +2,6 @@
 bytes, and loads, which have ended when every rank has said so.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

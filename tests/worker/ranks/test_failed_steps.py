@@ -3,8 +3,6 @@
 If memory was short, the request that asked for the most ends, and no other. All tests share one start of the ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

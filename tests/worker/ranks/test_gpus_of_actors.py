@@ -3,8 +3,6 @@
 head: no GPU        nodes "a" and "b": GPU-a0, GPU-a1; GPU-b0, GPU-b1
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

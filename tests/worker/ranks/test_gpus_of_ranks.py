@@ -1,7 +1,5 @@
 """Each rank has a GPU of its own, and what is wrong with it is said in one line; on GPUs that are not there (`fake_gpus`)."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks of a user's program: an interrupt aborts only the running requests, and the ranks end with the program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a rank is started with: cores of its own, the variables of OpenMP, and for Ray actors a placement group that fits."""
 
-from __future__ import annotations
-
 import queue
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks print with lines in JSON: their own, those of libraries, and uncaught errors, each with its rank and worker."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """In which order a rank launches and finishes plans, over a device that computes while the host goes on."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

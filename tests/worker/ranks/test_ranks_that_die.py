@@ -3,8 +3,6 @@
 Every request gets its error at once, and requests are served again after the restart.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 Start-up waits for ranks as long as one of them reports progress; when it gives up, it closes everything.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

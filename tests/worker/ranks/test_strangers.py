@@ -1,7 +1,5 @@
 """Bytes and programs that do not belong to a start, at the executor's TCP socket: ranks connect as before."""
 
-from __future__ import annotations
-
 import random
 import socket
 

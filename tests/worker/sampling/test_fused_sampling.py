@@ -1,7 +1,5 @@
 """The sampler by Triton's kernels chooses what it chooses by torch's operators: all kinds of rows in one batch, step after step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The sampler by the CPU kernel chooses what it chooses by torch's operators, for hundreds of random parameters."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

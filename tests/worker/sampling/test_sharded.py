@@ -1,7 +1,5 @@
 """A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

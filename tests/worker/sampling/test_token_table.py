@@ -1,7 +1,5 @@
 """What sequences change in logits stays on the device: a step uploads what is new, with the result of uploading everything."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Brute force for KV policies that depend on attention: what a sequence keeps, token by token, from its tokens alone."""
 
-from __future__ import annotations
-
 import hashlib
 
 from tests.worker.scheduling.replay_executor import block_mass

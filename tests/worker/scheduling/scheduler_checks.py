@@ -1,8 +1,6 @@
 """Checks what must hold of sequences that wait for a prefix which a running sequence computes or a load brings, after any event;
 and of the scheduler's counts: `WorkModel` tells from plans alone why each token is computed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

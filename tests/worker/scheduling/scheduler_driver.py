@@ -1,7 +1,5 @@
 """Scheduler and replay executor run together, with every invariant checked after each operation."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 """Admission: what is refused, with which numbers and field; no request starves and no pool thrashes, since priorities age, and
 preempted requests keep their place and their cached blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

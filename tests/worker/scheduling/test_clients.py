@@ -1,7 +1,5 @@
 """Clients share one scheduler by their weights; `test_starvation` has hostile ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request

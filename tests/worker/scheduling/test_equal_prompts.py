@@ -1,8 +1,6 @@
 """Prompts that arrive together and share a prefix are computed once: the later ones wait for the first (their producer). A waiter
 is always admitted in the end, even if its producer fails or is preempted."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lost_windows import lose_left_behind, lose_windows

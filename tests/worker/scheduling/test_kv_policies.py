@@ -1,7 +1,5 @@
 """KV policies in the scheduler: what sequences keep, publish and find, whatever runs beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

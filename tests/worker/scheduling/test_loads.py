@@ -1,8 +1,6 @@
 """Requests that load a hit from the host tier: others run on, and aborts, failures and restarts leave both tiers sound. Requests
 whose prefix another one loads now wait for that load and hit its blocks on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

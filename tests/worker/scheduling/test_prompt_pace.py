@@ -1,8 +1,6 @@
 """What is learned from steps: the pace and the limits that follow from it, and how prompts share them; the rates of computing and
 loading, which reach the cache in steps and decide between the two."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,8 +1,6 @@
 """Single behaviours of the scheduler; random requests are in `test_scheduler_random`. Where clients return to, under memory
 pressure: only what a checkpoint pins is left, and windows are never repaired."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lost_windows import lose_left_behind, lose_windows

@@ -1,7 +1,5 @@
 """Random requests over tiny pools: whatever happens, counts balance, keys are right and every request finishes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

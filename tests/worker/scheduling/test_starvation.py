@@ -1,8 +1,6 @@
 """No request starves, whatever others send: inside one client by the bound that `scheduling.queue` states, and beside a hostile
 client by a bound that does not depend on what it sends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle

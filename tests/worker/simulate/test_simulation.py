@@ -1,7 +1,5 @@
 """Replays on a small geometry: every prompt token has one outcome, every request ends; and the command that prints their report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic workloads have the published figures; a recorded trace is read line by line, and a wrong line is named."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker's metrics: its series from the start, their values after known requests, and the page in both formats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """The timelines of a worker's requests: hits, repairs, chunks, preemptions; in bounded memory, and without prompts or text."""
 
-from __future__ import annotations
-
 import json
 import time
 import tracemalloc

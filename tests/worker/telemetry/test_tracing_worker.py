@@ -1,7 +1,5 @@
 """A worker's spans: queue, prefill and decode below the request's parent span, made when it has ended, and only with tracing on."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """With `--metrics-compat vllm` the merged page answers the queries of the Grafana boards that vLLM publishes."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics

@@ -5,8 +5,6 @@ group and tier (`tiers`). For the disk tier it has only the digests of the block
 the index is the number of its changes since the worker's start.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

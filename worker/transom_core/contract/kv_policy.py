@@ -12,8 +12,6 @@ What a window keeps depends only on a token's position, so its blocks are publis
 The other two policies depend on the attention of the sequence itself (its *history*), so their blocks are never published.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, fields

@@ -12,8 +12,6 @@ source's ranks, and `read_export` is not called. The offer has digests of some b
 It also says how long the source keeps all blocks; what was read within that time, counted from before `open_export`, is valid.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transom_core.contract import WindowPolicy

@@ -1,7 +1,5 @@
 """`PrefixPeers`: how a worker calls other workers for KV transfer. `transom_cluster.serve` implements it over Ray Serve."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

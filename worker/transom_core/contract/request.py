@@ -7,8 +7,6 @@ come after it, and no request starves. Where clients may ask for priorities from
 by requests that arrive less than `(p + M) * PRIORITY_AGING_S` seconds after it. With the policy `fcfs` priorities are ignored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transom_core.client_queue import Sharer

@@ -26,8 +26,6 @@ the pages that it does not need. The length of a text says little about its memo
 with 10,000 words takes 4 MiB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import resource
 import sys

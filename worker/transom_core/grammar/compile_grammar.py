@@ -6,8 +6,6 @@ next). A text that takes too much memory or time to compile is refused; an answe
 disjoint names of `patternProperties`), so a client's grammar is compiled in a child process first (`GrammarChecker`).
 """
 
-from __future__ import annotations
-
 import re
 
 from llguidance import LLMatcher, LLParserLimits

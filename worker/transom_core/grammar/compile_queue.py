@@ -14,8 +14,6 @@ Example: A sends the texts s, t and s, and then B sends u. The order is s, u, t,
     queue.charge(job, seconds)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

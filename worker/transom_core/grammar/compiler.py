@@ -14,8 +14,6 @@ that, while it was alone, adds nothing to this wait.
     compiler.cancel(owner)                               the request has ended, in any state
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ A **structural tag** lets a model write free text in which certain beginnings st
 `<function=`. After it come `add>`, an object that the schema allows, and `</function>`; then the text is free again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

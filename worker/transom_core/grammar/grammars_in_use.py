@@ -7,8 +7,6 @@ other text of the client is compiled; its request waits until other requests of 
 grammar in any case.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -3,8 +3,6 @@
 Legend: S rows of a step that sample a token, V vocabulary. A *plan* is what the engine has a step compute.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """`GrammarVocabulary`: the model's tokens as bytes, for the grammar library."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from llguidance import LLTokenizer, TokenizerWrapper

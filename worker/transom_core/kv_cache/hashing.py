@@ -13,8 +13,6 @@ Router and workers compute the same digests. BLAKE2b hashes a parent (32 bytes) 
 where SHA-256 needs two of 64, and it is fast on processors without instructions for hashing.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections.abc import Sequence

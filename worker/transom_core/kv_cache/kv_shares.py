@@ -1,7 +1,5 @@
 """`KvShares`: which KV heads the blocks of each rank of a worker contain, as workers tell each other for a KV transfer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transom_core.kv_cache.layout import GroupLayout

@@ -16,8 +16,6 @@ Page numbers and block ids are the same on every rank; the contents of a block d
 the last page comes one dump block per group.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

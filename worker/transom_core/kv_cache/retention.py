@@ -21,8 +21,6 @@ a million tokens each table would have 65,536 entries. Only `peak_blocks` has a 
 are fixed by the model.
 """
 
-from __future__ import annotations
-
 import math
 
 from transom_core.kv_cache.groups import GroupSpec

@@ -5,8 +5,6 @@ A block on the disk is imported into the host tier for a request that needs it; 
 the digests.
 """
 
-from __future__ import annotations
-
 DEVICE = 0
 HOST = 1
 DISK = 2

@@ -23,8 +23,6 @@ Keys that the repair computes below a layer's exact range are wrong, but no exac
 first token of a group's first live block, since the repair must fill whole blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

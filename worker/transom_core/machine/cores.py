@@ -10,8 +10,6 @@ move, since the router and other programs need cores too. Threads whose share wo
 Example: 4 cores with siblings (0, 4), (1, 5), (2, 6) and (3, 7): part 0 of 2 is {0, 4, 1, 5}, part 1 is {2, 6, 3, 7}.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What keeps torch or Triton from computing on the host's GPUs: one line with what was found, what is needed and what to do."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

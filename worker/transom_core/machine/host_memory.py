@@ -1,7 +1,5 @@
 """Finds out how much of the host's memory this process could still take, and gives the host memory that the process has freed."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

@@ -13,8 +13,6 @@ process. Two facts decide whether they have an effect:
 - `GOMP_SPINCOUNT` takes precedence over `OMP_WAIT_POLICY`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar

@@ -5,8 +5,6 @@ This module alone decides which tokens each layer's queries read: as the config 
 *family* is the config's `model_type`, such as "qwen3".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

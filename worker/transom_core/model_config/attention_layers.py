@@ -5,8 +5,6 @@ A *family* is the config's `model_type`. If a config does not list its `layer_ty
 in all layers; single layers may have their own, such as in `per_layer_config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

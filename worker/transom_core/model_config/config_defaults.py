@@ -4,8 +4,6 @@ The values are the defaults of transformers' configuration class for the family 
 `sliding_window` gets 4096.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 KV cache groups, the planner's bytes and attention masks are all derived from this dataclass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,8 +6,6 @@ that is not known here is refused, since it may change what the model computes. 
 Source: `transformers/models/lfm2/configuration_lfm2.py` and `modeling_lfm2.py` (the width of the feed-forward layer).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

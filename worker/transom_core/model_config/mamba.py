@@ -8,8 +8,6 @@ A field `mamba_*` or `time_step_*` that is not known here is refused, since it m
 Source: `transformers/models/granitemoehybrid/configuration_granitemoehybrid.py` and `modeling_granitemoehybrid.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

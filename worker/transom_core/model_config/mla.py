@@ -5,8 +5,6 @@ ones that all heads share. The cache keeps this row alone. Example, DeepSeek V3:
 values of 128 heads would be 128 * (192 + 128).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

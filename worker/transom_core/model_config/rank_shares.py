@@ -4,8 +4,6 @@ Example of a line: "rank 0 of 2: query heads 0-5 of 9, KV heads 0-1 of 3; inner 
 the parts; this module collects them into dataclasses, JSON values and lines of text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

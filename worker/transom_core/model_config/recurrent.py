@@ -5,8 +5,6 @@ A field `linear_*` that is not known here is refused, since it may change what t
 Source: `transformers/models/qwen3_next/configuration_qwen3_next.py`, and those of `qwen3_5` and `qwen3_5_moe`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Configs have one of three forms: `rope_theta` with `rope_scaling` for all layers
 RoPE are NoPE layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A soft cap replaces a score `s` by `cap * tanh(s / cap)`. This module imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

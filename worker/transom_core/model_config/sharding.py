@@ -10,8 +10,6 @@ Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 h
 are held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ with different weights are found. The digest is the same for any number of ranks
     digest = join_parts([part, part of the other rank])
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

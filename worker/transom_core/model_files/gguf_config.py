@@ -1,7 +1,5 @@
 """Translates a GGUF file's metadata into the `config.json` that its model has on Hugging Face. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 import struct
 from typing import Any

@@ -11,8 +11,6 @@ their beginning: version 2.4 gives a partial file another name in each process, 
 terminal `huggingface_hub` shows progress bars; elsewhere, such as in a Ray worker, `LoggedProgress` logs every ten seconds.
 """
 
-from __future__ import annotations
-
 import glob
 import io
 import logging

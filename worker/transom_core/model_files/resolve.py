@@ -4,8 +4,6 @@ A name is a folder of safetensors, a .gguf file, `smollm2` (a small model for de
 Face id, which may end with `@` and a revision.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ They must be regular files of bounded size: a pipe would hang the start. They mu
 them: a cloned repository can have links, and these could lead to any file of this host.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

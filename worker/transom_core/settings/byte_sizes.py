@@ -1,7 +1,5 @@
 """Parses sizes in bytes as people write them, such as 512MiB."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -10,8 +10,6 @@ memory, the bytes that activations of longer steps would need are worth more as 
 in which the engine handles the tokens of the first; on a CPU with one rank both would run on the same cores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from transom_core.config import SchedulerConfig

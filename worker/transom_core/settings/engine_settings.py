@@ -1,8 +1,6 @@
 """Settings of a worker's engine: the model, windows and chunks that turn any model into a hybrid, the KV cache and its tiers,
 what the scheduler puts into a step, and the ranks that compute it."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

@@ -10,8 +10,6 @@ granted GPUs. `transom serve` grants a worker one GPU for each rank; a Serve con
     2         refused: one would be idle                refused
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from transom_core.config import EngineConfig

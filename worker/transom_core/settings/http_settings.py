@@ -1,7 +1,5 @@
 """Settings of the HTTP server: tools and reasoning, addresses, keys and limits of clients, logs and traces."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Settings of a cluster: how many workers and routers there are, what the workers are for, and how requests reach them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field

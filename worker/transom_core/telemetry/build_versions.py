@@ -1,7 +1,5 @@
 """Versions of Transom, Python and other packages, as `/metrics` shows them."""
 
-from __future__ import annotations
-
 import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

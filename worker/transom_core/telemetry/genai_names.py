@@ -6,8 +6,6 @@ becomes `gen_ai_server_request_duration_seconds`. Buckets are Transom's own. Wha
 operation `inference`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """`Histogram`: counts values in fixed buckets, cheaply enough to observe every block and every token."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Renders the metrics of one process as a page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import generate_latest

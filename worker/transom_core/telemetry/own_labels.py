@@ -1,7 +1,5 @@
 """Makes the metric families of one process: every sample has the process's own labels, such as `model` and `worker`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Metric families of the CPU time and the memory that a worker's or router's process uses, read from the system at a scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client import ProcessCollector

@@ -11,8 +11,6 @@ A worker's request id is `{response id}-{prompt}-{choice}`, with `+{attempt}` wh
 second attempt at choice 2 of prompt 1 of the response `chatcmpl-0f`.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import Counter

@@ -7,8 +7,6 @@ other labels are added up. Buckets of histograms are Transom's own: quantiles an
 Names are those of vLLM's documentation and of its published Grafana dashboards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ message. The prefix cache keeps a checkpoint there, too. A message has its marks
 see: for each marked part the number of characters of `content` up to the part's end.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

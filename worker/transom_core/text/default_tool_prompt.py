@@ -5,8 +5,6 @@ and `</tool_call>`. Results become a user message, each between `<tool_response>
 these roles.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ bytes, three at most, are the whole state. So replaying the token ids of a migra
 token does not grow with the output. Most tokens begin and end between two characters: their text is decoded once per tokenizer.
 """
 
-from __future__ import annotations
-
 from encodings.utf_8 import IncrementalDecoder
 
 from transom_core.text.tokenizer import Tokenizer

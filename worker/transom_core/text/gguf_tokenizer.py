@@ -5,8 +5,6 @@ vocabulary comes with its merges. A SentencePiece vocabulary has pieces with sco
 pieces whose concatenation is a piece too are a merge, and merges that make pieces with higher scores come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

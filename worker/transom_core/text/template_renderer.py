@@ -13,8 +13,6 @@ Its answer is one of
     {"too_large": "it needs more than ... of memory"}
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

@@ -17,8 +17,6 @@ A cache mark may be inside a message. Its position is the number of tokens that 
 Only the text from the last turn boundary with a marker to the mark is tokenised for it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile

@@ -5,8 +5,6 @@ The prompts are random token ids, so that none hits the prefix cache. Prefill is
 them have their first output token.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import asdict, dataclass

@@ -14,8 +14,6 @@ When an answer with a grammar ends:
 - Stop strings and `stop_token_ids` end an answer where they occur, even in the middle of a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from transom_core.contract import Request

@@ -11,8 +11,6 @@ turn, its requests are held until its last one is there.
     flush        the engine has ended, and refuses all requests that are left
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future

@@ -23,8 +23,6 @@ show that the disk answers. If all loads that were given up have failed, the dis
 the blocks that failed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

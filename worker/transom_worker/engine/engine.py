@@ -8,8 +8,6 @@ an event loop.
 - **rank**: a process (or this one) that computes a shard of the model; the executor hides how many there are.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Other threads post commands (add, abort, send the index) to an inbox. The engine
 engine wakes up at once.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

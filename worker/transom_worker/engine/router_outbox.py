@@ -18,8 +18,6 @@ Ray does not tell a stream that its reader's process was killed. So an outbox en
 for `SILENT_ROUTER_S`: otherwise the router's requests would go on, and the worker's replica could not leave.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

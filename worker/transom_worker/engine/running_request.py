@@ -5,8 +5,6 @@ another worker carries that worker's tokens (`resumed_output_ids`). They are rep
 stopped: with the same characters held back (they could be the beginning of a stop string), and the same stop conditions.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Builds a running engine from its config: model files, ranks, metrics, tracing, and the start-up report in the log."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

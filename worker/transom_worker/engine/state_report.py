@@ -2,8 +2,6 @@
 figures that its metrics page reads at a scrape (`worker_state`).
 """
 
-from __future__ import annotations
-
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler

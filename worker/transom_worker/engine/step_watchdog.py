@@ -19,8 +19,6 @@ Python (`faulthandler`) anew at every look. If no look comes in time, the timer 
 process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import sys

@@ -17,8 +17,6 @@ its parent: a request pays for the part of its stop strings that its text repeat
 to hold back.
 """
 
-from __future__ import annotations
-
 
 class StopNode:
     """One beginning of stop strings: the first `length` characters of `stops`, all the sorted stop strings that share it.

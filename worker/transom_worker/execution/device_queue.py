@@ -13,8 +13,6 @@ device.
 Legend: S rows that are sampled, T tokens of a step.
 """
 
-from __future__ import annotations
-
 from itertools import cycle
 from typing import Protocol
 

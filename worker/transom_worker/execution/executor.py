@@ -6,8 +6,6 @@
 - arena: the KV pool of a worker, divided into blocks; `ArenaLayout` says where each block lies.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Creates the executor that a config asks for, and imports only the modules of that executor."""
 
-from __future__ import annotations
-
 from transom_core.config import EngineConfig
 from transom_worker.execution.executor import Executor
 

@@ -5,8 +5,6 @@ launches its kernels one by one.
     logits = run()                          runs or replays the model
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Runs the only rank of a worker in the engine's own process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform

@@ -11,8 +11,6 @@ An error keeps the frames that it passed through, and with them the tensors of t
 next step finds as little memory as the failed one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import traceback

@@ -1,7 +1,5 @@
 """Decides how large a rank's KV pool may be, and reports how much memory a process uses."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -17,8 +17,6 @@ ones.
 Legend: P policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

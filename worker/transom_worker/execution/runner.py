@@ -12,8 +12,6 @@
 - tiers: this rank's KV memory on the device, the host and the disk (`tiers`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

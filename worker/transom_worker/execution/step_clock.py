@@ -5,8 +5,6 @@ the sampled ids of this one. So on a GPU, events on the device measure the copie
 these events after the host has read the sampled ids, so that reading them never waits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from enum import IntEnum

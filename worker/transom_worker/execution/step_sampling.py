@@ -8,8 +8,6 @@ the sampled rows at once, and those of prompt positions `MAX_ROWS_PER_PASS` rows
 Legend: R rows whose logits are wanted, S rows that are sampled, N hidden width, V this rank's part of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import compress

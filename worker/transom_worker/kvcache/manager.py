@@ -19,8 +19,6 @@ tokens: a step in flight may still read the blocks. Other callers use the cache'
 `changes` (what routers must know), `copies` (what the ranks must copy), `capacity`, `snapshots`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

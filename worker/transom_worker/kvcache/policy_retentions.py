@@ -7,8 +7,6 @@ on a sequence's attention (`attention_history`) decide while it runs which block
 policy and removes the other blocks (`KvCache.remove`).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy

@@ -15,8 +15,6 @@ never published. Example with one window group, live blocks 6 and 7 at the end, 
     window group     (none)     inexact   publish       publish
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Sequence
 

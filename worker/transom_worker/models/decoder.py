@@ -5,8 +5,6 @@
 Legend: T tokens, R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -10,8 +10,6 @@ devices that compute with MXFP4.
 Legend: E experts, N hidden width, I inner width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

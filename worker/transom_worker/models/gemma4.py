@@ -12,8 +12,6 @@ Legend: T tokens, R rows whose logits are requested, N hidden width, L layers, P
 E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

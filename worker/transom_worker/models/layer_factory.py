@@ -3,8 +3,6 @@
 Legend: H query heads and KV heads, D head width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

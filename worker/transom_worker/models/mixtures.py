@@ -29,8 +29,6 @@ Sources: the classes of these names in transformers (`models/<family>/modeling_<
 Legend: E experts, N hidden width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -15,8 +15,6 @@ Source: the papers of DeepSeek V2 and V3, and `models/deepseek_v3/modeling_deeps
 Legend: T tokens, H heads of this rank, Q rank of queries, L latent width, P plain and R rotated width of a head, V value width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

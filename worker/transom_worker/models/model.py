@@ -3,8 +3,6 @@
 Legend: R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

@@ -1,8 +1,6 @@
 """Builds the model of an architecture: maps the family (`model_type` of config.json) to its class, or to the shared
 `Decoder` with the family's `Style`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -22,8 +22,6 @@ Sources: the classes of these names in transformers (`models/<family>/modeling_<
 Legend: T tokens, N hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol

@@ -12,8 +12,6 @@ Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tok
 block, and V, which comes after it, as many. In int8 each takes 8,192, and K's and V's scales follow, 16 * 8 * 4 = 512 bytes each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple

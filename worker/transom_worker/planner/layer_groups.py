@@ -11,8 +11,6 @@ with latent attention keep other tensors than keys and values (`planner.blocks` 
 - Compressor states and recurrent states are always float32, and rows of convolutions have the model's format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

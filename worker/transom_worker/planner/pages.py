@@ -21,8 +21,6 @@ The loss of a page size is the sum of
 So the chosen pages are small if all groups' blocks fill small pages well, and larger otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

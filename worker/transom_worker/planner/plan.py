@@ -13,8 +13,6 @@ have blocks of 384 KiB, so pages of 384 KiB waste nothing. A request of 32,768 t
 group and 9 of the window group: 771 MiB, so 13 such requests run at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ Raw logits are those before bias, penalties, temperature and filters.
 Legend: L rows that request log-probabilities, V vocabulary, K alternatives.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

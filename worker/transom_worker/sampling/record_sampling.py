@@ -7,8 +7,6 @@ for the next step (`_Batch`).
 Legend: S rows that are sampled, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ A key mixes seed, choice and output position by SplitMix64's finaliser in turn. 
 key and a token id into noise, which is the same on every device and in any batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -14,8 +14,6 @@ Legend: S rows that are sampled, N some of these rows, R rows of logits, V this 
 vocabulary, K ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

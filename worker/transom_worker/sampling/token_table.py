@@ -15,8 +15,6 @@ A pair's *place* is its index in its sequence's segment, or, with the segment's 
 Legend: N rows with pairs, C pairs of these rows, U pairs that are new or changed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -33,8 +33,6 @@ B is the last in order. B becomes PREEMPTING and A waits. When step 7's result a
 the queue, and the next plan computes A.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

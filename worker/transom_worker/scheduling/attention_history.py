@@ -31,8 +31,6 @@ those with the most mass so far. Mass loses half of its weight in `HALF_LIFE_TOK
 make room for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy

@@ -28,8 +28,6 @@ Example with 4 slots and equal weights: A has 1,000 sequences, of which 4 run, a
 A single client always has the turn, so that nothing but the order of its own sequences counts.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator

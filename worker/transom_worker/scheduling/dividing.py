@@ -7,8 +7,6 @@ prompts of 60, 900 and 30 tokens wait. The prompts of 30 and 60 tokens are compu
 the oldest one gets 100. If all prompts are equally long, the oldest one gets the whole limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Sequences
 
 QUANTUM = 16  # tokens that a waiting prompt starts with where only prompts after it have a share

@@ -26,8 +26,6 @@ Example with 8 slots: A runs 8 sequences, and B sends 5. B's first one claims th
 when its victim's slice is over, or when one of A's ends. Then both run 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Sequences
 
 from transom_worker.scheduling.clients import Client, Clients, num_computed

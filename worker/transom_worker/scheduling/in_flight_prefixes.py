@@ -34,8 +34,6 @@ sequence's load, whatever their order, until the ranks have reported it. If the 
 itself, waiting costs no time. If it brings many of them, the sequence begins to load the rest a step or two later than it could.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass

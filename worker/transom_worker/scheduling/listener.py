@@ -1,7 +1,5 @@
 """`SchedulerListener`: the base class through which metrics, timelines and the block map hear what happens to requests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from transom_worker.scheduling.sequence import Sequence

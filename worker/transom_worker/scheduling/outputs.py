@@ -1,7 +1,5 @@
 """`SequenceOutput`: what the scheduler hands to the engine for each sampled token."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from transom_core.contract import LogprobTable, TokenLogprobs

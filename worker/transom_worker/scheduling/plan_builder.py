@@ -18,8 +18,6 @@ Terms, as `step.StepPlan` uses them:
     plan = builder.finish(finished, copies)
 """
 
-from __future__ import annotations
-
 from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.block_copies import BlockCopy

@@ -5,8 +5,6 @@ hit         the cached prefix of a sequence's tokens, which need no computing
 checkpoint  a boundary of a prompt at which the cache keeps what a later request needs to continue there
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from transom_core.kv_cache.hashing import extend_chain

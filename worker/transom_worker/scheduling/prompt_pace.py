@@ -23,8 +23,6 @@ fixed. On a GPU `row_s` is next to nothing.
 Times are taken from the steps' results, so a replayed recording of a run gives the same limits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

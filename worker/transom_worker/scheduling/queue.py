@@ -14,8 +14,6 @@ requests before it only shrinks, and the first request in order always makes pro
 however many requests arrive later.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 

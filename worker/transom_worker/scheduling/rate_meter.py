@@ -17,8 +17,6 @@ Example with the constants below: loads took exactly 3 times as long as computin
 3 x 0.8^5 is below 1) a load is tried; it takes 2 times longer than computing would have, and the estimate is 3 again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ that it relies on. Each condition is checked by one of three functions:
 *Resumed output* is output that a request arrives with, because its stream began on a worker that was lost.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Container, Sequence

@@ -18,8 +18,6 @@ One step from the caller's side:
 The parts: `admission` holds the queue and the running sequences, `step_planner` makes the plans, `kvcache` owns the blocks.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

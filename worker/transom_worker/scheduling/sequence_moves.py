@@ -11,8 +11,6 @@ A sequence whose load the ranks have not reported is LOADING: it holds its block
 preempted or ended meanwhile, its blocks are released when the load is reported, as with a step in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from transom_core.config import PreemptionMode

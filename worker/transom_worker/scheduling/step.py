@@ -15,8 +15,6 @@ A *logical block* is a block's index in its sequence: logical block 3 of a group
 *block id* says where it lies in the arena.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

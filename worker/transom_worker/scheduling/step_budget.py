@@ -20,8 +20,6 @@ is made shorter. In addition, the window blocks of one chunk take at most 1/16 o
 long prompt could evict many cached prefixes for blocks that it needs only until the step's result arrives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

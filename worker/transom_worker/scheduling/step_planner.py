@@ -11,8 +11,6 @@ turns at being admitted (`clients`). If steps have a target time, a step compute
 wait, and each prompt gets a share of them (`prompt_pace`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ prompts share what it gets (`share_limit`). If several clients have work, a step
 (`time_shares`): sequences that decode may have to wait, and a client's prompts may be held to fewer tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences

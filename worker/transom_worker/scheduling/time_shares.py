@@ -21,8 +21,6 @@ Example: a step takes 15 ms and 1.4 ms a row. A decodes one sequence, B 63. If B
 ms, so it may take 30 ms. A needs 1.4 of the 15 beside the fixed time, and B gets rows for 10 of its sequences, in turns.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable

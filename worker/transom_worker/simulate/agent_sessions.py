@@ -15,8 +15,6 @@ outputs and pauses have log-normal distributions with the given median and 99th 
 in random order, so that every seed has these figures.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import accumulate

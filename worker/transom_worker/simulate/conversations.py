@@ -5,8 +5,6 @@ A *session* is one conversation of 8 turns, sent by one client; a turn's request
 The sizes are those with which other engines' figures were published, so that hit rates can be compared.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A token is *repaired* if full-attention layers had it cached, but it was computed again because its sliding windows were evicted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

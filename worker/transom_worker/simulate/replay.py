@@ -10,8 +10,6 @@ recorded trace overlap about as much as they did when they were recorded:
         scheduler.receive(stub executor's answer to plan); end the requests that are complete
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

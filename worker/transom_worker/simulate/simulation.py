@@ -3,8 +3,6 @@
 A workload is a recorded trace or synthetic conversations. The report says how many prompt tokens hit the prefix cache.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ Example: {"timestamp": 27482, "input_length": 700, "output_length": 52, "hash_id
 512 tokens, id 47 for the other 188. Equal ids stand for equal tokens after equal prefixes. No two requests have the same answer.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ becomes one `prefill` event with `tokens: 59, steps: 4`.
 The methods are called on the engine's thread; `events_of` may be called on any thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ full, the timeline is dropped.
 - **timeline**: what happened to one request at this worker, with its times and its token counts (`engine_timelines`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -1,8 +1,6 @@
 """What KV transfer reports: `FetchReport` says how the fetch of a request's prefix ended, and `TransferObserver` receives the
 reports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

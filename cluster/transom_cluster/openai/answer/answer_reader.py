@@ -25,8 +25,6 @@ With `include_reasoning: false` the client gets neither the reasoning nor the lo
 The reader's state depends only on the output, and the router keeps it, so a migration to another worker does not affect it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

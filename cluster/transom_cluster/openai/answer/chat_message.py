@@ -10,8 +10,6 @@
 Other parts make no delta. Reasoning is sent under two names, since some clients read one and some the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator

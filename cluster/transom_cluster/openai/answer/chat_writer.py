@@ -7,8 +7,6 @@ If an answer can only be text, the text goes from the engine's event to the clie
 tool calls, an `AnswerReader` parses it, and the parts of the answer become deltas (`chat_deltas`) or a message (`ChatMessage`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest

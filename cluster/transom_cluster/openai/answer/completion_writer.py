@@ -1,7 +1,5 @@
 """Writes responses of /v1/completions: `text_completion` objects, whole or as a stream of chunks; `echo` puts the prompt first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

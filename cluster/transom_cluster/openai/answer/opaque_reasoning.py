@@ -6,8 +6,6 @@ holds the same text as the item's `content`, in Base64 with a mark, so that the 
 encrypted nor signed: a client could write its own, just as it can write any other message of its conversation.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 

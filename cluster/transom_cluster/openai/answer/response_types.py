@@ -4,8 +4,6 @@ The writers and routes build these dicts, so mypy checks each field that they se
 `openai.openapi_document` makes its schemas from them. A response has only the fields that its type names.
 """
 
-from __future__ import annotations
-
 from typing import (
     Literal,
     NotRequired,  # pydantic reads typing's own from Python 3.12 on only

@@ -1,7 +1,5 @@
 """Formats log-probabilities in OpenAI's two styles: one object per token (chat), and parallel lists (completions)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from transom_cluster.openai.answer.json_pieces import LazyList

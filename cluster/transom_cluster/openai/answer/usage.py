@@ -3,8 +3,6 @@
 Reasoning tokens are output tokens too. `AnswerReader` also counts them separately while it parses an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader

@@ -9,8 +9,6 @@ A stream's constant JSON is built once per request, at its first chunk; per toke
 " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from abc import ABC, abstractmethod

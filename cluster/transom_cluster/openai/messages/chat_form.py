@@ -1,7 +1,5 @@
 """Converts a request of Anthropic's Messages API (/v1/messages) to the chat request that asks for the same answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -11,8 +11,6 @@ A block with `cache_control` ends a content part of the chat that has it, too; o
 in each request. Nothing after it could be found in the prefix cache, so the model does not get this line.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import pairwise

@@ -7,8 +7,6 @@ A stream has these events; each block of the content has its own start, deltas a
 A part of the answer that does not belong to the open block closes it and opens the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from typing import Any

@@ -3,8 +3,6 @@
 Fields that only Anthropic's own service fills are null; its clients expect them.
 """
 
-from __future__ import annotations
-
 from typing import (
     Any,
     Literal,

@@ -3,8 +3,6 @@
 Both routes take the same fields, so that a client may count the tokens of a request by sending its body unchanged.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta, Raw

@@ -7,8 +7,6 @@ of two model families render them:
 - `kimi_k2`: `functions.NAME:INDEX`, where INDEX counts all calls of the chat from 0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator

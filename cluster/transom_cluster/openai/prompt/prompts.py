@@ -4,8 +4,6 @@ Long texts are tokenised on threads, so that they do not stall other clients' st
 rendered on threads even if they are short, because rendering waits for the process that runs the template.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any

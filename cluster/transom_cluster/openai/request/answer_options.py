@@ -1,7 +1,5 @@
 """`AnswerOptions`: what a request's body says about its answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

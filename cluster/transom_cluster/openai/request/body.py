@@ -5,8 +5,6 @@ first error, and the server builds no list of errors. A field that may be long, 
 keeps its JSON text, and `decode_field` parses it later. A `LateField` bounds the length of such a text, and so the cost.
 """
 
-from __future__ import annotations
-
 from typing import Any, Generic, TypeVar
 
 import msgspec

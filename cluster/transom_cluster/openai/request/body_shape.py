@@ -8,8 +8,6 @@ Example: `{"a": ["x[", "\\"]"]}` has three strings, one array and one object. Th
 does not count brackets inside them: `{: [, ]}`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

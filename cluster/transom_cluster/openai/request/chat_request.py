@@ -1,7 +1,5 @@
 """The request body of POST /v1/chat/completions."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta, Raw

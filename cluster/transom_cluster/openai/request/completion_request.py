@@ -1,7 +1,5 @@
 """The request bodies of POST /v1/completions, /tokenize and /detokenize."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 

@@ -4,8 +4,6 @@ The server handles the chat request like one of /v1/chat/completions, so all API
 the chat request is reported under the name of the field that the client sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping

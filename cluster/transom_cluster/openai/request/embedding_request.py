@@ -1,7 +1,5 @@
 """The request body of POST /v1/embeddings."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw

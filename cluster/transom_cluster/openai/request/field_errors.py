@@ -3,8 +3,6 @@
 Example: msgspec says "Expected `int` >= 1 - at `$.n`", and the client gets "n is 0: expected `int` >= 1." with `param` "n".
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 The server never silently ignores a field that would change the response. A field with the value null counts as not given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

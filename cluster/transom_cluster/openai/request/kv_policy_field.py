@@ -3,8 +3,6 @@
 The field's `type` selects one of the forms below. A form accepts only its own fields.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

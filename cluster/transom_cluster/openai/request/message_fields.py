@@ -4,8 +4,6 @@ An assistant's message may have tool calls, and each `tool` message has the resu
 not belong to a call of the chat: clients that shorten long chats leave results without their calls.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The fields that request bodies share, and their conversion to `SamplingParams`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from msgspec import Meta, Raw

@@ -5,8 +5,6 @@ A request may have at most one of them. Example: `{"structured_outputs": {"choic
 `{"guided_choice": ["yes", "no"]}` ask for the same answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 

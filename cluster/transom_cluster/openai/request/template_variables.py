@@ -10,8 +10,6 @@ Templates have two names for the thinking switch: `enable_thinking` (Qwen, GLM) 
 module sets both from the effort.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

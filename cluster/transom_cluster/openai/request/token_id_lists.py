@@ -4,8 +4,6 @@ Equal ids of a long array share one int object: an id of three digits is 4 bytes
 list's pointer to it, takes 40.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import msgspec

@@ -4,8 +4,6 @@ Example: with `tools` that describe `add` and `search`, the `tool_choice` `{"typ
 for one call of `add` and nothing else.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

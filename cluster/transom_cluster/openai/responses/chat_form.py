@@ -1,7 +1,5 @@
 """Converts a request of OpenAI's Responses API (/v1/responses) to the chat request that asks for the same answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

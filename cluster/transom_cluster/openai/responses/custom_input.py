@@ -4,8 +4,6 @@ A custom tool takes free text. The model sees a function with one string argumen
 `{"inp`, `ut": "ls\\` and `n-l"}` give the text `ls`, a line feed and `-l`, each part as soon as it is known.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

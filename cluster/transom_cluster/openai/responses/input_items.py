@@ -10,8 +10,6 @@ with reasoning and two calls, and two messages with the role `tool`.
 one system message, at the beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

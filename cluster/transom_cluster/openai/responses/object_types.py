@@ -1,7 +1,5 @@
 """The JSON bodies of /v1/responses, as typed dicts: the response object, its output items, and its usage."""
 
-from __future__ import annotations
-
 from typing import (
     Any,
     Literal,

@@ -5,8 +5,6 @@ data (`previous_response_id`, `conversation`, `prompt`, `store: true`, `backgrou
 them.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw

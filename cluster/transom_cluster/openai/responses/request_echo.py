@@ -3,8 +3,6 @@
 A stream repeats these fields in three events, and a client's tools may be long, so each field becomes JSON text only once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

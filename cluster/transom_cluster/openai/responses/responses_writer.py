@@ -5,8 +5,6 @@ A stream has the events `response.created`, `response.in_progress`, those of eac
 `sequence_number` counts the events from 0. There is no `[DONE]`: the last event ends the stream.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal

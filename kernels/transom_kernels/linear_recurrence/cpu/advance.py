@@ -6,8 +6,6 @@ columns are computed together nor on where the state lies.
 Legend: D key width, rows of a state; a state's columns belong to the numbers of a value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -5,8 +5,6 @@
 Legend: T tokens, N row width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ Between a sequence's first and last token the state lies in the thread's scratch
 Legend: T tokens, B sequences, H heads, Hk key heads, D key width, Dv value width, L tokens of the convolution's kernel, C channels.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

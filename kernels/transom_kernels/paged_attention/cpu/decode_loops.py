@@ -5,8 +5,6 @@
 - group: 16 adjacent rows. Arrays of addresses say where groups are, so that each group may be anywhere.
 """
 
-from __future__ import annotations
-
 from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import (
     F32,

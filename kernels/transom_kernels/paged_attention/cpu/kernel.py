@@ -24,8 +24,6 @@ computes the units 0 and 2, the second unit 1.
 Legend: T query tokens, H query heads, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.simd import load_i32, store_i64

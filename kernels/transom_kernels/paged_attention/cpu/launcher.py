@@ -7,8 +7,6 @@ and kernels read positions and lengths from tensors.
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple

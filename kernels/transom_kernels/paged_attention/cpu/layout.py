@@ -10,8 +10,6 @@ Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, 
 columns.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple

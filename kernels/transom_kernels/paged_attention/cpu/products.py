@@ -6,8 +6,6 @@ as LLVM code to keep sums in registers.
 Legend: R query rows, K words that are summed (`layout.Words`), N vectors of 16 columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_kernels.cpu.language import INT, NOTHING, emits

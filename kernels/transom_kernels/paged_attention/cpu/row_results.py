@@ -8,8 +8,6 @@ and, at the layout's `statistics`, the maximum of its scores (base 2) and the su
 Legend: T query tokens, H query heads, Dv value width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

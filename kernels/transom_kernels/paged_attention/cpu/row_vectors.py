@@ -3,8 +3,6 @@
 A *row* is a query, or one key or value of one head, whose elements are adjacent.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from transom_kernels.cpu.language import FLOAT, FLOATS, INT, NOTHING, emits

@@ -6,8 +6,6 @@ and values.
 Legend: B sequences, N table columns, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

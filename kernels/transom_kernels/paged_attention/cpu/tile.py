@@ -10,8 +10,6 @@ the scores of a key tile, their weights, the weighted values. Products use AMX t
 Legend: G query heads per KV head, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

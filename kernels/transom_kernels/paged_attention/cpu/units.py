@@ -12,8 +12,6 @@ Sums do not overflow: 512 products (MAX_WIDTH) of 32767 and at most 127, or 256 
 Legend: G query heads per KV head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -32,8 +32,6 @@ Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, 
 P block size in tokens, B sequences, W work items.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

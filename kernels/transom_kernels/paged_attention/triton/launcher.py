@@ -8,8 +8,6 @@ are prepared at the first step (`LayerKernels`).
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

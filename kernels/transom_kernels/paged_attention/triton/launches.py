@@ -13,8 +13,6 @@ A batch has a launch per `Tiling`: for sequences with one new token, with a few,
 results of a launch would take more than `MAX_PARTIAL_BYTES`, it has several in turn.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -20,8 +20,6 @@ Legend: M rows (of a tile: tokens times the G query heads per KV head), N keys o
 that an iteration reads, J combine items, T query tokens, H query heads, KVH KV heads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

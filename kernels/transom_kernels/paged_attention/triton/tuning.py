@@ -4,8 +4,6 @@ A *tile* is a group of query tokens of one sequence with the query heads of one 
 *iteration* of the kernel `attend` reads `block_n` keys. `num_stages` is Triton's software pipelining depth.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transom_kernels.launch import next_power_of_two

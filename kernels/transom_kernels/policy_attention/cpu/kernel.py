@@ -11,8 +11,6 @@ token; all tokens of a step have the same one, since they are adjacent in the ta
 Legend: B sequences, N table columns, P block size in tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ steps can be recorded as programs.
 Legend: T query tokens, H query heads, D key width, Dv value width, B sequences, N table columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

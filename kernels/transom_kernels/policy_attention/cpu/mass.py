@@ -8,8 +8,6 @@ of one sequence.
 Legend: B sequences, N table columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -13,8 +13,6 @@ Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, 
 sequences, W tiles.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """What /v1/messages makes of its fields: those of a chat."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What /v1/responses makes of its input: messages of a chat, and errors that name items."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

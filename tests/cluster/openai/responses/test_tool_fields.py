@@ -1,7 +1,5 @@
 """The tools of /v1/responses as those of a chat, and the text of a custom tool's call, from JSON that comes in pieces."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

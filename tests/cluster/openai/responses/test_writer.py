@@ -1,7 +1,5 @@
 """What /v1/responses sends for the parts of an answer: events in order, checked against OpenAI's document and client."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ The judge is `canitoolcall.checks`: it compares the parse of the whole answer wi
 that. Its status "pass" means equal, "soft_pass" equal but for space around the texts.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ The vocabulary has every byte, some words, and the markers of all families, each
 a token of ordinary text. A walk prefers the tokens in `hints` where they are allowed, so that free text ends some day.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable

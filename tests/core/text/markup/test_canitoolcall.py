@@ -1,7 +1,5 @@
 """The fixtures of `canitoolcall`, family by family; see `canitoolcall_fixtures`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parsers a model gets by its kind and chat template."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer

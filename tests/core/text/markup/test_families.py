@@ -1,7 +1,5 @@
 """What the fixtures of `canitoolcall` do not have: forms, mistakes and cuts of answers, family by family."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, read_answer

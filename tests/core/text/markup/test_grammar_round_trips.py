@@ -1,7 +1,5 @@
 """What a grammar allows, the parser of the same format reads back: random answers of every family, held to its grammar."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple

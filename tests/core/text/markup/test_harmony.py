@@ -6,8 +6,6 @@ parser lets the marker begin the next message; answers of these kinds are left o
 pieces (markers, headers, kinds of text) and every end that 169 random ones had. Git has the script that recorded them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Families that mark with tokens of their own are drawn from their own tokens; the others from the pieces of all families' text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Random schemas as tools in every family's markup: what its grammar allows is read back as a call that is valid, or the schema is
 refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A KV cache of made-up blocks for tests of the transfer protocol: digests are names, and a block's bytes say what it is."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace

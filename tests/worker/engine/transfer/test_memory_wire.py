@@ -1,8 +1,6 @@
 """The protocol of KV transfer where ranks read the source's memory: what is not whole is not published, and host blocks are not
 free before nothing is read into them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A prefix moves from one cache to another, with bytes that say which block they are; then the books of both are in order."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The protocol of KV transfer between two workers, whatever happens on the way: the held request is let go exactly once, and
 neither side keeps anything."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `test_interpreted_models` compares engines that replay graphs with engines that do not.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

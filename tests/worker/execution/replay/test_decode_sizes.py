@@ -1,7 +1,5 @@
 """Every step that a graph should serve fits into a size, and there are few sizes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Several ranks, each a process since Triton's interpreter serves one thread, replay the same graphs, and give up the same ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Graphs of mixed steps, in which prompt chunks are computed beside decodes or alone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

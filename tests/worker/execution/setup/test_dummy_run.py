@@ -1,7 +1,5 @@
 """A warm-up runs every kind of step before the first request, and writes to no block that a sequence could read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Device, dtype, EOS tokens and threads, from settings and checkpoint; and the progress that a rank reports while it compiles."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The version of the numbers, a part of every model's identity, is that of the sources that compute them."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -1,7 +1,5 @@
 """Blocks that a worker has computed are, cut and joined, those that a worker with another number of ranks computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

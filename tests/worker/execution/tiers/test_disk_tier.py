@@ -1,7 +1,5 @@
 """The disk tier of one rank: blocks that a thread writes, loads by ticket, broken files, and writes that fail."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

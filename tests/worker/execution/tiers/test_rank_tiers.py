@@ -1,7 +1,5 @@
 """A plan's copies run one after the other over all groups and both tiers, once, and loads end beside the steps."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from types import SimpleNamespace

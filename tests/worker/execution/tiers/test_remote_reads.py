@@ -3,8 +3,6 @@
 The first tests have an agent without a wire. The last one reads another process by NIXL, which is stopped and killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import signal

@@ -1,8 +1,6 @@
 """Blocks between workers: every pair of 1, 2, 3 and 5 ranks in every format, what cannot be converted, and which bytes a rank
 takes from which one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise

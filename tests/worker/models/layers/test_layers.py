@@ -1,7 +1,5 @@
 """What the families' tests against transformers do not ask of layers: other formats, memory, row selection, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

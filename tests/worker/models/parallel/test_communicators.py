@@ -1,7 +1,5 @@
 """Sums, gathers and broadcasts of both communicators, between processes."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from multiprocessing.connection import Connection

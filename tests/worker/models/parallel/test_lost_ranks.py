@@ -2,8 +2,6 @@
 shared memory where ranks can share it, TCP elsewhere, and leaves no file.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

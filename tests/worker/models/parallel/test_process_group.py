@@ -2,8 +2,6 @@
 Ranks map each other's memory all together or not at all.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor

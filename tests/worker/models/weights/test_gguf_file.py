@@ -1,7 +1,5 @@
 """GGUF models: every family's tensors and config are the checkpoint's, quantised ones the package's, faults are named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised checkpoints: the numbers are those of their writers, and whole checkpoints look as if they were not quantised."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Safetensors folders: every tensor as transformers has it, and every fault named by file and tensor."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

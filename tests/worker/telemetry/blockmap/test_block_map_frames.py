@@ -1,7 +1,5 @@
 """The frames of many random requests say what is in each tier, while blocks move between them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

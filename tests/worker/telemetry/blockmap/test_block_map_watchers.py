@@ -1,7 +1,5 @@
 """Watchers: each gets a whole frame and then changes; slow ones pile up no frames, and without watchers nothing is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

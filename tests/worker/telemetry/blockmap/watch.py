@@ -1,7 +1,5 @@
 """A watcher of a scheduler's blocks, without threads, and what it must see, found by asking the cache block by block."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

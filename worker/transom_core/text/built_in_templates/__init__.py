@@ -9,8 +9,6 @@ The template takes the usual variables (`messages`, `tools`, `add_generation_pro
 A template that comes with the model, or that the operator gives, replaces the built-in one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.resources import files
 

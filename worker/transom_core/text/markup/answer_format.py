@@ -1,7 +1,5 @@
 """`AnswerFormat`: a model's whole markup. It makes a parser for each answer, and a grammar if the request constrains the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import replace
 from typing import assert_never

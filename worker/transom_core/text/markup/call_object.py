@@ -5,8 +5,6 @@ keys (`type`, `id`) are read and dropped. Missing or null arguments become `{}`.
 object, as some models write them, they become that object.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

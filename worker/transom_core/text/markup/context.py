@@ -1,7 +1,5 @@
 """What a request says about its answer: which tools may be called, and what the answer must be."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol

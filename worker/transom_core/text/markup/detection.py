@@ -1,7 +1,5 @@
 """Detects which parsers a model needs, from its `model_type` and chat template, if the operator names none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

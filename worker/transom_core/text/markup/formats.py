@@ -1,7 +1,5 @@
 """Maps the names of parsers, which are vLLM's, to the markups that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from transom_core.errors import RequestError

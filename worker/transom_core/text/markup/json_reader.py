@@ -10,8 +10,6 @@ Any other text that is not JSON raises `MalformedMarkupError` at the first wrong
 Nesting may have any depth.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -4,8 +4,6 @@ A marker of a model's markup may be one special token, which a grammar names by 
 (`"<tool_call>"`). Free text never contains special tokens, and no token that ends an answer is allowed before a grammar's end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

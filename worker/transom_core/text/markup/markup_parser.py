@@ -8,8 +8,6 @@ character that no text contains (half of a surrogate pair), so that only the tok
 have the marker as a special token, the text is the marker.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterable
 from dataclasses import replace

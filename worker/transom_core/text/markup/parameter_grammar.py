@@ -4,8 +4,6 @@ The arguments that `parameters` reads from such a call are valid against the too
 end marker, that the schema allows, and any other argument is JSON. Arguments come in the order of the schema's properties.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

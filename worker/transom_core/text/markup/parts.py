@@ -11,8 +11,6 @@ Text and arguments come in pieces, as the answer comes in tokens. The tokens dec
 pieces does not depend on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby

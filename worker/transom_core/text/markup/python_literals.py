@@ -7,8 +7,6 @@ arrays) and dicts, of any depth, with or without a trailing comma. It also reads
 `MalformedMarkupError`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

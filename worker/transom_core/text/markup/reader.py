@@ -9,8 +9,6 @@ come. So a parser does not depend on how the answer was cut into tokens, and rea
 If a method needs characters after the answer's end, it raises `AnswerEnded`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar

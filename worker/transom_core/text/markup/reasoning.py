@@ -4,8 +4,6 @@ Some chat templates open the reasoning at the end of the prompt, so that an answ
 switch reasoning off. The parser sees both in the last characters of the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Markup that writes arguments as plain text needs this: only the tool's schema says whether the text `3` is a number or a string.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ message of `Let me look.\n<tool_call>` is "Let me look."). The writer therefore 
 whether more text follows. Space at the end of the whole answer belongs to the message.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from transom_core.text.markup.parts import (

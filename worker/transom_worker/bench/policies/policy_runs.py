@@ -1,7 +1,5 @@
 """Runs requests on an idle engine, and records memory, time, preemptions and the prompts' log-probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Holds all figures of `transom bench policies`, and formats them as Markdown tables and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar

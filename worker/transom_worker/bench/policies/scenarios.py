@@ -10,8 +10,6 @@ Scenarios 1, 2 and 4 run the same requests (`memory_and_throughput`) on engines 
 and `stream` has a text several times as long as the model's trained length.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

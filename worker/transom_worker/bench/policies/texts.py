@@ -4,8 +4,6 @@ The text is Python's own documentation of its syntax (`pydoc_data.topics`), abou
 downloaded and all machines measure the same.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ but the first find it here. A fetch runs on the worker's event loop and touches 
 `TransferConfig.timeout_s` at the latest. Sources that do not answer are left alone for a while (`wires`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

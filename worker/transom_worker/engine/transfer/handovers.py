@@ -9,8 +9,6 @@ When the first token is there, the router places the request again, and the deco
 chunk, and the windows, which would have slid on meanwhile. If any of this fails, it fetches everything then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ The target calls `open`, `read` for each piece unless its ranks read the memory,
 loop; they touch the cache on the engine's thread, between two steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace

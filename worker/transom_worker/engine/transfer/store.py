@@ -9,8 +9,6 @@ All methods but `convert` run on the engine's thread, between two steps, and mus
 and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

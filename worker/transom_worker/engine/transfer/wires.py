@@ -11,8 +11,6 @@ that want its prefixes, one in each `AWAY_S` tries whether it answers again. The
 unanswered, they compute; if only reads fail, the source's blocks come by calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -6,8 +6,6 @@
   and the operator `policy_attention` computes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ A mask is two numbers for each sequence: a query reads the keys of the last `win
 Legend: B sequences of these arrays, N table columns, T query tokens of these sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

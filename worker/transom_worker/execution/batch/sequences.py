@@ -6,8 +6,6 @@ plan, so only the newest one is kept.
 Legend: B sequences of a step, T tokens of a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@
 Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 Ray ends the actors when this process ends, for any reason.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

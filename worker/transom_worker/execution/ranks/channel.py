@@ -5,8 +5,6 @@ so a process without a setup can neither read messages nor connect. On one host 
 file is left, however the processes end. Across hosts it is a TCP socket on the node's address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

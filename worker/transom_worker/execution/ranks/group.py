@@ -6,8 +6,6 @@ group waits up to `FAILURE_REPORT_WINDOW_S` for these signs, and raises the most
 its process exited, else the report of another rank.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

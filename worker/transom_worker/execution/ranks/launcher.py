@@ -5,8 +5,6 @@ launcher.kill()
 launcher.close()
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -27,8 +27,6 @@ Messages are plain data, and are pickled. That is safe because both ends are the
 programs out.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from typing import Any

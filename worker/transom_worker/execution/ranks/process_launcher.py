@@ -4,8 +4,6 @@ A rank reads its setup from a pipe, its standard input, and ends when the pipe c
 crashes. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

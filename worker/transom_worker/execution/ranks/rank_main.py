@@ -2,8 +2,6 @@
 killed. `messages` lists, in order, the messages that a rank exchanges with the executor.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

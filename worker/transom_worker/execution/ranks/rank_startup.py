@@ -1,7 +1,5 @@
 """Starts the ranks of an executor: they connect, load at the same time, agree on the size of the KV pool, and allocate it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

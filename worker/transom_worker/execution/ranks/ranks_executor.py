@@ -11,8 +11,6 @@ All ranks run the same plans in the same order. With two steps in flight, the ne
   killed and started again together.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ Steps always run eagerly where a recording would be wrong or would gain nothing:
 - On GPUs with several ranks whose collectives go through the host (gloo), which a graph cannot record. nccl's can be captured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

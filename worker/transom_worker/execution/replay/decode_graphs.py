@@ -6,8 +6,6 @@ inputs gives the same logits as a forward pass over these inputs; `graph_warm_up
 Legend: B sequences of a size, T tokens of a size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -14,8 +14,6 @@ If a model's step cannot be recorded, or a comparison fails, all decode steps ru
 Legend: B sequences of a step, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

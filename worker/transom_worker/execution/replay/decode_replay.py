@@ -3,8 +3,6 @@
 Legend: B sequences of a step, R logit rows (B of them in a decode step), V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -21,8 +21,6 @@ each tiling (`tuning.tilings`), and each launch has room for a fixed number of w
 - with many: as many tiles as the step's tokens can have, padding tokens included, and the splits of `FEW_SEQS` sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import le

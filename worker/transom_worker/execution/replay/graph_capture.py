@@ -4,8 +4,6 @@ Capturing runs the host's code of the pass once, and records the kernels that it
 A replay launches exactly these kernels: a number that the host computed during the capture keeps its value in every replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Protocol

@@ -8,8 +8,6 @@ Kernel programs after the last work item have no tokens, so they do nothing.
 Legend: B sequences of the size, W work items and J combined sequences of an attention layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

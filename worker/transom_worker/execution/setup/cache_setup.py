@@ -11,8 +11,6 @@ identity is part of
 - the fingerprint of the disk tier's files, a digest that also covers the layout of a rank's blocks.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 from transom_core.config import EngineConfig
@@ -28,7 +26,7 @@ from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cac
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "3bd63fcc8ec6f568"
+NUMERICS = "72ba3b324d8a519b"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 

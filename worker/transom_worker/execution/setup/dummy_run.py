@@ -4,8 +4,6 @@ A dummy run reads and writes no block of a real sequence: its sequences read blo
 each group that no sequence owns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ About once a second, the caller's `OnProgress` callback gets the share of the te
 report, because the executor treats a rank that is silent for two minutes as hung.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

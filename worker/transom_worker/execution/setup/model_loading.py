@@ -1,7 +1,5 @@
 """Loads a model for one rank: finds its files, reads its architecture, chooses device and dtype, and reads the rank's weights."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -8,8 +8,6 @@ With several ranks, each rank makes the three calls at the same time as the othe
 collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ The model is built as at a start, on torch's device `meta`, from tensors that ha
 that a start reports.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ If a write fails, for example because the disk is full, writing pauses for `PAUS
 that were written before can still be read, since each file is checked.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -6,8 +6,6 @@ On CPUs a thread copies. On a GPU the copies run on a CUDA stream of their own, 
 fails, `take` raises its error, since the contents of the load's target blocks are then unknown.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ reported its end, and it has failed if it failed on any rank. If a result is dro
 reports its tickets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transom_worker.scheduling.step import StepResult

@@ -12,8 +12,6 @@ read up waits for one of these; if the source dies, NIXL says "ERR".
 NIXL chooses the transport by UCX, whose environment variables hold; the settings set some of them (`TransferConfig.ucx`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -7,8 +7,6 @@
 A plan's copies are made once, even if the plan fails or is dropped: `run` may be called again for the same plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path

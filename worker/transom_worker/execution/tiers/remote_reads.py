@@ -8,8 +8,6 @@ A read that fails, or that its request gives up, is over only when no byte can a
 blocks must not be used for anything else. `nixl_agent` says when that is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

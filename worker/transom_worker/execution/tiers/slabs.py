@@ -10,8 +10,6 @@ The host's slab has the same groups, blocks and pages as the device's, but a dif
 Legend: N block ids of a group (the dump block included), P rows per block, H KV heads, D head size.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import NamedTuple
 

@@ -14,8 +14,6 @@ its group's share. Example: a group needs 10 blocks, its slack is 3, and a page 
 usable pages.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import islice

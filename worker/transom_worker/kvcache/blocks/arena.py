@@ -6,8 +6,6 @@ one whose pages are right before the run can grow into consecutive pages. Exampl
 second takes page 4 (the middle of 1 to 7), and each has 3 free pages after it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush

@@ -6,8 +6,6 @@ block map the registry records which blocks were *touched* (changed in any way s
 of these have *moved* to the other tier.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 

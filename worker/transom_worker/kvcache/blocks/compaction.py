@@ -12,8 +12,6 @@ blocks of the cleared page no longer count as slack. So a page is chosen only if
 with the fewest active blocks come first. The ranks copy the moved blocks' contents before the next forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import nsmallest
 

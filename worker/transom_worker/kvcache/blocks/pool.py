@@ -29,8 +29,6 @@ Block `b` lies at byte `b * stride`, so it belongs to page `b * stride // page_b
 of 1,024 bytes: page 2 has blocks 8 to 11.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 

@@ -21,8 +21,6 @@ a request continues at hash block 98 without a window repair (computing cached t
 a node, from which the conversation continues; the other 2 hash blocks are the first to be evicted.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -19,8 +19,6 @@ are equally likely, A is evicted: it saves 128 tokens per MiB, B 256. If a retur
 three times as high, and B is evicted.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

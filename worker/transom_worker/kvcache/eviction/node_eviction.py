@@ -14,8 +14,6 @@ Example: the device must free memory, its lowest node has rank 3, and the host t
 the device's node is dropped. If its rank were 7, the host's leaf would be dropped instead, and the node would be moved there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum, auto

@@ -23,8 +23,6 @@ The ghosts are stored like the lines of an 8-way set-associative cache. The dige
 In a full set a new ghost replaces the oldest one. So ghosts are forgotten nearly in the order in which they came.
 """
 
-from __future__ import annotations
-
 from array import array
 from typing import NamedTuple
 

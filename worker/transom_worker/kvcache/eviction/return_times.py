@@ -31,8 +31,6 @@ equal in all buckets, and buckets grow with age. Evicted checkpoints are watched
 what the cache evicted. Only the last `MAX_WATCHES` watches are kept, in compact arrays (`policy_memory`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import add

@@ -9,8 +9,6 @@ tokens and of loading blocks. New rates count as one change, since a search comp
     update = log.take()                     # the engine, after a step: what has changed since the last call
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Literal
 

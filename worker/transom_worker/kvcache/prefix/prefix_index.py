@@ -5,8 +5,6 @@ a block moves between device and host tier, its digest leaves one tier's map and
 in both, if checkpoints of both tiers need it. Without a host tier the host's maps stay empty.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

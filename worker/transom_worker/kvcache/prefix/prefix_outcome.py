@@ -23,8 +23,6 @@ tokens, and a hit of 64 tokens, 16 of which are repaired:
 All but the first two are reported as `missed_<outcome>`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -17,8 +17,6 @@ In a block the heads of a layer's keys K follow each other, then those of its va
 Numbers are not converted: both workers have the same identity, which includes the number formats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from zlib import crc32

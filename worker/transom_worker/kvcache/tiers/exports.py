@@ -7,8 +7,6 @@
 In between the blocks are not evicted, and compaction (moving blocks together to clear a page) does not move them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

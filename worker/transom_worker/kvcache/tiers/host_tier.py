@@ -11,8 +11,6 @@ In its pool (`blocks.pool`) a needed block counts as *active* and a leftover as 
 active blocks, says exactly whether blocks fit without dropping a needed one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout

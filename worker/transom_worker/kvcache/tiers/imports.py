@@ -14,8 +14,6 @@ deepest node in the prefix tree is locked, and the import counts a need (`host_t
 of those that no node pins. On the device, requests whose blocks do not fit otherwise get those of published imports at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

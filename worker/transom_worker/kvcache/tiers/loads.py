@@ -12,8 +12,6 @@
 The digests of a running load's blocks are known, so that another sequence can wait for the load instead of loading them again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ All blocks of a segment are in one tier. A window block may be in both, if check
 still references a demoted block, the block stays on the device until the sequence is released, but searches do not find it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout

@@ -12,8 +12,6 @@ Every part always exists. Without a host tier the host's arena has no pages (`Ho
 and no load, import or swap begins. Without a disk tier no block is stored (`DiskStores.is_on`) or found there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout

@@ -11,8 +11,6 @@ Legend: T tokens, B sequences, W window, N entries of the longest sequence, E en
 G groups of R tokens that an entry reads.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.paged_attention.inputs import PagedBatch

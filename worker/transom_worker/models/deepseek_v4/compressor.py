@@ -8,8 +8,6 @@ Legend: T tokens, N hidden width, R tokens per entry, G groups of R tokens that 
 E entries that a step closes, Q query rank, H indexer heads, K entries chosen, B sequences.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -7,8 +7,6 @@ Legend: T tokens, N hidden width, Q query rank, H heads, D latent width, G group
 heads and groups are those of this rank.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_core.model_config.architecture import Architecture

@@ -6,8 +6,6 @@ inner width. Routed and shared partial sums are added first; then one all-reduce
 Legend: T tokens, N hidden width, I inner width, E experts, V vocabulary, K experts chosen per token.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_core.errors import ModelError

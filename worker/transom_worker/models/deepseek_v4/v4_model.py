@@ -11,8 +11,6 @@ Legend: T tokens, R rows whose logits are requested, S residual streams, N hidde
 vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,8 +6,6 @@
 Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv value width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import replace
 

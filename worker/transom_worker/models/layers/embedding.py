@@ -5,8 +5,6 @@ With several ranks the vocabulary is sharded: each rank has the rows of its own 
 Legend: T tokens, R rows that need logits, V vocabulary of this rank, N hidden width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

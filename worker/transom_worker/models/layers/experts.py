@@ -8,8 +8,6 @@ Legend: T tokens, N hidden width, I inner width of this rank, E experts, K exper
 expert.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

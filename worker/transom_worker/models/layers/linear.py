@@ -8,8 +8,6 @@ Legend: M rows, K input width, N output width; H heads; of feed-forward layers: 
 this rank.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ token; `kv_write.Preparation` describes those that normalise each head by itself
 Legend: T tokens, N hidden width, H heads, D head width.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -7,8 +7,6 @@ Legend: T query tokens of the step, P policy rows, O other rows, B sequences wit
 value width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -9,8 +9,6 @@ On CPUs, activations are rounded to 16 bits, row by row and group by group (`tra
 Legend: N output width, K input width.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

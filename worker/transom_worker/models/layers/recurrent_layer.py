@@ -14,8 +14,6 @@ Legend: T tokens, N hidden width, H heads and Hk key heads of this rank, D key w
 kernel, C = 2 Hk D + H Dv channels of the convolution.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ An addition is deferred until the next read, so that one kernel adds, normalises
 Legend: T tokens, R rows that are kept, N hidden width.
 """
 
-from __future__ import annotations
-
 from typing import ParamSpec, Protocol
 
 import torch

@@ -3,8 +3,6 @@
 Legend: T tokens, N hidden width, C channels of this rank, L tokens of the convolution's kernel.
 """
 
-from __future__ import annotations
-
 import torch
 
 from transom_kernels.paged_attention.inputs import PagedBatch

@@ -3,8 +3,6 @@
 Every rank of a worker makes the same calls in the same order; a collective completes once all ranks have called it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field

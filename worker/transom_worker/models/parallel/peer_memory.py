@@ -5,8 +5,6 @@ symmetric memory refuses ranks that each see a single GPU, which are all "device
 CUDA opens handles of GPUs that the process does not see, as nccl does. nccl remains for everything else.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from typing import Any

@@ -7,8 +7,6 @@ descriptor through /proc and map the file. The operating system frees the memory
 whatever reason.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 

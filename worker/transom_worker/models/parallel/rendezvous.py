@@ -5,8 +5,6 @@ One process opens a `Rendezvous` and gives its address to every rank. Each rank 
 memory on one host, `tcp:IP:PORT` for all others.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

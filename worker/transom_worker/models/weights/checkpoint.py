@@ -8,8 +8,6 @@
 - MXFP4: a 4-bit format with one scale, a power of two, for each group of 32 elements of a row.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

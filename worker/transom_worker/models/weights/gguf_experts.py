@@ -9,8 +9,6 @@ A GGUF layer has three stacks of matrices: the gates, the ups and the downs of a
 Legend: E experts, N hidden width, I inner width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,8 +1,6 @@
 """Reads a GGUF file's tensors by their Hugging Face names (`gguf_names`), dequantised to float32 or as stored in
 groups (Q8_0, Q4_0 and Q4_1)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -3,8 +3,6 @@
 Names are without their ending ".weight" or ".bias"; `{}` stands for the number of the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _ATTENTION = {

@@ -1,7 +1,5 @@
 """Opens a model's checkpoint of any format: safetensors, quantised safetensors, or GGUF."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ What a config says of activations (8 bits, static or dynamic) counts on GPUs for
 (`linear.gpu`): all other layers compute in the model's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

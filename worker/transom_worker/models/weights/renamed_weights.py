@@ -2,8 +2,6 @@
 which several of them are fused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Reads the safetensors files of one folder: a single file, or shards with an index."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

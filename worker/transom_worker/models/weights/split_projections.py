@@ -9,8 +9,6 @@
 Legend: H query heads, D head width, N hidden width.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

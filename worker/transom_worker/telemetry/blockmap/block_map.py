@@ -8,8 +8,6 @@ A frame is made in two parts: the engine's thread copies the state (`SnapshotTak
 (`Encoder`). So a step waits at most for a copy, and without watchers for nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

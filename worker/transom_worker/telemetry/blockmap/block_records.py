@@ -12,8 +12,6 @@ state word:
            references    state        group
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

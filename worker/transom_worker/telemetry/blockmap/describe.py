@@ -4,8 +4,6 @@ It runs on the engine's thread, and searches all sequences and checkpoints. That
 at a time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transom_core.clock import steady_time_s

@@ -1,7 +1,5 @@
 """`Encoder`: makes frames from snapshots, for all watchers of a worker together. It does not run on the engine's thread."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Encodes one frame as bytes: a JSON header, then arrays of little-endian 32-bit numbers. docs/block_map.md has the format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ A record is two 32-bit words: the first block's id in its group, and
 Pages need no records: a group leases a page exactly while one of its blocks there is in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

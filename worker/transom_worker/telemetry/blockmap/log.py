@@ -3,8 +3,6 @@
 While no watcher is connected, an event costs at most one addition.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass

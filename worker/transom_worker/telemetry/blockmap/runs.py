@@ -3,8 +3,6 @@
 Example: the blocks 40, 41, 42 and 7 at logical indices 3 to 6 are the runs (3, 40, 3) and (6, 7, 1).
 """
 
-from __future__ import annotations
-
 from transom_worker.telemetry.blockmap.snapshot import TablePieces
 
 Run = tuple[int, int, int]  # first logical index, first block, count

@@ -8,8 +8,6 @@ those of recurrent layers' states.
 With a host tier a snapshot also has the *swapped* sequences: they were preempted, and all their blocks are in the host tier.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

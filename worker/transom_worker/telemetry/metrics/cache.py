@@ -6,8 +6,6 @@
 - **window repair**: computing the last tokens of a hit again, because its sliding-window blocks were evicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import Metric

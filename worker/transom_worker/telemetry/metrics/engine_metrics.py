@@ -1,7 +1,5 @@
 """`EngineMetrics`: turns the engine's events into Prometheus metrics, and renders the metrics page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, disable_created_metrics

@@ -1,7 +1,5 @@
 """Metric families about what a worker is: versions, its resolved settings, and how long its start took."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

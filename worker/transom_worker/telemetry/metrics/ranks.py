@@ -1,7 +1,5 @@
 """Metric families of a worker's ranks, the processes that split every layer of its model: memory, time, steps and identity."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Metrics of requests and of their times, with exemplars, which are updated a few times per request; and of KV transfer: prefixes
 that this worker fetched from other workers, and prefixes that it lent to them."""
 
-from __future__ import annotations
-
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from transom_core.clock import steady_time_s

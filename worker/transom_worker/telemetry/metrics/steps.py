@@ -1,7 +1,5 @@
 """Metrics of steps and of output tokens, which are updated several times per step and must be cheap."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -2,8 +2,6 @@
 grammars (what compiling and masks cost), and of KV policies (what they keep and drop, and how far their answers are from full
 attention)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric

@@ -1,7 +1,5 @@
 """Files of blocks: what was written is read, by any process of the same model; anything else is found, removed and never served."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat

@@ -1,7 +1,5 @@
 """A listing finds what came and went, whichever process did it, and costs a bounded number of names a round."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

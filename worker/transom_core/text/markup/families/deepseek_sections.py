@@ -12,8 +12,6 @@ DeepSeek V3.1 leaves out the type (`function`) and the code fence:
 Inside the JSON's strings, markers are ordinary text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

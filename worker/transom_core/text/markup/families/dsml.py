@@ -12,8 +12,6 @@ up to its end tag; other tags inside it are text. V4.1 calls the block `calls`, 
 reads both forms.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

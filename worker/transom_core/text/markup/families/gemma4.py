@@ -5,8 +5,6 @@
 Strings are raw: nothing is escaped in them. They go up to the next `<|"|>`, and other markers inside them are text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ GLM 4.7 and 5 leave out the line ends. A value is a raw string or JSON; the tool
 ends the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transom_core.text.markup.context import ToolSpec

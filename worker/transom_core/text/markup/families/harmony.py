@@ -13,8 +13,6 @@ message for a tool that the request does not have (gpt-oss was trained with `pyt
 shown, but counted, as a `MalformedMarkup` with its text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ the message, such as an object without a tool's name. "arguments" is read like "
     {"name": "get_weather", "parameters": {"city": "Paris"}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transom_core.text.markup.call_object import array_rule, object_rule, read_call_array, read_call_object

@@ -6,8 +6,6 @@
 (without the line end). The number after the name counts a chat's calls. Inside the JSON's strings, markers are ordinary text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

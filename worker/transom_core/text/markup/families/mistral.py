@@ -9,8 +9,6 @@ Older tokenizers (Mistral 7B v0.3, Nemo) have one marker and a JSON array:
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {}}]
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

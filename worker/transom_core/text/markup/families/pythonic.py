@@ -6,8 +6,6 @@ Without a marker, a list is calls if it begins the message and its first name is
 write `<|python_start|>` before the list and `<|python_end|>` after it; with this marker the list may come after text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

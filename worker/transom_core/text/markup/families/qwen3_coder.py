@@ -17,8 +17,6 @@ by `</tool_call>`, or with `<parameter=` and the name of one of the tool's other
 `<function=...>` with a tool's name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -22,8 +22,6 @@ A file has a header that identifies the block, a checksum over everything, and t
 A file that is cut short, too long, changed, or has another block counts as broken: its contents are never used.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

@@ -6,8 +6,6 @@ of date. If it names a file that is gone, the read fails and the prefix is compu
 routers receive its changes, so that their searches find what the worker's own searches find.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Literal

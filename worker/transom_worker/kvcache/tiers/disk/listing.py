@@ -10,8 +10,6 @@ Times of change are coarse: after a listing, a file may still be added in the sa
 that was listed because its time had changed is listed once more in a later round.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ bounded cost (`disk.listing`), and the engine's thread applies the changes (`tak
 fail, or a prefix that could have been read may be computed.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
