@@ -91,13 +91,13 @@ def test_errors_name_the_clients_fields(client, body, param: str) -> None:
 async def test_a_lost_worker_and_a_clients_limit() -> None:
     limits = LimitsConfig(tokens_per_minute=6)
     async with running_api(*stub_workers(2, max_events=0), **PATIENT, limits=limits) as api:
-        answer = asyncio.create_task(api.client.post("/v1/embeddings", json={"input": ["ab", "c"]}))
-        await until(lambda: sum(worker.num_silent for worker in api.workers) == 2)
+        answer = asyncio.create_task(api.client.post("/v1/embeddings", json={"input": ["ab"]}))
+        await until(lambda: any(worker.num_silent for worker in api.workers))
         victim = next(worker for worker in api.workers if worker.num_running)
         for worker in api.workers:
             worker.max_events = None
         victim.kill()
         data = (await answer).json()["data"]
-        assert [one["embedding"] for one in data] == [pytest.approx([x / 13 for x in EMBEDDING])] * 2
+        assert [one["embedding"] for one in data] == [pytest.approx([x / 13 for x in EMBEDDING])]
         refused = await api.client.post("/v1/embeddings", json={"input": "abcdef"})
         assert refused.status_code == 429, refused.text

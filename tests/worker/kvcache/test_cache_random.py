@@ -108,6 +108,6 @@ def test_random_operations_with_a_disk(mix: tuple[str, ...], monkeypatch: pytest
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_random_operations_beside_another_worker(mix: tuple[str, ...]) -> None:
     """Blocks of another worker come to the device where it has free pages, else to the host tier."""
-    drivers = [random_life(mix, seed, has_host=True, receives=True) for seed in range(num_examples(5, 30))]
+    drivers = [random_life(mix, seed, has_host=True, receives=True) for seed in range(num_examples(2, 30))]
     assert sum(driver.num_received[DEVICE] for driver in drivers) > 0
     assert sum(driver.num_received[HOST] for driver in drivers) > 0
