@@ -10,7 +10,7 @@ One fetch, from a request to its end:
     import    blocks are taken for what is missing         (`TransferStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
     publish   when all pieces have come; `on_end` is called in the same turn of the engine, so that its next step has the request
-    close     in any case the export is closed once nothing is read any more; nobody waits for that
+    close     in any case the export is closed once nothing is read any more; the fetch does not wait for that
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
 but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
