@@ -144,6 +144,7 @@ class StubWorker:
     can_fetch: bool = False
     watch_failure: Exception | None = None
     watch_periods_s: list[float] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)  # checkpoints, by updates of the weights
     watchers: list[asyncio.Queue[bytes | Exception]] = field(
         default_factory=list
     )  # put frames, or an error, into these
@@ -252,7 +253,8 @@ class StubWorker:
 
     async def pause(self, mode: str | None) -> None: ...
 
-    async def update_weights(self, model: str) -> None: ...
+    async def update_weights(self, model: str) -> None:
+        self.loaded.append(model)
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         return {self.worker: [source, num_bytes, wire]}

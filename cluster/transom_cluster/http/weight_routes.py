@@ -9,7 +9,8 @@ from fastapi import Body, FastAPI
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_client import WorkerClient
 from transom_core.contract import ErrorInfo
-from transom_core.errors import WorkerLost
+from transom_core.errors import ModelError, RequestError, WorkerLost
+from transom_core.model_files.resolve import with_commit
 
 
 def add_routes(api: FastAPI, router: Router) -> None:
@@ -35,4 +36,8 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
     @api.post("/update_weights_from_disk", include_in_schema=False)
     async def update_weights_from_disk(model_path: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        return await on_all(lambda client: client.update_weights(model_path))
+        try:
+            model = await asyncio.to_thread(with_commit, model_path)  # so that all workers load the same one
+        except ModelError as error:
+            raise RequestError(f"model_path: {error}", param="model_path") from error
+        return await on_all(lambda client: client.update_weights(model))

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from tests.cluster.conftest import running_api
 from tests.cluster.engine_server import engine_server
+from tests.cluster.stub_worker import stub_workers
 from tests.tiny_checkpoints import tiny_llama
+from transom_cluster.http import weight_routes
 
 KEYS = {"client": {"authorization": "Bearer client"}, "admin": {"authorization": "Bearer admin"}}
 BODY: dict[str, Any] = {"prompt": list(range(5, 45)), "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -51,3 +55,10 @@ def test_a_stream_that_spans_an_update_says_so_and_the_models_page_names_the_new
         fresh = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=300).json()
     assert answer["choices"][0]["text"] == fresh["choices"][0]["text"]
     assert answer["system_fingerprint"] == fresh["system_fingerprint"]
+
+
+async def test_all_workers_load_the_same_commit_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_routes, "with_commit", lambda name: f"{name}@abc")
+    async with running_api(*(workers := stub_workers(2))) as api:
+        answer = await api.client.post("/update_weights_from_disk", json={"model_path": "org/name"})
+        assert (answer.status_code, [worker.loaded for worker in workers]) == (200, [["org/name@abc"]] * 2), answer.text

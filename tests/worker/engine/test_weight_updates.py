@@ -1,5 +1,6 @@
 """Weights that are replaced while a worker is paused: it answers as a fresh worker would, and hits no block of the old ones."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.engine_driver import Whole, drain, make_engine, make_request, num_act
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.errors import RequestError
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import ExecutorInfo
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -37,9 +39,25 @@ def fresh(other_model: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_updated_engine_answers_as_a_fresh_one(
-    tiny_model: Path, other_model: Path, fresh: Engine, tmp_path: Path, num_ranks: int
+    tiny_model: Path,
+    other_model: Path,
+    fresh: Engine,
+    tmp_path: Path,
+    num_ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = make_engine(str(tiny_model), **SETTINGS, tensor_parallel_size=num_ranks, swap_space="4MiB")
+    first_model = shutil.copytree(tiny_model, tmp_path / "first")
+    engine = make_engine(str(first_model), **SETTINGS, tensor_parallel_size=num_ranks, swap_space="4MiB")
+    shutil.rmtree(first_model)  # a trainer keeps its last checkpoints only
+    calls, reload = [], engine.executor.reload
+
+    def recorded(model: str) -> ExecutorInfo:
+        calls.append("reload")
+        return reload(model)
+
+    assert engine.transfer_store is not None
+    monkeypatch.setattr(engine.executor, "reload", recorded)
+    monkeypatch.setattr(engine.transfer_store, "end_reads", lambda: calls.append("end_reads"))
     run(engine, [make_request("cached", SECOND)])
     old_identity, stream = engine.info.identity, Whole()
     engine.add(make_request("stream", FIRST))
@@ -53,9 +71,10 @@ def test_an_updated_engine_answers_as_a_fresh_one(
         for event in engine.step():
             stream.add(event, first_position=0)
     with pytest.raises(RequestError, match="another architecture"):
-        engine.update_weights(str(tiny_llama(tmp_path, layers=2)))
+        engine.update_weights(str(tiny_llama(tmp_path / "other", layers=2)))
     before = list(stream.token_ids)
     engine.update_weights(str(other_model))
+    assert calls == ["reload", "end_reads"]  # reads end when the old memory is free
     assert engine.step() == []
     assert engine.blocked_s > 0
     assert engine.scheduler.cache.identity == engine.info.identity == fresh.info.identity != old_identity

@@ -10,10 +10,11 @@ an event loop.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
@@ -122,6 +123,7 @@ class Engine:
         self.dead: Exception | None = None  # the error that ended the engine
         self.is_restarting = False
         self.is_updating = False  # it loads other weights
+        self.model_config: Mapping[str, Any] = {}  # config.json of the model that it was started with; `build_engine` sets it
         self.pause_mode: PauseMode | None = None  # None: it is not paused
         self._held_by_pause: list[str] = []  # ids of requests that came while it was paused with "wait"
         self._kept_imports = KeptImports(
@@ -325,31 +327,37 @@ class Engine:
             raise RequestError(
                 "A worker with --disk-cache cannot replace its weights: its files are those of one model."
             )
-        try:
-            old, new = (read_architecture(resolve_model(one).config) for one in (self.config.model.model, model))
-        except TransomError as error:
-            raise RequestError(f"model_path: {error}", param="model_path") from error
-        if old != new:
-            raise RequestError(f"{model} has another architecture than the worker's model.", param="model_path")
-        if self.transfer_store is not None:
-            self.transfer_store.end_reads()
-        self._kept_imports.forget()
         begin_s, self.is_updating = time.perf_counter(), True
         try:
+            self._check_architecture(model)  # downloads a Hugging Face model
             self.info = replace(self.executor.reload(model), max_model_len=self.info.max_model_len)
+        except RequestError:
+            raise
         except Exception as error:
             self._ready += self.fail(error)
             raise EngineDead(f"The worker could not load {model}: {error}") from error
         finally:
             self.is_updating = False
+        # The old memory is gone only now: until then a read could still write into blocks that other imports would get.
         if self.transfer_store is not None:
+            self.transfer_store.end_reads()
             self.transfer_store.memories = self.info.memories
+        self._kept_imports.forget()
         self.scheduler.replace_model(self.info.identity)
         for running in self.requests.values():
             running.num_weight_updates += bool(running.times.scheduled_s)
         self.events.started(self.config, self.info)
         logger.info("The weights of %s took %.1f s.", model, time.perf_counter() - begin_s)
         self.publish()
+
+    def _check_architecture(self, model: str) -> None:
+        """Raise RequestError if a checkpoint is broken, or has another architecture than the model that the engine started with."""
+        try:
+            old, new = map(read_architecture, (self.model_config, resolve_model(model).config))
+        except TransomError as error:
+            raise RequestError(f"model_path: {error}", param="model_path") from error
+        if old != new:
+            raise RequestError(f"{model} has another architecture than the worker's model.", param="model_path")
 
     # The step loop
 

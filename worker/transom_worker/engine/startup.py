@@ -49,6 +49,7 @@ def build_engine(
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
+        engine.model_config = files.config
         engine.report = startup_report(
             engine.info, model=model_name or files.name, cache=config.cache, transfers=config.transfer.is_on
         )

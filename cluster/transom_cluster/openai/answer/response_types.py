@@ -52,17 +52,23 @@ class KvQualityObject(TypedDict):
     dropped_attention: float | None
 
 
-class UsageObject(TypedDict):
+class UsageExtensions(TypedDict):
+    """What every API's usage has beyond its own fields: `kv_quality` if the request asked for it, and `weight_updates` if the model's
+    weights were replaced meanwhile."""
+
+    kv_quality: NotRequired[KvQualityObject]
+    weight_updates: NotRequired[int]
+
+
+class UsageObject(UsageExtensions):
     """Token counts of the whole request. It has `completion_tokens_details` if the server parsed the answer for reasoning or tool
-    calls, `kv_quality` if the request asked for it, and `weight_updates` if the model's weights were replaced meanwhile."""
+    calls."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[OutputTokensDetails]
-    kv_quality: NotRequired[KvQualityObject]
-    weight_updates: NotRequired[int]
 
 
 class TokenEntry(TypedDict):

@@ -6,7 +6,7 @@ Reasoning tokens are output tokens too. `AnswerReader` also counts them separate
 from collections.abc import Sequence
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.response_types import KvQualityObject, UsageObject
+from transom_cluster.openai.answer.response_types import KvQualityObject, UsageExtensions, UsageObject
 from transom_core.contract import KvQuality, OutputEvent, Request, Usage
 
 
@@ -31,7 +31,7 @@ class UsageTotals:
 
     @property
     def body(self) -> UsageObject:
-        """Return OpenAI's usage object, and the field `kv_quality` if a request asked for it."""
+        """Return OpenAI's usage object with the fields of `extensions`."""
         prompt_tokens = cached_tokens = 0
         for request, usage in zip(self._requests, self._last_usage, strict=True):
             if request.choice_index == 0:  # all choices of a prompt share its tokens
@@ -47,6 +47,12 @@ class UsageTotals:
         if self._readers:
             reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers)
             body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return {**body, **self.extensions}
+
+    @property
+    def extensions(self) -> UsageExtensions:
+        """Return the fields of Transom's own, which every API's usage has."""
+        body: UsageExtensions = {}
         if num_updates := max((usage.num_weight_updates for usage in self._last_usage if usage), default=0):
             body["weight_updates"] = num_updates
         if any(request.kv_quality for request in self._requests):

@@ -157,7 +157,7 @@ class MessagesWriter(EventWriter):
         usage = self.usage.body
         num_read = usage["prompt_tokens_details"]["cached_tokens"]
         num_created = max(0, self._num_cacheable - num_read)
-        body: MessagesUsage = {
+        return {
             "input_tokens": usage["prompt_tokens"] - num_read - num_created,
             "cache_creation_input_tokens": num_created,
             "cache_read_input_tokens": num_read,
@@ -167,10 +167,8 @@ class MessagesWriter(EventWriter):
             "server_tool_use": None,
             "service_tier": None,
             "inference_geo": None,
+            **self.usage.extensions,
         }
-        if "kv_quality" in usage:
-            body["kv_quality"] = usage["kv_quality"]
-        return body
 
 
 def _input(text: str) -> dict[str, Any]:

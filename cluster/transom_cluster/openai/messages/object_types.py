@@ -3,16 +3,12 @@
 Fields that only Anthropic's own service fills are null; its clients expect them.
 """
 
-from typing import (
-    Any,
-    Literal,
-    NotRequired,  # pydantic reads typing's own from Python 3.12 on only
-)
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from transom_cluster.openai.answer.error_responses import WireError
-from transom_cluster.openai.answer.response_types import KvQualityObject
+from transom_cluster.openai.answer.response_types import UsageExtensions
 
 MESSAGES_PATH = "/v1/messages"
 OVERLOADED_STATUS = 529  # Anthropic's; its clients wait and try again
@@ -30,7 +26,7 @@ _TOO_LONG = "prompt is too long: "  # agents look for these words, and shorten t
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class MessagesUsage(TypedDict):
+class MessagesUsage(UsageExtensions):
     """Token counts. The prompt has three parts: tokens that were found in the prefix cache (`cache_read_input_tokens`), tokens that
     fill whole blocks which the cache now has (`cache_creation_input_tokens`), and the rest."""
 
@@ -43,7 +39,6 @@ class MessagesUsage(TypedDict):
     server_tool_use: None
     service_tier: None
     inference_geo: None
-    kv_quality: NotRequired[KvQualityObject]
 
 
 class MessageObject(TypedDict):

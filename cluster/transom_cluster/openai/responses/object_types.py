@@ -8,7 +8,7 @@ from typing import (
 
 from typing_extensions import TypedDict
 
-from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject, OutputTokensDetails
+from transom_cluster.openai.answer.response_types import ChosenToken, OutputTokensDetails, UsageExtensions
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -85,15 +85,14 @@ class InputTokensDetails(TypedDict):
     cache_write_tokens: int
 
 
-class ResponseUsage(TypedDict):
-    """Token counts of the request, and `kv_quality` if the request has asked for it."""
+class ResponseUsage(UsageExtensions):
+    """Token counts of the request."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-    kv_quality: NotRequired[KvQualityObject]
 
 
 class ResponseError(TypedDict):

@@ -108,7 +108,7 @@ class ResponsesWriter(EventWriter):
     @property
     def _usage(self) -> ResponseUsage:
         usage = self.usage.body
-        body: ResponseUsage = {
+        return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -117,7 +117,5 @@ class ResponsesWriter(EventWriter):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
+            **self.usage.extensions,
         }
-        if "kv_quality" in usage:
-            body["kv_quality"] = usage["kv_quality"]
-        return body
