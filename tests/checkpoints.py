@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from tests.expert_choices import ExpertChoices
 from tests.tiny_checkpoints import tiny_tokenizer
@@ -59,6 +65,17 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, looking: float 
         (folder / "config.json").write_text(json.dumps(written | {"model_type": family}))
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def make_classifier(folder: Path, text_model: Path, *, num_labels: int = 1) -> PreTrainedModel:
+    """Write a checkpoint with the layers of `text_model` and a classification head; return transformers' own model of it."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(text_model, num_labels=num_labels, dtype=torch.float32)
+    model.score.weight.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model.eval()
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """The routes that run a model: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages (and its count_tokens), and
-/v1/embeddings, whose requests are completions of one token that the client does not get."""
+/v1/embeddings, /v1/rerank and /v1/score, whose requests are completions of one token that the client does not get."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from transom_cluster.http.prompt_request import PromptRequest
 from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.answer.embedding_writer import EmbeddingWriter
+from transom_cluster.openai.answer.embedding_writer import EmbeddingWriter, RerankWriter, ScoreWriter
 from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.openai.messages.chat_form import MessagesChat, messages_chat
 from transom_cluster.openai.messages.messages_writer import MessagesWriter
@@ -26,9 +26,15 @@ from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest
 from transom_cluster.openai.request.converted_chat import renamed_errors
-from transom_cluster.openai.request.embedding_request import EMBEDDING_RULES, EmbeddingRequest
+from transom_cluster.openai.request.embedding_request import EMBEDDING_RULES, EmbeddingRequest, PooledRequest
 from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
-from transom_cluster.openai.request.request_limits import ModelLimits, check_tokenize_bytes, check_tokenize_tokens
+from transom_cluster.openai.request.request_limits import (
+    ModelLimits,
+    check_choices,
+    check_tokenize_bytes,
+    check_tokenize_tokens,
+)
+from transom_cluster.openai.request.score_request import RerankRequest, ScoreRequest
 from transom_cluster.openai.responses.chat_form import chat_form
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
@@ -48,6 +54,8 @@ _COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)
 _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 _MESSAGES = BodyParser(MessagesRequest, MESSAGES_RULES)
 _EMBEDDINGS = BodyParser(EmbeddingRequest, EMBEDDING_RULES)
+_RERANK = BodyParser(RerankRequest, EMBEDDING_RULES)
+_SCORE = BodyParser(ScoreRequest, EMBEDDING_RULES)
 _COUNT_TOKENS = BodyParser(CountTokensRequest, MESSAGES_RULES)
 
 
@@ -66,6 +74,8 @@ class OpenAiRoutes:
             "/v1/completions": self.completions,
             "/v1/responses": self.responses,
             "/v1/embeddings": self.embeddings,
+            "/v1/rerank": self.rerank,
+            "/v1/score": self.score,
             "/v1/messages": self.messages,
             "/v1/messages/count_tokens": self.count_tokens,
         }
@@ -176,29 +186,63 @@ class OpenAiRoutes:
         asked = PromptRequest(self._router, self._threads, request, id_prefix="embd-")
         body = await asked.parse(_EMBEDDINGS)
         body.check_dimensions(self._router.limits.current.hidden_size)
-        completion, params = body.completion(), body.params()
+        completion, params = body.completion(body.input), body.params(body.pooling)
         with renamed_errors({"prompt": "input"}.get):
             _, prompts, limits = await self._prompts(asked, completion, params)
             requests = await asked.engine_requests(completion, prompts, params, limits, None, prompt_param="prompt")
         return self._response(asked, requests, EmbeddingWriter(asked.metadata, requests, body), stream=False)
 
+    async def rerank(self, request: Request) -> Response:
+        """Order documents by how well they fit a query."""
+        asked = PromptRequest(self._router, self._threads, request, id_prefix="rerank-")
+        body = await asked.parse(_RERANK)
+        requests = await self._scored(asked, body, body.pairs(), param="documents")
+        return self._response(asked, requests, RerankWriter(asked.metadata, requests, body), stream=False)
+
+    async def score(self, request: Request) -> Response:
+        """Score how well the texts of pairs fit."""
+        asked = PromptRequest(self._router, self._threads, request, id_prefix="score-")
+        body = await asked.parse(_SCORE)
+        requests = await self._scored(asked, body, body.pairs(), param="text_2")
+        return self._response(asked, requests, ScoreWriter(asked.metadata, requests), stream=False)
+
+    async def _scored(
+        self, asked: PromptRequest, body: PooledRequest, pairs: Sequence[tuple[str, str]], *, param: str
+    ) -> list[contract.Request]:
+        """Return the engine requests that score pairs of texts; `param` is the field that has most of them."""
+        completion, params = body.completion(), body.params("score")
+        with renamed_errors({"prompt": param}.get):
+            limits = asked.limits(completion, params)
+            check_choices(len(pairs), 1, limits, param=param)
+            num_chars = sum(len(first) + len(second) for first, second in pairs)
+            prompts = await self._encoded(asked, completion, pairs, limits, num_chars=num_chars)
+            return await asked.engine_requests(completion, prompts, params, limits, None, prompt_param="prompt")
+
     async def _prompts(
         self, asked: PromptRequest, body: CompletionRequest, params: SamplingParams
     ) -> tuple[Sequence[str] | Sequence[list[int]], list[Prompt], ModelLimits]:
         """Return a completion's prompts as the client sent them, and in tokens, and the request's limits."""
-        tokenizer = self._router.tokenizer
         limits = asked.limits(body, params)
         num_bytes = len(memoryview(body.prompt))
         given = await asked.threads.run(
             lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES
         )
+        num_chars = sum(len(prompt) for prompt in given)
+        return given, await self._encoded(asked, body, given, limits, num_chars=num_chars), limits
+
+    async def _encoded(
+        self,
+        asked: PromptRequest,
+        body: CompletionRequest,
+        given: Sequence[str] | Sequence[list[int]] | Sequence[tuple[str, str]],
+        limits: ModelLimits,
+        *,
+        num_chars: int,
+    ) -> list[Prompt]:
         encode = functools.partial(
-            encode_prompts, tokenizer, given, limits=limits, add_special_tokens=body.add_special_tokens
+            encode_prompts, self._router.tokenizer, given, limits=limits, add_special_tokens=body.add_special_tokens
         )
-        prompts = await asked.threads.run(
-            encode, num_chars=sum(len(prompt) for prompt in given), inline_chars=MAX_INLINE_CHARS
-        )
-        return given, prompts, limits
+        return await asked.threads.run(encode, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
 
     def _response(
         self,

@@ -30,6 +30,7 @@ from transom_cluster.openai.request.field_rules import (
     TOKENIZE_RULES,
     FieldRules,
 )
+from transom_cluster.openai.request.score_request import RerankRequest, ScoreRequest
 from transom_cluster.openai.responses.object_types import ResponseObject
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 
@@ -41,6 +42,8 @@ POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
     "/v1/messages": (MessagesRequest, MESSAGES_RULES, MessageObject),
     "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES_RULES, MessageTokensCount),
     "/v1/embeddings": (EmbeddingRequest, EMBEDDING_RULES, response_types.EmbeddingList),
+    "/v1/rerank": (RerankRequest, EMBEDDING_RULES, response_types.Reranking),
+    "/v1/score": (ScoreRequest, EMBEDDING_RULES, response_types.ScoreList),
     "/tokenize": (TokenizeRequest, TOKENIZE_RULES, response_types.Tokens),
     "/detokenize": (DetokenizeRequest, NO_RULES, response_types.Text),
 }

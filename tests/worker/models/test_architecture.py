@@ -118,7 +118,6 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"num_hidden_layers": None}, "no size or number"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "its tokens see later ones"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "its tokens see later ones"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "it scores texts and writes none"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
         ({"model_type": "mistral", "sliding_window": -5}, "layer 0 4 heads and 2 KV heads of 16, which see -5 tokens"),
         ({"model_type": "llama4_text", "attention_chunk_size": 0}, "which see 0 tokens; all must be at least 1"),

@@ -14,8 +14,9 @@ MAX_LOGPROBS = 20  # OpenAI's limit of `top_logprobs`
 MAX_STOP_STRINGS = 16
 LEAST_TEMPERATURE = 1e-5
 
-Pooling = Literal["last", "mean"]
-"""Which hidden states make a prompt's embedding: that of its last token, or the mean over all its tokens."""
+Pooling = Literal["last", "mean", "score"]
+"""What a prompt becomes: the hidden state of its last token, the mean of all its tokens', or what the model's classification head
+makes of the last one: a number for each label."""
 
 # Fields of SamplingParams with their least and greatest values; None: unbounded.
 _INTEGERS: dict[str, tuple[int | None, int | None]] = {
@@ -46,7 +47,8 @@ class SamplingParams:
     greedy. A request with `n` outputs is split into `n` requests before the engine sees it. If `max_tokens` is None, an output may
     grow to the model's length.
 
-    With `pooling` the first token's event has the prompt's embedding: final hidden states, normalised by the model's last norm.
+    With `pooling` the first token's event has the prompt's embedding: final hidden states, normalised by the model's last norm; or
+    its score.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.

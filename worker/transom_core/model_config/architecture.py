@@ -93,6 +93,7 @@ class Architecture:
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
     mla: Mla | None = None  # sizes of multi-head latent attention, which all layers or none have
     mamba: Mamba | None = None  # what the recurrent layers have if they are Mamba-2's
+    num_labels: int = 0  # of the head that a classifier has instead of one for tokens; 0: it writes text
 
     @property
     def num_layers(self) -> int:
@@ -116,8 +117,6 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ModelError: the family is unknown, or a value is missing or wrong. The message names it.
     """
-    if "ForSequenceClassification" in str(config.get("architectures")):
-        raise ModelError("config.json says ...ForSequenceClassification: it scores texts and writes none.")
     config = with_defaults(_text_decoder(config))
     family = str(config.get("model_type", ""))
     if config.get("use_bidirectional_attention") in (True, "all"):
@@ -126,6 +125,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     try:
         config = mamba.with_common_names(lfm2.with_common_names(config))
+        num_labels = _num_labels(config)
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
@@ -151,7 +151,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             mla=read_mla(config, ropes[0]) if ropes[0] is not None else None,
             mamba=read_mamba(config),
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            # A classifier's files have no head for tokens; the token that each request ends with means nothing.
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)) or num_labels > 0,
+            num_labels=num_labels,
             attention_bias=attention_bias or family in _BIASED_INPUTS,
             output_bias=bool(config.get("attention_out_bias", attention_bias and family not in _UNBIASED_OUTPUTS)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -164,6 +166,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json has a value that is no size or number: {str(error)[:200]}.") from None
     _check_sizes(architecture)
     return architecture
+
+
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """Return the number of labels of a transformers class `...ForSequenceClassification`, by default 2; 0 for other models."""
+    if "ForSequenceClassification" not in str(config.get("architectures")):
+        return 0
+    return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
 
 
 def _check_sizes(architecture: Architecture) -> None:

@@ -166,9 +166,14 @@ class Tokenizer:
             renderer.close()
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, check_length: CheckLength | None = None
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        check_length: CheckLength | None = None,
     ) -> list[int]:
-        """Return the token ids of `text`. The text of a special token in it becomes that token.
+        """Return the token ids of `text`, or of a pair of texts. The text of a special token in it becomes that token.
 
         `check_length` is called twice. The first call is before encoding, which takes up to 140 times the memory of the text; it
         gets the least number of tokens that a text of this length can have. The second call is before the ids become Python
@@ -177,11 +182,13 @@ class Tokenizer:
         Raises:
             RequestError: the text has half of a surrogate pair, which cannot be encoded; or `check_length` raises it.
         """
-        if check_length is not None and len(text) > MAX_UNCHECKED_CHARS and self.longest_token_bytes is not None:
-            num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        whole = text + (second or "")
+        if check_length is not None and len(whole) > MAX_UNCHECKED_CHARS and self.longest_token_bytes is not None:
+            num_bytes = len(whole) if whole.isascii() else len(whole.encode("utf-8", "surrogatepass"))
             check_length(-(-num_bytes // self.longest_token_bytes), at_least=True)
         try:
-            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            given = text if second is None else (text, second)
+            (encoding,) = self._rust.encode_batch_fast([given], add_special_tokens=add_special_tokens)
         except TypeError:
             raise _broken_text() from None
         if check_length is not None:

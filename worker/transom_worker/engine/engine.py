@@ -41,7 +41,7 @@ from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.imports import KeptImports
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.request_validation import check_tokens, fit_model_len, stream_limit
+from transom_worker.scheduling.request_validation import check_pooling, check_tokens, fit_model_len, stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.blockmap.log import BlockMapLog
@@ -123,7 +123,9 @@ class Engine:
         self.dead: Exception | None = None  # the error that ended the engine
         self.is_restarting = False
         self.is_updating = False  # it loads other weights
-        self.model_config: Mapping[str, Any] = {}  # config.json of the model that it was started with; `build_engine` sets it
+        self.model_config: Mapping[
+            str, Any
+        ] = {}  # config.json of the model that it was started with; `build_engine` sets it
         self.pause_mode: PauseMode | None = None  # None: it is not paused
         self._held_by_pause: list[str] = []  # ids of requests that came while it was paused with "wait"
         self._kept_imports = KeptImports(
@@ -224,6 +226,7 @@ class Engine:
         if self.is_restarting:
             raise WorkerLost(RESTARTING)
         check_tokens(request, vocab_size=self.info.vocab_size)
+        check_pooling(request.params.pooling, num_labels=self.info.num_labels)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         running = RunningRequest(
             request,

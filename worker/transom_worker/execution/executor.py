@@ -136,6 +136,7 @@ class ExecutorInfo:
     dtype: str = ""  # the model's number format, torch's name
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     hidden_size: int = 0  # of the model, and so of embeddings
+    num_labels: int = 0  # of a classifier; 0: the model writes text
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps and mixed steps

@@ -101,7 +101,7 @@ class ForwardPass:
         """Run the model eagerly. Logits that are not for sampling are for prompt log-probabilities, and are computed later."""
         if len(batch.logit_rows) == plan.sample.count(1) and not plan.keeps_hidden:
             return StepLogits(plan, self._model.forward(batch))
-        return StepLogits(plan, self._model.hidden(batch), self._model.logits)
+        return StepLogits(plan, self._model.hidden(batch), self._model.logits, self._model.scores)
 
 
 def _replayed(plan: StepPlan, replay: Callable[[], torch.Tensor]) -> StepLogits:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_core.contract import LogprobTable
+from transom_core.contract import LogprobTable, Pooling
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.device_queue import DeviceQueue, Fetch
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
@@ -41,9 +41,11 @@ class StepLogits:
         plan: StepPlan,
         rows_R: torch.Tensor,
         to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+        to_scores: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     ) -> None:
-        """`to_logits` turns any of the hidden states `rows_R` [R, N] into logits; by default the rows are logits already."""
-        self._rows, self._to_logits = rows_R, to_logits
+        """`to_logits` turns any of the hidden states `rows_R` [R, N] into logits, and `to_scores` into those of a classifier; by
+        default the rows are logits already."""
+        self._rows, self._to_logits, self._to_scores = rows_R, to_logits, to_scores
         self.has_others = len(rows_R) > plan.sample.count(1)  # rows that are not sampled
         sampled = rows_R
         if self.has_others:
@@ -52,9 +54,11 @@ class StepLogits:
             sampled = rows_R[last_S.to(rows_R.device, non_blocking=True)]
         self.sampled_SV = to_logits(sampled)
 
-    def row_sum(self, first: int, end: int) -> list[float]:
-        """Return the sum of the rows [first, end) of the R rows, which are hidden states if the plan says `keeps_hidden`."""
-        summed: list[float] = self._rows[first:end].sum(dim=0, dtype=torch.float64).tolist()
+    def row_sum(self, first: int, end: int, pooling: Pooling) -> list[float]:
+        """Return the sum of the rows [first, end) of the R rows, which are hidden states if the plan says `keeps_hidden`, or of
+        their scores."""
+        rows = self._to_scores(self._rows[first:end]) if pooling == "score" else self._rows[first:end]
+        summed: list[float] = rows.sum(dim=0, dtype=torch.float64).tolist()
         return summed
 
     def slices(self, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -125,11 +129,11 @@ def sample_step(
 
 
 def _add_hidden_sums(plan: StepPlan, logits: StepLogits, result: StepResult, store: SequenceStore) -> None:
-    """Add up the hidden states of each row whose sequence asks for an embedding, for the result."""
+    """Add up the hidden states of each row whose sequence asks for an embedding, or its scores, for the result."""
     first = 0
     for b, end in enumerate(logit_row_ends(plan)):
-        if end > first and store[plan.seq_ids[b]].pooling is not None:
-            result.hidden_sums[b] = logits.row_sum(first, end)
+        if end > first and (pooling := store[plan.seq_ids[b]].pooling) is not None:
+            result.hidden_sums[b] = logits.row_sum(first, end, pooling)
         first = end
 
 

@@ -1,6 +1,6 @@
 """The interface through which execution uses a model.
 
-Legend: R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
+Legend: R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary, L labels of a classifier.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,13 @@ class Model(ABC):
     """A decoder with its weights loaded.
 
     `weight_bytes` are the bytes of the weights in memory, packed copies included. `vocab` are the token ids whose logits this rank
-    computes; all ids if there is one rank.
+    computes; all ids if there is one rank. `score_LN` is a classifier's head in float32, whole on every rank.
     """
 
     architecture: Architecture
     weight_bytes: int
     vocab: slice
+    score_LN: torch.Tensor | None = None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -37,3 +38,9 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] in float32 over `vocab` for hidden states; runs no collective."""
+
+    @torch.inference_mode()
+    def scores(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Return a classifier's logits [R, L] in float32 for hidden states."""
+        assert self.score_LN is not None
+        return torch.nn.functional.linear(hidden_RN.float(), self.score_LN)

@@ -68,4 +68,9 @@ def build_model(
         load = replace(load, weights=RenamedWeights(weights, partial(own_name, architecture.family)))
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
         load = replace(load, weights=SplitProjections(load.weights, architecture))
-    return FAMILIES[architecture.family](architecture, load)
+    model = FAMILIES[architecture.family](architecture, load)
+    if architecture.num_labels:
+        shape = (architecture.num_labels, architecture.hidden_size)
+        model.score_LN = load.tensor("score.weight", torch.float32, shape=shape)
+        model.weight_bytes += model.score_LN.nbytes
+    return model

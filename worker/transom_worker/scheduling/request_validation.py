@@ -2,10 +2,11 @@
 
 A request is validated in two places. The router checks a client's request before it sends it to a worker
 (`transom_cluster.http.prompt_request`), so that most wrong requests never arrive here. The worker checks in this module everything
-that it relies on. Each condition is checked by one of three functions:
+that it relies on. Each condition is checked by one of four functions:
 
     ids_in_use        the replica, before it notes which router a request belongs to: the id is new
     check_tokens      the engine, before it reads resumed output: version and vocabulary
+    check_pooling     the engine: the model has the head that the request needs
     check_admission   the scheduler, before it queues the request: the rest; it returns the request's length limit
 
 *Resumed output* is output that a request arrives with, because its stream began on a worker that was lost.
@@ -15,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from transom_core.contract import CONTRACT_VERSION, Request, check_kv_policy, max_prompt_len, max_stream_len
+from transom_core.contract import CONTRACT_VERSION, Pooling, Request, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.contract.request import MAX_CLIENT_CHARS, MAX_CLIENT_WEIGHT, MIN_CLIENT_WEIGHT
 from transom_core.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_core.kv_cache.retention_set import RetentionSet
@@ -57,6 +58,23 @@ def check_tokens(request: Request, *, vocab_size: int) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = next(i for i in ids if not 0 <= i < vocab_size)
             raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
+
+
+def check_pooling(pooling: Pooling | None, *, num_labels: int) -> None:
+    """Raise RequestError if a request for a score has no model with a head of one label, or one for text has a classifier; a model
+    that writes text has 0 labels."""
+    if pooling == "score" and num_labels != 1:
+        found = f"a head of {num_labels} labels" if num_labels else "no classification head"
+        raise RequestError(
+            f"This model has {found}. Scores need a checkpoint whose config.json says ...ForSequenceClassification with one label, "
+            "over any family that is served. Qwen3-Reranker as published (Qwen3ForCausalLM, which answers yes or no) must be "
+            "converted to one: Qwen3ForSequenceClassification, score.weight = lm_head of yes - lm_head of no.",
+            param="model",
+        )
+    if pooling is None and num_labels:
+        raise RequestError(
+            "This model is a classifier: it writes no text. Use /v1/rerank, /v1/score or /v1/embeddings.", param="model"
+        )
 
 
 def check_admission(

@@ -105,8 +105,8 @@ class StepPlan:
 
     **Logits** are computed for positions `[logits_from[b], start[b] + count[b])`: for no position if `logits_from[b]` is the end,
     for the last one if a token is sampled after it, for more if prompt log-probabilities are requested. `sample[b]` is 1 if a token
-    is sampled after the last position, else 0. With `keeps_hidden` some of these rows' sequences ask for an embedding (`pooling`),
-    and the result has the sum of their hidden states.
+    is sampled after the last position, else 0. With `keeps_hidden` some of these rows' sequences have `pooling`, and the result has
+    their `hidden_sums`.
 
     **KV policies.** The four arrays below are empty if no row has a KV policy. `row_window[b]` is 0 for a row that follows its
     layers' own rule. Else the row belongs to a sequence with a KV policy: its query at position `q` reads key `k` of the table
@@ -216,7 +216,8 @@ class StepResult:
 
     `sampled_ids` and `logprobs` are in the order of the plan's sampling rows (`sample[b] == 1`, in order of b).
     `prompt_logprobs[b]` has the log-probabilities of the prompt tokens after positions `[logits_from[b], ...)`, for sequences
-    that request them. `hidden_sums[b]` has the hidden states of these positions, added up, for sequences that ask for an embedding.
+    that request them. `hidden_sums[b]` has the hidden states of these positions, added up, for sequences that ask for an embedding,
+    and a classifier's logits for those that ask for a score.
 
     `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the
     row's queries on the block's keys, summed over the queries and averaged over layers and query heads. Each query's attention adds

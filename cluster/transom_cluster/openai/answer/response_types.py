@@ -53,7 +53,7 @@ class KvQualityObject(TypedDict):
 
 
 class UsageExtensions(TypedDict):
-    """What every API's usage has beyond its own fields: `kv_quality` if the request asked for it, and `weight_updates` if the model's
+    """What usage has beyond an API's own fields: `kv_quality` if the request asked for it, and `weight_updates` if the model's
     weights were replaced meanwhile."""
 
     kv_quality: NotRequired[KvQualityObject]
@@ -189,7 +189,7 @@ class EmbeddingObject(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(TypedDict):
+class PromptUsage(TypedDict):
     """Token counts of all inputs."""
 
     prompt_tokens: int
@@ -202,7 +202,49 @@ class EmbeddingList(TypedDict):
     object: Literal["list"]
     data: list[EmbeddingObject]
     model: str
-    usage: EmbeddingUsage
+    usage: PromptUsage
+
+
+class ScoreObject(TypedDict):
+    """How well the two texts of one pair fit, from 0 to 1."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(TypedDict):
+    """The scores of all pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: PromptUsage
+
+
+class RerankDocument(TypedDict):
+    """A document as the client sent it."""
+
+    text: str
+
+
+class RerankResult(TypedDict):
+    """One document's place in the request, its score from 0 to 1, and itself unless the client wants it left out."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RerankDocument]
+
+
+class Reranking(TypedDict):
+    """The documents that fit the query best, in order."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PromptUsage
 
 
 class Tokens(TypedDict):

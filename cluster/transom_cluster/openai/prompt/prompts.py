@@ -47,12 +47,12 @@ def render_chat(
 
 def encode_prompts(
     tokenizer: Tokenizer,
-    prompts: Sequence[str] | Sequence[list[int]],
+    prompts: Sequence[str] | Sequence[list[int]] | Sequence[tuple[str, str]],
     *,
     limits: ModelLimits,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """Tokenise texts, or take token ids as they are.
+    """Tokenise texts, or pairs of texts, or take token ids as they are.
 
     Raises:
         RequestError: a prompt has no tokens, or all prompts together have too many.
@@ -62,11 +62,11 @@ def encode_prompts(
     found: list[Prompt] = []
     num_tokens = 0
     for prompt in prompts:
-        ids = (
-            tokenizer.encode(prompt, add_special_tokens=add_special_tokens, check_length=check)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            texts = (prompt,) if isinstance(prompt, str) else prompt
+            ids = tokenizer.encode(*texts, add_special_tokens=add_special_tokens, check_length=check)
         num_tokens += len(ids)
         check_total(num_tokens, 1, limits, param="prompt")  # before the next prompt is encoded
         found.append(Prompt(token_ids=tuple(ids)))

@@ -157,6 +157,7 @@ class ModelSetup:
             dtype=loaded.dtype,
             kernels=kernels,
             hidden_size=loaded.architecture.hidden_size,
+            num_labels=loaded.architecture.num_labels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             kv_policy_obstacle=kv_policy_obstacle(loaded.architecture),
             num_graphs=forward.num_graphs,
