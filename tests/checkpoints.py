@@ -47,7 +47,15 @@ SIZES: dict[str, Any] = {
 ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 # Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
-_GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 3.0, "down_proj": 3.0}
+_GAINS = {
+    "embed_tokens": 0.5,
+    "embeddings": 0.5,
+    "lm_head": 0.5,
+    "q_proj": 1.5,
+    "k_proj": 1.5,
+    "o_proj": 3.0,
+    "down_proj": 3.0,
+}
 _GAINS |= {"out_proj": 3.0, "w2": 3.0, "output_linear": 3.0}  # LFM2's and Granite 4's
 # Norm weights of queries and keys set how sharply heads look.
 _LOOKING_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
@@ -113,8 +121,8 @@ def _holds_norms_less_one(model: PreTrainedModel) -> bool:
 def _spread_logits(model: PreTrainedModel, less: float) -> None:
     """Scale the last norm until logits have LOGIT_STD; soft caps bend, so more than once."""
     ids = torch.randint(3, VOCAB_SIZE, (1, 64))
-    norm = model.model.embedding_norm if hasattr(model.model, "embedding_norm") else model.model.norm  # LFM2's
-    weight = norm.weight
+    names = ("embedding_norm", "norm_f", "norm")  # LFM2's, Nemotron-H's, all others'
+    weight = next(getattr(model.model, name) for name in names if hasattr(model.model, name)).weight
     for _ in range(4):
         weight.copy_((weight + less) * (LOGIT_STD / model(ids).logits.std()) - less)
 

@@ -39,6 +39,12 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def relu2(x):
+    """Return relu(x) ** 2; NaN stays NaN."""
+    return tl.where(x < 0.0, 0.0, x * x)
+
+
+@triton.jit
 def round_to_nearest(x):
     """Return the nearest integer, ties to even as in torch: adding 1.5 * 2**23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.kernels.test_linear_recurrence import recurrence_case, step_of
-from tests.kernels.test_moe_cpu import GPT_OSS, biased, mx_experts, plain_experts, routes
+from tests.kernels.test_moe_cpu import GPT_OSS, RELU2, biased, mx_experts, plain_experts, routes, without_gates
 from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
 from tests.kernels.test_quantised_linear_triton import quantised_rows
@@ -191,8 +191,8 @@ def small_calls() -> Iterator[Callable[[], Any]]:
     heads, tables = torch.empty(2, 40, 128, dtype=BF16), torch.empty(2, 1, 128, dtype=BF16)
     for interleaved in (False, True):
         yield partial(rotary_triton_, heads, tables, tables, interleaved=interleaved)
-    for gelu, limit in ((False, None), (True, None), (False, 7.0)):
-        yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), gelu=gelu, limit=limit)
+    for activation, limit in (("silu", None), ("gelu_tanh", None), ("silu", 7.0), ("relu2", None)):
+        yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), activation, limit)
     blocks = torch.empty(4, 4096, dtype=torch.uint8)
     yield partial(copy_blocks_triton, blocks, blocks.clone(), [(0, 1), (2, 3)])
     for size, dtype in product((2, 3, 8), (BF16, F32)):
@@ -274,8 +274,9 @@ def product_of(kind: str, tokens: int) -> None:
 def expert_calls() -> Iterator[Callable[[], Any]]:
     for tokens, dtype, is_mx in product((1, 64, 256), (BF16, F32), (False, True)):
         tensors = mx_experts(4, 64, 96) if is_mx else plain_experts(4, 64, 96, dtype)
-        tensors = for_gpu(biased(tensors, dtype, interleaved=is_mx))
-        yield partial(moe_triton, torch.empty(tokens, 96, dtype=dtype), *routes(tokens, 4, 4), tensors, GPT_OSS)
+        x, gated = torch.empty(tokens, 96, dtype=dtype), biased(tensors, dtype, interleaved=is_mx)
+        for these, rule in ((without_gates(tensors), RELU2), (gated, GPT_OSS)):
+            yield partial(moe_triton, x, *routes(tokens, 4, 4), for_gpu(these), rule)
     for experts in (8, 32, 256):
         yield partial(block_rows_triton, torch.zeros(50, dtype=INT64), experts, 16)
 

@@ -16,7 +16,8 @@ from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pac
 from transom_kernels.moe.op import moe_reference
 
 PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
-RULES = {"silu": PLAIN, "gpt-oss": GPT_OSS, "gelu": GateRule(activation="gelu_tanh")}
+RELU2 = GateRule(activation="relu2")
+RULES = {"silu": PLAIN, "gpt-oss": GPT_OSS, "gelu": GateRule(activation="gelu_tanh"), "relu2": RELU2}
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 Kernel = Callable[..., torch.Tensor]
 Routes = tuple[torch.Tensor, torch.Tensor]
@@ -27,6 +28,17 @@ def plain_experts(experts: int, inner: int, width: int, dtype: torch.dtype = tor
         gate_up=(torch.randn(experts, 2 * inner, width) / 4).to(dtype),
         down=(torch.randn(experts, width, inner) / 4).to(dtype),
     )
+
+
+def without_gates(tensors: ExpertTensors) -> ExpertTensors:
+    """With every second row alone, so that alternating gates and ups count, too."""
+    rows, bias = tensors.gate_up, tensors.gate_up_bias
+    if isinstance(rows, MxTensor):
+        ups: Any = MxTensor(blocks=rows.blocks[:, ::2].contiguous(), scales=rows.scales[:, ::2].contiguous())
+    else:
+        assert isinstance(rows, torch.Tensor)
+        ups = rows[:, ::2].contiguous()
+    return replace(tensors, gate_up=ups, gate_up_bias=None if bias is None else bias[:, ::2].contiguous())
 
 
 def biased(tensors: ExpertTensors, dtype: torch.dtype, *, interleaved: bool) -> ExpertTensors:
@@ -97,18 +109,22 @@ class MoeTests:
     ) -> None:
         tokens, experts, chosen, inner, width = sizes
         x, tensors = torch.randn(tokens, width).to(dtype), plain_experts(experts, inner, width, dtype)
+        tensors = tensors if RULES[rule].has_gates else without_gates(tensors)
         check_moe(kernel, x, routes(tokens, chosen, experts), tensors, RULES[rule], scales_input=scales_input)
 
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_biases_clamps_and_alternating_rows(self, kernel: Kernel, dtype: torch.dtype, interleaved: bool) -> None:
         tensors = biased(plain_experts(3, 20, 36, dtype), dtype, interleaved=interleaved)
-        check_moe(kernel, torch.randn(7, 36).to(dtype), routes(7, 2, 3), tensors, GPT_OSS)
+        x, chosen = torch.randn(7, 36).to(dtype), routes(7, 2, 3)
+        check_moe(kernel, x, chosen, tensors, GPT_OSS)
+        check_moe(kernel, x, chosen, without_gates(tensors), RELU2)
 
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_mxfp4_as_stored(self, kernel: Kernel, dtype: torch.dtype, interleaved: bool) -> None:
         tensors = biased(mx_experts(4, 64, 96), torch.float32, interleaved=interleaved)
         for tokens in (1, 8):
             check_moe(kernel, torch.randn(tokens, 96).to(dtype), routes(tokens, 2, 4), tensors, GPT_OSS)
+        check_moe(kernel, torch.randn(8, 96).to(dtype) / 4, routes(8, 2, 4), without_gates(tensors), RELU2)
 
 
 def moe_cpu(
@@ -151,6 +167,8 @@ def test_what_does_not_fit_is_refused() -> None:
         moe(torch.zeros(3, 36).bfloat16(), which, weights, packed, PLAIN)
     with pytest.raises(ValueError, match="4 tokens"):
         moe(torch.zeros(4, 36), which, weights, packed, PLAIN)
+    with pytest.raises(ValueError, match="relu2 does not fit packed experts"):
+        moe(torch.zeros(3, 36), which, weights, packed, RELU2)
     with pytest.raises(ValueError, match="cannot be packed"):
         pack_experts(plain_experts(2, 20, 36, torch.float16))
 

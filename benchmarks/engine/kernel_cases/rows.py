@@ -88,7 +88,7 @@ def _gated(shape: Rows, device: torch.device) -> Prepared:
         return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
 
     return Prepared(
-        run=lambda: (gated_activation_triton(gate_up, gelu=False),), check=check, num_bytes=gate_up.nbytes * 3 // 2
+        run=lambda: (gated_activation_triton(gate_up, "silu"),), check=check, num_bytes=gate_up.nbytes * 3 // 2
     )
 
 

@@ -27,6 +27,7 @@ from transom_kernels.cpu.simd import (
     swap_neighbours,
     tanh,
     vector_max,
+    vector_max_or_nan,
     vector_min,
 )
 from transom_kernels.cpu.vector_code import (
@@ -128,7 +129,8 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
 
 
 def make_gated(activation: str) -> Any:
-    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`: gate * sigmoid(slope)."""
+    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`: gate * sigmoid(slope); or
+    relu(up) ** 2 if it is `relu2`."""
     is_gelu = activation == "gelu_tanh"
 
     @inlined
@@ -139,7 +141,12 @@ def make_gated(activation: str) -> Any:
             slope = gate * fma(gate * gate, splat(_GELU_CUBE), splat(_GELU_SLOPE))
         return gate * sigmoid(slope) * up
 
-    return gated
+    @inlined
+    def squared(gate, up):
+        positive = vector_max_or_nan(up, splat(0.0))
+        return positive * positive
+
+    return squared if activation == "relu2" else gated
 
 
 @inlined

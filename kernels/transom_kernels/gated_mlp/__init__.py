@@ -1,4 +1,4 @@
-"""The activation of gated feed-forward layers (SwiGLU and GEGLU): activation(gate) * up."""
+"""The activation of gated feed-forward layers (SwiGLU and GEGLU), activation(gate) * up; and relu(up) ** 2, which has no gate."""
 
 from transom_kernels.gated_mlp.op import Activation, activated_product, gated_activation
 

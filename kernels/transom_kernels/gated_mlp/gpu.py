@@ -1,4 +1,4 @@
-"""Gated activations on GPUs: out[t, n] = activation(gate_up[t, n]) * gate_up[t, N + n], in float32.
+"""Gated activations on GPUs: out[t, n] = activation(gate_up[t, n]) * gate_up[t, N + n], in float32; or relu(up[t, n]) ** 2.
 
 Legend: T tokens, N inner width.
 """
@@ -11,44 +11,47 @@ import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
-from transom_kernels.triton_math import gelu_tanh, silu
+from transom_kernels.triton_math import gelu_tanh, relu2, silu
 
 MOST_ELEMENTS = 2048  # most elements of a row that one program computes: 16 for each thread of 4 warps
 
 
-def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
-    """Return `activation(gate) * up` [T, N], where `gate_up` [T, 2 N] has N gates, then N ups.
+def gated_activation_triton(gate_up: torch.Tensor, activation: str, limit: float | None = None) -> torch.Tensor:
+    """Return `activation(gate) * up` [T, N], where `gate_up` [T, 2 N] has N gates, then N ups; with `relu2` it has N ups alone.
 
     With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit].
     """
-    *leading, double = gate_up.shape
-    width = double // 2
+    *leading, total = gate_up.shape
+    width = total if activation == "relu2" else total // 2
     out = gate_up.new_empty(*leading, width)
-    rows = gate_up if len(leading) == 1 else gate_up.reshape(-1, double)
+    rows = gate_up if len(leading) == 1 else gate_up.reshape(-1, total)
     if num_rows := rows.shape[0]:
-        launch, columns = _launch(rows.stride(0), width, gelu, limit)
+        launch, columns = _launch(rows.stride(0), width, activation, limit)
         launch((num_rows, columns, 1), (rows, out))
     return out
 
 
 @cache
-def _launch(stride: int, width: int, gelu: bool, limit: float | None) -> tuple[PreparedLaunch, int]:
+def _launch(stride: int, width: int, activation: str, limit: float | None) -> tuple[PreparedLaunch, int]:
     """Prepare the launch; return it and the number of programs for each row."""
     block = min(MOST_ELEMENTS, next_power_of_two(width))
     limits = {"limit": 0.0 if limit is None else limit, "HAS_LIMIT": limit is not None}
-    arguments = {"stride": stride, "N": width, "GELU": gelu, "BLOCK_N": block} | limits
+    arguments = {"stride": stride, "N": width, "ACTIVATION": activation, "BLOCK_N": block} | limits
     return PreparedLaunch(activate, arguments, num_warps=4), -(-width // block)
 
 
 @triton.jit
-def activate(gate_up, out, stride, N, limit, GELU: tl.constexpr, HAS_LIMIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N], `out` [T, N]. The grid is (T, ceil(N / BLOCK_N))."""
+def activate(gate_up, out, stride, N, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N] or ups [T, N], `out` [T, N]; the grid (T, ceil(N / BLOCK_N))."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     gate = tl.load(gate_up + row * stride + n, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + N + n, mask=inside, other=0.0).to(tl.float32)
-    if HAS_LIMIT:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    value = gelu_tanh(gate) if GELU else silu(gate)
-    tl.store(out + row * N + n, (value * up).to(out.dtype.element_ty), mask=inside)
+    if ACTIVATION == "relu2":
+        value = relu2(gate)
+    else:
+        up = tl.load(gate_up + row * stride + N + n, mask=inside, other=0.0).to(tl.float32)
+        if HAS_LIMIT:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        value = up * (gelu_tanh(gate) if ACTIVATION == "gelu_tanh" else silu(gate))
+    tl.store(out + row * N + n, value.to(out.dtype.element_ty), mask=inside)

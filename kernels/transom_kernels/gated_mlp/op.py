@@ -1,6 +1,7 @@
 """The operators `gated_activation` and `activated_product`: activation(gate) * up. With silu this is SwiGLU, with gelu_tanh GEGLU.
 
-`gated_activation` takes gate and up as one tensor, the result of one projection; `activated_product` takes two tensors.
+`gated_activation` takes gate and up as one tensor, the result of one projection; `activated_product` takes two tensors. The
+activation `relu2` has no gate: its result is relu(up) ** 2, and the projection is that of ups alone.
 
 Legend: T tokens, N inner width.
 """
@@ -18,23 +19,25 @@ from transom_kernels.cpu.simd import float_of_bits, row_access
 from transom_kernels.cpu.work import argument, each_item, helper
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float | None = None) -> torch.Tensor:
     """Return `activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2 N].
 
-    With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit].
+    With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit]. With `relu2` return `relu(up) ** 2` [T, N]
+    of ups [T, N].
 
     Raises:
         ValueError: the width of `gate_up` is odd.
     """
-    if gate_up.shape[-1] % 2:
+    has_gate = activation != "relu2"
+    if has_gate and gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; give an even width: a gate and an up of equal width.")
     if uses_triton(gate_up):
         by_triton: Callable[..., torch.Tensor] = implementation("gated_mlp.gpu", "gated_activation_triton")
-        return by_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)
-    gate, up = gate_up.chunk(2, dim=-1)
+        return by_triton(gate_up, activation, limit)
+    gate, up = gate_up.chunk(2, dim=-1) if has_gate else (gate_up, gate_up)
     return _product(gate, up, activation, limit)
 
 
@@ -56,6 +59,8 @@ def activated_product_reference(
     wide_gate, wide_up = gate.float(), up.float()
     if limit is not None:
         wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
+    if activation == "relu2":
+        return wide_up.relu().square().to(up.dtype)
     if activation == "silu":
         share = torch.sigmoid(wide_gate)
     else:

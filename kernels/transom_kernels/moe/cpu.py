@@ -65,7 +65,8 @@ class GateUpArguments(NamedTuple):
     """The argument words of `gate_up`."""
 
     matrix: MatrixArguments
-    activations: torch.Tensor  # [P, 32 panels]
+    activations: torch.Tensor  # [P, columns]
+    columns: int  # I, padded
     gain: float  # this and the next three are the fields of `GateRule`
     has_limit: bool
     limit: float
@@ -167,6 +168,7 @@ def _some_tokens(
         GateUpArguments(
             matrix=product(rows, packed.gate_up, packed.gate_up_bias),
             activations=activations,
+            columns=inner,
             gain=float(rule.gain),
             has_limit=rule.limit is not None,
             limit=float(rule.limit or 0.0),

@@ -1,7 +1,7 @@
 """The kernels of an MoE layer's experts on CPUs: `gather_rows`, `gate_up` and `down_and_sum`, one after the other.
 
     gather_rows    copies the rows of x, sorted by expert, so that the rows of each expert are consecutive
-    gate_up        computes the gated activations of these rows
+    gate_up        computes the activations of these rows
     down_and_sum   multiplies them by `down` and adds up each token's weighted results, in the order of k
 
 - pair: one token and one expert that it chose; pair t K + k is the k-th expert of token t.
@@ -16,7 +16,7 @@ Legend: T tokens, N hidden width, I inner width, E experts, K experts per token,
 from typing import Any
 
 from transom_kernels.cpu.language import helper
-from transom_kernels.cpu.rows import limited_gate, limited_up
+from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated
 from transom_kernels.cpu.simd import (
     NUM_BYTES,
     STORE,
@@ -125,13 +125,16 @@ def _bias_of(arguments, at, expert, panel):
 
 
 def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
-    """Build the kernel of gated activations. A work item is one panel of a slot's expert: 32 activations of all its rows.
+    """Build the kernel of activations. A work item is one panel of a slot's expert: 32 activations of all its rows, or 64 without
+    gates.
 
     Scratch: 64 bytes for AMX, and 256 for the sums of each pair and of 15 spare rows.
     """
     store, size = STORE[dtype], NUM_BYTES[dtype]
     multiply_expert = _make_multiply_expert(kind, dtype, UP.matrix)
-    is_silu = activation == "silu"
+    is_silu, has_gates = activation == "silu", activation != "relu2"
+    most = 2 if has_gates else 4  # vectors of activations of a panel
+    squared = make_gated("relu2")
 
     @helper
     def active(gate, gain):
@@ -149,16 +152,25 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
         bias = _bias_of(arguments, UP.matrix, expert, panel)
         gain, offset = splat(float_argument(arguments, UP.gain)), splat(float_argument(arguments, UP.up_offset))
         has_limit, limit = argument(arguments, UP.has_limit) != 0, float_argument(arguments, UP.limit)
-        out = argument(arguments, UP.activations) + (first * panels + panel) * 32 * size
+        columns, column = argument(arguments, UP.columns), panel * most * LANES
+        parts = most if has_gates else min(most, (columns - column) // LANES)
+        out = argument(arguments, UP.activations) + (first * columns + column) * size
         for row in range(count):
-            for half in range(2):
-                at = row * PANEL_BYTES + half * 128
-                gate, up = load_f32(sums + at), load_f32(sums + at + 64)
-                if bias != 0:
-                    gate, up = gate + load_f32(bias + half * 128), up + load_f32(bias + half * 128 + 64)
-                if has_limit:
-                    gate, up = limited_gate(gate, limit), limited_up(up, limit)
-                store(out + (row * panels * 32 + half * 16) * size, active(gate, gain) * (up + offset))
+            for part in range(parts):
+                place = out + (row * columns + part * LANES) * size
+                if has_gates:
+                    at, of_bias = sums + row * PANEL_BYTES + part * 128, bias + part * 128
+                    gate, up = load_f32(at), load_f32(at + 64)
+                    if bias != 0:
+                        gate, up = gate + load_f32(of_bias), up + load_f32(of_bias + 64)
+                    if has_limit:
+                        gate, up = limited_gate(gate, limit), limited_up(up, limit)
+                    store(place, active(gate, gain) * (up + offset))
+                else:
+                    up = load_f32(sums + row * PANEL_BYTES + part * 64)
+                    if bias != 0:
+                        up = up + load_f32(bias + part * 64)
+                    store(place, squared(up, up))
 
     return gate_up
 

@@ -107,8 +107,7 @@ class _Layer:
     def __init__(
         self, x: torch.Tensor, tensors: ExpertTensors, rule: GateRule, chosen: int, scales_input: bool
     ) -> None:
-        self.num_experts, double, width = tensors.gate_up.shape
-        self.inner = double // 2
+        self.num_experts, width, self.inner = tensors.down.shape
         self.gate_up = _operands(tensors.gate_up, tensors.gate_up_bias)
         self.down = _operands(tensors.down, tensors.down_bias)
         kinds = _kind(tensors.gate_up), _kind(tensors.down)
@@ -154,7 +153,7 @@ def _launches(
         "HAS_BIAS": has_bias[0],
         "SCALES_INPUT": scales_input,
         "HAS_LIMIT": rule.limit is not None,
-        "GELU": rule.activation == "gelu_tanh",
+        "ACTIVATION": rule.activation,
     }
     out_of = {
         **dict(kinds[1]),
@@ -168,7 +167,7 @@ def _launches(
     columns = min(SUM_COLUMNS, next_power_of_two(width))
     return _Launches(
         PreparedLaunch(into_experts, into | sizes, **_options(tile)),
-        -(-2 * inner // tile.block_n),
+        -(-(2 if rule.has_gates else 1) * inner // tile.block_n),
         PreparedLaunch(out_of_experts, out_of | sizes, **_options(tile)),
         -(-width // tile.block_n),
         PreparedLaunch(sum_experts, {"columns": width, "NUM_CHOSEN": chosen, "BLOCK_N": columns}, num_warps=4),

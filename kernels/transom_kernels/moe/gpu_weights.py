@@ -41,7 +41,7 @@ def for_gpu(tensors: ExpertTensors) -> ExpertTensors:
     gate_up, down, bias, interleaved = tensors.gate_up, tensors.down, tensors.gate_up_bias, tensors.interleaved
     if isinstance(gate_up, MxTensor):
         rows = torch.arange(gate_up.shape[1], device=gate_up.blocks.device)
-        if not interleaved:
+        if not interleaved and tensors.has_gates:
             rows = rows.view(2, -1).t().flatten()
             bias = None if bias is None else bias[:, rows]
         gate_up, interleaved = _of_mxfp4(gate_up, rows), True

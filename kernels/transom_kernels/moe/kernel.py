@@ -1,6 +1,7 @@
 """The Triton kernels of an MoE layer: the grouped matmuls `into_experts` and `out_of_experts`, and `sum_experts`.
 
-    into_experts:    inner[p] = act(gate) * (up + up_offset),  [gate, up] = gate_up[expert of p] @ x[token of p] + bias
+    into_experts:    inner[p] = act(gate) * (up + up_offset),  [gate, up] = gate_up[expert of p] @ x[token of p] + bias; or
+                     inner[p] = relu(up) ** 2 of ups alone
     out_of_experts:  result[p] = weights[p] * (down[expert of p] @ inner[p] + bias)
     sum_experts:     out[t] = sum of result[p] over the K pairs p of token t
 
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from transom_kernels.moe.widening import TWO_TO_32, factors_of, of_groups, widened
-from transom_kernels.triton_math import gelu_tanh
+from transom_kernels.triton_math import gelu_tanh, relu2
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _product(
 @triton.jit(do_not_specialize=["num_pairs"])
 def into_experts(
     x,  # [T, width]
-    gate_up,  # [E, 2I, width], or words of a `GpuMatrix`
+    gate_up,  # [E, 2I, width], or with relu2 [E, I, width], or words of a `GpuMatrix`
     scales,  # this and the next two are the quantised matrix's, or unused
     zeros,
     row_scales,
@@ -118,13 +119,13 @@ def into_experts(
     HAS_BIAS: tl.constexpr,
     SCALES_INPUT: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Compute one tile of `inner` (formula above) from BLOCK_N rows of gate_up, in which gates and ups alternate."""
+    """Compute one tile of `inner` (formula above) from BLOCK_N rows of gate_up, alternating gates and ups or ups alone."""
     # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:
@@ -132,11 +133,12 @@ def into_experts(
     pair = tl.load(pairs + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     is_row = pair < num_pairs
     rows = x + (tl.minimum(pair, num_pairs - 1) // NUM_CHOSEN).to(tl.int64)[:, None] * x_stride
-    row = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), 2 * inner - 1)
-    if not INTERLEAVED:
+    num_rows = inner if ACTIVATION == "relu2" else 2 * inner
+    row = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), num_rows - 1)
+    if not INTERLEAVED and ACTIVATION != "relu2":
         row = row % 2 * inner + row // 2
     both = _product(
-        *(rows, is_row, gate_up, scales, zeros, row_scales, expert, row, 2 * inner, width, NUMBERS, SCALES, HAS_ZEROS),
+        *(rows, is_row, gate_up, scales, zeros, row_scales, expert, row, num_rows, width, NUMBERS, SCALES, HAS_ZEROS),
         *(HAS_ROW_SCALES, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J),
     )
     # factor, bias, clamp, activation; pairs are read again, since registers are scarce in the loop
@@ -145,14 +147,18 @@ def into_experts(
     if SCALES_INPUT:
         both *= tl.load(weights + pair, mask=is_row, other=0.0)[None, :]
     if HAS_BIAS:
-        both += tl.load(bias + expert * 2 * inner + row).to(tl.float32)[:, None]
-    gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_N // 2, 2, BLOCK_M]), [0, 2, 1]))
-    if HAS_LIMIT:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    active = gelu_tanh(gate) if GELU else gate * tl.sigmoid(gain * gate)
-    result = active * (up + up_offset)
-    n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        both += tl.load(bias + expert * num_rows + row).to(tl.float32)[:, None]
+    if ACTIVATION == "relu2":
+        result = relu2(both)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_N // 2, 2, BLOCK_M]), [0, 2, 1]))
+        if HAS_LIMIT:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        active = gelu_tanh(gate) if ACTIVATION == "gelu_tanh" else gate * tl.sigmoid(gain * gate)
+        result = active * (up + up_offset)
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + pair.to(tl.int64)[None, :] * inner + n[:, None]
     tl.store(place, result.to(out.dtype.element_ty), mask=is_row[None, :] & (n < inner)[:, None])
 

@@ -30,12 +30,12 @@ def moe(
         ValueError: shapes or dtypes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.
     """
     if isinstance(tensors, PackedExperts):
-        _check_packed(x, experts, weights, tensors)
+        _check_packed(x, experts, weights, tensors, rule)
         return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
     _check_routes(x, experts, weights)
     kind = (x.shape[1], is_triton := uses_triton(x))
     if kind not in tensors.prepared or not x.is_contiguous():
-        _check(x, tensors)
+        _check(x, tensors, rule)
         tensors.prepared[kind] = True
     if is_triton:
         out: torch.Tensor = implementation("moe.gpu", "moe_triton")(
@@ -63,8 +63,12 @@ def moe_reference(
             inner = gate_up[expert] @ row
             if tensors.gate_up_bias is not None:
                 inner = inner + tensors.gate_up_bias[expert].float()
-            gate, up = (inner[0::2], inner[1::2]) if tensors.interleaved else inner.chunk(2)
-            result = down[expert] @ gated(gate, up, rule)
+            if rule.has_gates:
+                gate, up = (inner[0::2], inner[1::2]) if tensors.interleaved else inner.chunk(2)
+                inner = gated(gate, up, rule)
+            else:
+                inner = inner.relu().square()
+            result = down[expert] @ inner
             if tensors.down_bias is not None:
                 result = result + tensors.down_bias[expert].float()
             out[token] += result * (1.0 if scales_input else weight)
@@ -85,13 +89,13 @@ def _wide(weight: Matrix) -> torch.Tensor:
     return weight.dequantised() if isinstance(weight, MxTensor) else weight.float()
 
 
-def _check(x: torch.Tensor, tensors: ExpertTensors) -> None:
-    """Raise ValueError unless the experts' weights fit together, and `x` fits them."""
-    num_experts, double, width = tensors.gate_up.shape
-    if tuple(tensors.down.shape) != (num_experts, x.shape[1], double // 2) or width != x.shape[1] or double % 2:
+def _check(x: torch.Tensor, tensors: ExpertTensors, rule: GateRule) -> None:
+    """Raise ValueError unless the experts' weights fit together, and `x` and the rule fit them."""
+    (num_experts, rows, width), parts = tensors.gate_up.shape, 2 if rule.has_gates else 1
+    if tuple(tensors.down.shape) != (num_experts, x.shape[1], rows // parts) or width != x.shape[1] or rows % parts:
         raise ValueError(
             f"x {tuple(x.shape)} does not fit experts {tuple(tensors.gate_up.shape)} and {tuple(tensors.down.shape)}: "
-            "give [E, 2I, N] and [E, N, I]."
+            f"give [E, {parts}I, N] and [E, N, I]."
         )
     plain = [weight for weight in (tensors.gate_up, tensors.down) if isinstance(weight, torch.Tensor)]
     if not all(weight.is_contiguous() for weight in (x, *plain)):
@@ -109,8 +113,14 @@ def _check(x: torch.Tensor, tensors: ExpertTensors) -> None:
         )
 
 
-def _check_packed(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> None:
+def _check_packed(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, rule: GateRule
+) -> None:
     """Raise ValueError for arguments that do not fit."""
+    if packed.has_gates != rule.has_gates:
+        raise ValueError(
+            f"The activation {rule.activation} does not fit packed experts: has_gates is {packed.has_gates}."
+        )
     dtypes = {packed.gate_up.dtype, packed.down.dtype} - {None} or {torch.float32, torch.bfloat16}
     if x.dim() != 2 or x.shape[1] != packed.width or x.dtype not in dtypes or x.stride(1) != 1:
         raise ValueError(

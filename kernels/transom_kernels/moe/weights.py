@@ -8,7 +8,7 @@ A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from beginn
     MXFP4       [columns / 32] ([4] [64 rows] [8 columns], then [64] scales)     a word holds columns 0 2 4 6 1 3 5 7, from bit 0 on
 
 A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups, so one panel gives both factors of
-32 activations. Rows and columns are padded with zeros, columns to a multiple of 32.
+32 activations; one of ups alone gives 64. Rows and columns are padded with zeros, columns to a multiple of 32.
 
 Legend: E experts, N hidden width, I inner width.
 """
@@ -85,6 +85,7 @@ class ExpertTensors:
     """The weights of all experts of a layer: `gate_up` [E, 2 I, N] and `down` [E, N, I], plain or quantised.
 
     Biases are [E, 2 I] and [E, N]. The first I rows of `gate_up` are gates and the others ups; if `interleaved`, rows alternate.
+    Experts without gates have ups alone, [E, I, N] and biases [E, I].
     """
 
     gate_up: Matrix
@@ -96,18 +97,28 @@ class ExpertTensors:
         init=False, default_factory=dict, compare=False
     )  # checks and launches of these tensors
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether `gate_up` has gates beside the ups."""
+        return self.gate_up.shape[1] != self.down.shape[2]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRule:
     """The gated activation of an expert: `activation(gate) * (up + up_offset)`, where silu is `gate * sigmoid(gain * gate)`.
 
-    `limit` clamps gates to at most `limit`, and ups to [-limit, limit].
+    `limit` clamps gates to at most `limit`, and ups to [-limit, limit]. `relu2` is for experts without gates: relu(up) ** 2.
     """
 
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     gain: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the rule is for experts with gates."""
+        return self.activation != "relu2"
 
 
 # --- packed weights
@@ -115,7 +126,7 @@ class GateRule:
 PANEL = 64
 LANES = 16
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = PANEL // 2  # of one panel of `gate_up`
+ACTIVATIONS = PANEL // 2  # of one panel of gates and ups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +155,7 @@ class PackedExperts:
     num_experts: int
     width: int  # N
     inner: int  # I
+    has_gates: bool
     gate_up: PackedMatrix
     down: PackedMatrix
     gate_up_bias: torch.Tensor | None
@@ -156,13 +168,14 @@ def pack_experts(tensors: ExpertTensors) -> PackedExperts:
     Raises:
         ValueError: the weights are neither bfloat16 nor float32 nor MXFP4.
     """
-    num_experts, double, width = tensors.gate_up.shape
-    inner = double // 2
-    gate_up_rows, down_rows = _gate_up_rows(inner, interleaved=tensors.interleaved), _padded_rows(width)
+    num_experts, width, inner = tensors.down.shape
+    interleaved, down_rows = tensors.interleaved, _padded_rows(width)
+    gate_up_rows = _gate_up_rows(inner, interleaved=interleaved) if tensors.has_gates else _padded_rows(inner)
     return PackedExperts(
         num_experts=num_experts,
         width=width,
         inner=inner,
+        has_gates=tensors.has_gates,
         gate_up=_pack(tensors.gate_up, gate_up_rows),
         down=_pack(tensors.down, down_rows),
         gate_up_bias=None if tensors.gate_up_bias is None else _pack_bias(tensors.gate_up_bias, gate_up_rows),

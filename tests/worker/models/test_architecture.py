@@ -14,11 +14,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
+from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import RUNNABLE_FAMILIES, choose_max_model_len, read_architecture, runnable
 from transom_core.model_config.mamba import Mamba
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES
+from transom_core.model_config.rank_shares import rank_lines, rank_shares
 from transom_core.model_config.sharding import check_size
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
@@ -211,6 +213,52 @@ def test_granite_hybrids_as_published() -> None:
             read_architecture(published | wrong)
     with pytest.raises(ConfigError, match="2; this granitemoehybrid model has 1 groups of heads in Mamba-2 layers"):
         check_size(architecture, 2)
+
+
+def test_nemotron_h_as_published() -> None:
+    """Layers are mixers with the feed-forward networks that follow. Configs have a pattern or, saved by transformers, a list."""
+    published = CONFIGS["nemotron-3-nano-30b-a3b"] | {"time_step_min": 0.001, "mamba_hidden_act": "silu"}
+    architecture = runnable(read_architecture(published))
+    theirs = AutoConfig.for_model(**published).to_dict()
+    assert "hybrid_override_pattern" not in theirs
+    assert architecture == read_architecture(theirs)
+    assert (len(architecture.layers), sum(architecture.num_feed_forwards)) == (29, 23)
+    assert [layer.recurrent for layer in architecture.layers[:5]] == [4, 4, 4, None, 4]
+    assert architecture.num_feed_forwards[:5] == (1, 1, 0, 1, 1)
+    mixture = architecture.mixture
+    assert mixture is not None
+    assert (mixture.inner_size, mixture.shared_size, len(mixture.layers)) == (1856, 3712, 23)
+    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size, set(architecture.ropes)) == (
+        8,
+        64,
+        {None},
+    )
+    assert architecture.gate_activation == "relu2"
+    (line,) = rank_lines(rank_shares(architecture, 1))
+    assert "an expert" in line
+    assert "dense" not in line
+    pruned = published | {"hybrid_override_pattern": "M-M---MM*-", "num_hidden_layers": 10}
+    dense = read_architecture(pruned)
+    assert (dense.num_feed_forwards, dense.mixture, dense.intermediate_size) == ((1, 3, 0, 0, 1), None, 1024)
+    for wrong, message in (
+        ({"hybrid_override_pattern": "-M", "num_hidden_layers": 2}, "block 0 is '-', and no block is before it"),
+        ({"hybrid_override_pattern": "M*E-", "num_hidden_layers": 4}, "block 3 is '-', and block 2 is 'E'"),
+        ({"hybrid_override_pattern": "M+", "num_hidden_layers": 2}, "the block '\\+'; known are"),
+        ({"layers_block_type": ["mamba", "conv"], "num_hidden_layers": 2}, "the block 'conv'"),
+        ({"num_hidden_layers": 51}, "lists 52 blocks for num_hidden_layers 51"),
+        ({"mamba_d_conv": 4}, "the field 'mamba_d_conv'"),
+        ({"time_step_scale": 2}, "the field 'time_step_scale'"),
+        ({"time_step_limit": [0.001, 0.1]}, "only 0 to infinity"),
+        ({"residual_in_fp32": True}, "residual_in_fp32 True; only False"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu'; only 'silu'"),
+        ({"mamba_proj_bias": True}, "its use_bias says otherwise"),
+        ({"mlp_hidden_act": "silu"}, "hidden_act 'silu'; supported so far: 'relu2'"),
+        ({"n_group": 3}, "n_group 3 and topk_group 1 do not fit"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            runnable(read_architecture(published | wrong))
+    with pytest.raises(ModelError, match="hidden_act 'relu2'; supported so far: 'silu'"):
+        runnable(read_architecture(SMALL | {"hidden_act": "relu2"}))
 
 
 def test_families_that_run_have_a_class() -> None:

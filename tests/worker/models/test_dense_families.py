@@ -38,7 +38,18 @@ MAMBA: dict[str, Any] = {
     **{"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "attention_multiplier": 0.25, "logits_scaling": 4.0},
     "rms_norm_eps": 1e-3,
 }
+# Layers with no feed-forward network, and with two; groups are dealt to three ranks unevenly. As drawn, no step is below the
+# smallest one, below which transformers computes prompts otherwise than single steps.
+NEMOTRON: dict[str, Any] = {
+    **{"hybrid_override_pattern": "M-M*--*-M", "num_hidden_layers": 9, "time_step_min": 1e-9},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 20, "n_groups": 4, "conv_kernel": 3},
+}
 CASES = {
+    "nemotron_h": FamilyCase(
+        family="nemotron_h",
+        config=NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
+        mistakes=({"layer_norm_epsilon": 1e-1}, {"mlp_hidden_act": "silu"}),
+    ),
     "granite4": FamilyCase(
         family="granitemoehybrid",
         config=MAMBA | {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True},

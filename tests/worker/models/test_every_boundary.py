@@ -6,6 +6,7 @@ which a boundary may lie anywhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,14 @@ BASE = prompt(140)
 LONGEST_REPLAY = {"deepseek_v4": 96, "lfm2": 16}
 
 
-def make_lfm2(folder: Path) -> Path:
-    return make_checkpoint(folder, "lfm2", **CASES["lfm2"].config)
+def make(name: str, folder: Path) -> Path:
+    return make_checkpoint(folder, CASES[name].family, **CASES[name].config)
 
 
-def make_qwen(folder: Path) -> Path:
-    return make_checkpoint(folder, "qwen3_5_text", **CASES["qwen3_5"].config)
-
-
-def make_granite(folder: Path) -> Path:
-    return make_checkpoint(folder, "granitemoehybrid", **CASES["granite4"].config)
-
-
+RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v4": make_deepseek_v4,
-    "lfm2": make_lfm2,
-    "qwen3_5": make_qwen,
-    "granite4": make_granite,
+    **{name: partial(make, name) for name in RECURRENT},
 }
 
 
@@ -92,15 +84,11 @@ def fill(engine: Engine, boundaries: range) -> None:
     some_daily(
         [
             *(("deepseek_v4", *rest) for rest in ((4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False))),
-            *(
-                (name, *rest)
-                for name in ("lfm2", "qwen3_5", "granite4")
-                for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))
-            ),
+            *((name, *rest) for name in RECURRENT for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
         ],
         daily=[
             ("deepseek_v4", 32, 5, True),
-            *((name, 8, chunk, True) for name in MODELS if name != "deepseek_v4" for chunk in (1024, 3)),
+            *((name, 8, chunk, True) for name in RECURRENT for chunk in (1024, 3)),
         ],
     ),
     indirect=["model"],

@@ -18,7 +18,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_dense_families import DELTA_NET, MAMBA
+from tests.worker.models.test_dense_families import DELTA_NET, MAMBA, NEMOTRON
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
@@ -100,6 +100,19 @@ CASES = {
         | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}
         | {"mamba_n_groups": 2, "mamba_conv_bias": False, "position_embedding_type": "rope"},
         mistakes=({"num_experts_per_tok": 3}, {"position_embedding_type": "nope"}),
+    ),
+    "nemotron_h with experts": FamilyCase(
+        family="nemotron_h",
+        config=NEMOTRON
+        | {
+            "hybrid_override_pattern": "MEM*E*-ME",
+            "moe_intermediate_size": 40,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+        }
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "seed": 2},
+        mistakes=({"norm_topk_prob": False}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}),
     ),
     "qwen2_moe": FamilyCase(
         family="qwen2_moe",

@@ -42,6 +42,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere2": {"sliding_window": 16},  # reorders the rows of its heads
     "phi3": {},  # reads parts of fused projections
+    "nemotron_h": {  # has experts and MLPs without gates
+        **{"hybrid_override_pattern": "ME*-", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 3},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
+    },
 }
 CHECKED = ["awq 32", "gptq", "gptq order", "w4a16 channel asym", "w8a8", "ct fp8 tensor", "nvfp4"]
 
@@ -185,6 +189,7 @@ def test_plans_of_gpus(tmp_path: Path, family: str, name: str) -> None:
         ("llama", "awq 32", "interpreted"),
         ("qwen3_moe", "nvfp4", "interpreted"),
         ("qwen3_moe", "fp8 blocks", "interpreted"),
+        ("nemotron_h", "nvfp4", "interpreted"),
         ("llama", "gptq order", "interpreted"),
         ("cohere2", "ct fp8 channel", "reference"),
         ("phi3", "w8a8 asym", "reference"),

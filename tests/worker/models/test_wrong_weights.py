@@ -37,6 +37,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
         **{"layer_types": ["conv", "full_attention"], "conv_bias": True},
     },
+    "nemotron_h": {
+        **{
+            "hybrid_override_pattern": "ME*-",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "mlp_bias": True,
+        },
+        **{"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48},
+        "moe_latent_size": 40,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v3": {
         **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
@@ -161,9 +172,15 @@ def test_the_text_decoders_config_gives_the_end_token_if_no_other_file_does(tmp_
         assert eos_token_ids(resolve_model(str(tmp_path))) == ids
 
 
-def test_tensors_that_no_layer_reads_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_checkpoint(tmp_path, "llama")
-    bias, frequencies = "model.layers.1.self_attn.q_proj.bias", "model.layers.1.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [("llama", "model.layers.1.self_attn.q_norm.bias"), ("nemotron_h", "backbone.layers.3.mixer.gate_proj.bias")],
+)
+def test_tensors_that_no_layer_reads_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, bias: str
+) -> None:
+    make_checkpoint(tmp_path, family, **FAMILIES[family])
+    frequencies = f"{bias.rpartition('.')[0]}.rotary_emb.inv_freq"
     rewrite(tmp_path, str, {bias: torch.ones(64), frequencies: torch.ones(8)})
     with caplog.at_level(logging.WARNING, "transom.worker"):
         continuation(tmp_path)

@@ -40,6 +40,11 @@ def _mla(model_type: str, layers: int, heads: int, length: int, **sizes: Any) ->
     return _config(model_type, layers, heads, heads, 64, length, **experts, **sizes)
 
 
+_NEMOTRON_3_NANO: Any = {
+    **{"hidden_size": 2688, "mamba_num_heads": 64, "vocab_size": 131_072, "n_routed_experts": 128},
+    **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -72,6 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"mamba_d_head": 64, "mamba_d_state": 128, "num_local_experts": 72, "num_experts_per_tok": 10},
         position_embedding_type="nope",
     ),
+    "nemotron-3-nano-30b-a3b": _config("nemotron_h", 52, 32, 2, 128, 262_144, **_NEMOTRON_3_NANO),
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
     "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),

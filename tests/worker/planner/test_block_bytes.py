@@ -49,6 +49,7 @@ def test_lfm2_keeps_two_rows_of_4096_bytes_in_a_convolution(name: str, convoluti
         ("qwen3.5-27b", 16, 48, 3_207_168, 65_536),
         ("qwen3.5-35b-a3b", 10, 30, 2_146_304, 20_480),
         ("granite-4.0-h-small", 4, 36, 4 * 128 * 64 * 128 + 2 * 3 * 8448, 16_384),
+        ("nemotron-3-nano-30b-a3b", 6, 23, 2_134_016, 6_144),
     ],
 )
 def test_a_snapshot_has_the_states_in_float32_and_three_rows(

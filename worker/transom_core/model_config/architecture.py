@@ -52,10 +52,13 @@ RUNNABLE_FAMILIES = (
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
     *("lfm2", "lfm2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    "granitemoehybrid",
+    *("granitemoehybrid", "nemotron_h"),
     "deepseek_v4",
 )
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_Activation = Literal["silu", "gelu_tanh", "relu2"]
+_ACTIVATIONS: dict[str, _Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_UNGATED_ACTIVATIONS: dict[str, _Activation] = {"relu2": "relu2"}
+_UNGATED_FAMILIES = ("nemotron_h",)  # whose feed-forward networks have no gates
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
@@ -84,6 +87,7 @@ class Architecture:
     scales: Scales = NO_SCALES
     mixture: Mixture | None = None
     sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
+    num_feed_forwards: tuple[int, ...] = ()  # feed-forward networks of each layer; (): each has one
     readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
     has_qk_norm: bool = True  # False: the config turns the family's norm of each query and key head off
     norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
@@ -101,9 +105,18 @@ class Architecture:
         return len(self.layers)
 
     @property
-    def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
-        """Return the activation of gated MLPs, as the layers name it."""
-        return _ACTIVATIONS[self.activation]
+    def has_gates(self) -> bool:
+        """Return whether feed-forward networks have gates."""
+        return self.family not in _UNGATED_FAMILIES
+
+    @property
+    def gate_activation(self) -> _Activation:
+        """Return the activation of MLPs, as the layers name it."""
+        return (_ACTIVATIONS | _UNGATED_ACTIVATIONS)[self.activation]
+
+    def num_feed_forwards_of(self, index: int) -> int:
+        """Return the number of feed-forward networks of layer `index`."""
+        return self.num_feed_forwards[index] if self.num_feed_forwards else 1
 
     @property
     def served_dtype(self) -> str:
@@ -141,6 +154,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),
             sink_layers=_sink_layers(family, layers),
+            num_feed_forwards=tuple(config.get("feed_forwards") or ()),
             readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
             has_qk_norm=family != "glm4_moe" or bool(config.get("use_qk_norm", False)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
@@ -223,10 +237,11 @@ def runnable(architecture: Architecture) -> Architecture:
         raise ModelError(
             f"config.json asks for rope scaling {min(kinds)!r}; supported so far: {', '.join(map(repr, ROPE_KINDS))}."
         )
-    if architecture.activation not in _ACTIVATIONS:
+    activations = _ACTIVATIONS if architecture.has_gates else _UNGATED_ACTIVATIONS
+    if architecture.activation not in activations:
         raise ModelError(
             f"config.json asks for hidden_act {architecture.activation!r}; supported so far: "
-            f"{', '.join(map(repr, _ACTIVATIONS))}."
+            f"{', '.join(map(repr, activations))}."
         )
     return architecture
 

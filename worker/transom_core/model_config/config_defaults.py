@@ -41,6 +41,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
         **{"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
     },
+    "nemotron_h": {
+        **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
+        **{"use_conv_bias": True, "use_bias": False, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"},
+        **{"moe_shared_expert_intermediate_size": 7688, "moe_intermediate_size": 7688},
+    },
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations

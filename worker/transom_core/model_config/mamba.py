@@ -1,4 +1,4 @@
-"""Reads what only configs with Mamba-2 layers have: Granite 4's hybrids. This module imports no torch.
+"""Reads what only configs with Mamba-2 layers have: Granite 4's hybrids and Nemotron-H. This module imports no torch.
 
 A Mamba-2 layer is a recurrent layer. Its heads form `mamba_n_groups` *groups*. A group has queries (C) and keys (B) of its own, as
 a key head of other recurrent layers has, and one norm over the outputs of all its heads.
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from transom_core.errors import ModelError
+from transom_core.model_config import nemotron_h
 from transom_core.model_config.layer_attention import LayerAttention
 
 Config = Mapping[str, Any]
 
-MAMBA_FAMILIES = ("granitemoehybrid",)
+MAMBA_FAMILIES = ("granitemoehybrid", nemotron_h.NEMOTRON_H)
 _KNOWN = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
     *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
@@ -49,14 +50,18 @@ def with_common_names(config: Config) -> Config:
     """
     if config.get("model_type") not in MAMBA_FAMILIES:
         return config
+    is_nemotron = config["model_type"] == nemotron_h.NEMOTRON_H
+    known = nemotron_h.KNOWN_FIELDS if is_nemotron else _KNOWN
     for name in config:
-        if name.startswith(("mamba_", "time_step_")) and name not in _KNOWN:
+        if name.startswith(("mamba_", "time_step_")) and name not in known:
             raise ModelError(f"config.json has the field {name!r}, which is not known of models with Mamba-2 layers.")
     # transformers applies the limits to the steps of a prompt, and not to those of single tokens.
     if [_number(limit) for limit in config.get("time_step_limit") or ()] not in ([], [0.0, math.inf]):
         raise ModelError(
             f"config.json says time_step_limit {config['time_step_limit']}; only 0 to infinity is possible."
         )
+    if is_nemotron:
+        return nemotron_h.with_common_names(config)
     if config.get("position_embedding_type") not in (None, "nope", "rope"):
         raise ModelError(
             f"config.json says position_embedding_type {config['position_embedding_type']!r}; known are 'nope' and 'rope'."
@@ -77,9 +82,10 @@ def mamba_layer(config: Config) -> LayerAttention:
         ModelError: the heads do not make up the inner width.
         KeyError, TypeError, ValueError: a value is missing or wrong.
     """
-    names = ("n_heads", "n_groups", "d_state", "d_conv", "expand")
-    heads, groups, state, length, expand = (int(config[f"mamba_{name}"]) for name in names)
-    inner, given = expand * int(config["hidden_size"]), config["mamba_d_head"]
+    names = ("n_heads", "n_groups", "d_state", "d_conv")
+    heads, groups, state, length = (int(config[f"mamba_{name}"]) for name in names)
+    given, expand = config["mamba_d_head"], config.get("mamba_expand")  # Nemotron-H's heads may have any size
+    inner = heads * int(given) if expand is None else int(expand) * int(config["hidden_size"])
     size = inner // heads if given == "auto" else int(given)
     if size * heads != inner:
         raise ModelError(

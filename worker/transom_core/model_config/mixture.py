@@ -19,6 +19,7 @@ class Mixture:
     inner_size: int  # inner width of one expert
     dense_size: int  # inner width of a dense MLP
     layers: frozenset[int]  # the MoE layers
+    latent_size: int = 0  # width in which the routed experts compute; 0: the hidden width
     shared_size: int = 0  # inner width of the expert that every token uses besides its own; 0: there is none
     normalise: bool = True  # routing weights of a token are normalised to a sum of 1, before `scale`
     scale: float = 1.0  # factor of routing weights
@@ -69,6 +70,10 @@ _DEFAULTS: dict[str, Config] = {
         **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
     },
     "granitemoehybrid": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "norm_topk_prob": True},
+        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 0, "n_shared_experts": 1},
+    },
     "lfm2_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16_384},
     "deepseek_v4": {
@@ -90,6 +95,8 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
     if family not in _DEFAULTS or (family == "gemma4_text" and not config.get("enable_moe_block")):
         return None
     if family == "granitemoehybrid" and config.get("num_local_experts") == 0:
+        return None
+    if family == "nemotron_h" and config["mlp_layer_types"] is None:
         return None
     given = {name: value for name, value in config.items() if value is not None}
     mixture = _read(family, {**_DEFAULTS[family], **given}, num_layers)
@@ -127,6 +134,12 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
         case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
             return _deepseek(plain, config, num_layers)
+        case "nemotron_h":
+            return replace(
+                _deepseek(plain, config, num_layers),
+                latent_size=int(config.get("moe_latent_size") or 0),
+                shared_size=int(config["shared_intermediate_size"]),
+            )
         case "lfm2_moe":
             return replace(
                 plain,

@@ -79,6 +79,8 @@ def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
         parts.append("residual streams")
     if architecture.mixture is not None:
         parts.append("routers")
+        if architecture.mixture.latent_size:
+            parts.append("projections to the experts' latent width and back")
     if architecture.layer_embedding_size:
         parts.append("projections of the layers' own embeddings")
     return tuple(parts)

@@ -86,6 +86,8 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
         case "cohere2":
             return [layer.window is not None for layer in layers]
+        case "nemotron_h":
+            return [False] * len(layers)
         case "granitemoehybrid" if config.get("position_embedding_type") != "rope":
             return [False] * len(layers)
     return [layer.convolution is None and layer.recurrent is None for layer in layers]

@@ -127,7 +127,8 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
         return {"inner columns": architecture.intermediate_size}
     sizes = {"inner columns of an expert": mixture.inner_size}
     has_dense_beside_experts = architecture.family == "gemma4_text"  # a dense MLP in every MoE layer
-    if len(mixture.layers) < architecture.num_layers or has_dense_beside_experts:
+    others = set(range(architecture.num_layers)) - mixture.layers
+    if any(architecture.num_feed_forwards_of(index) for index in others) or has_dense_beside_experts:
         sizes["inner columns of a dense layer"] = mixture.dense_size
     return sizes
 

@@ -7,6 +7,7 @@ Legend: T tokens, R rows whose logits are requested, N hidden width, V this rank
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -102,24 +103,29 @@ class Decoder(Model):
 
 
 class DecoderLayer:
-    """One layer: attention and feed-forward network, whose outputs are added to the residual."""
+    """One layer: attention and feed-forward network (in Nemotron-H none to several), whose outputs are added to the residual."""
 
     def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
-        def norm(name: str) -> Norm | None:
+        def norm(name: str, load: Loader) -> Norm | None:
             return make_norm(name, architecture, style, load) if name else None
 
         # Norms of sublayers' outputs, which the next read of the residual applies: only RMS norms can be fused so.
         def sum_norm(name: str) -> RmsNorm | None:
             return make_rms_norm(name, architecture, style, load) if name else None
 
-        self._before_attention, self._before_mlp = norm(style.norm_before_attention), norm(style.norm_before_mlp)
+        self._before_attention = norm(style.norm_before_attention, load)
         self._after_attention, self._after_mlp = sum_norm(style.norm_after_attention), sum_norm(style.norm_after_mlp)
-        norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         self._parallel_residual, self._parallel = style.parallel_residual, load.parallel
         load = load.partial() if style.parallel_residual else load
         self._attention = make_token_mixer(architecture, index, style, load)
-        self._feed_forward = style.feed_forward(architecture, index, load)
-        parts = (self._attention, self._feed_forward, *norms)
+        count = architecture.num_feed_forwards_of(index)
+        # Each feed-forward network and the norm before it; the second is named `1.mlp` and so on.
+        self._feed_forwards = [
+            (norm(style.norm_before_mlp, part), style.feed_forward(architecture, index, part))
+            for part in (load.under(f"{number}." if number else "") for number in range(count))
+        ]
+        norms = (self._before_attention, self._after_attention, self._after_mlp)
+        parts = (self._attention, *norms, *chain.from_iterable(self._feed_forwards))
         self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)
 
     def __call__(
@@ -141,7 +147,8 @@ class DecoderLayer:
         residual.add_output(self._attention, self._after_attention, *attention)
         if rows is not None:
             residual.select(rows)
-        residual.add_output(self._feed_forward, self._after_mlp, residual.read(self._before_mlp))
+        for norm, feed_forward in self._feed_forwards:
+            residual.add_output(feed_forward, self._after_mlp, residual.read(norm))
 
     def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
         """Run a parallel residual: attention and feed-forward network both read the same normalised residual.
@@ -154,4 +161,5 @@ class DecoderLayer:
         x_TN = attend(*attention)
         if rows is not None:
             x_TN, seen_TN = select_rows(x_TN, rows), select_rows(seen_TN, rows)
-        residual.replace(self._parallel.comm.all_reduce_(self._feed_forward.add_to(x_TN, seen_TN)))
+        ((_, feed_forward),) = self._feed_forwards
+        residual.replace(self._parallel.comm.all_reduce_(feed_forward.add_to(x_TN, seen_TN)))

@@ -28,33 +28,30 @@ def experts_by_name(
 ) -> ExpertTensors | StoredExperts:
     """Load experts stored as one tensor per expert and matrix: as stored, if layers take them so.
 
-    `names` are those of the gate, up and down matrix, in which {} stands for the expert's number.
+    `names` are those of the gate, up and down matrix, or of up and down, in which {} stands for the expert's number.
     """
     inner, own = mixture.inner_size, load.share(mixture.inner_size)
     into, out = (inner, hidden_size), (hidden_size, inner)
-    matrices: list[tuple[str, tuple[int, int], Part]] = [
-        (names[0], into, (own,)),
-        (names[1], into, (own,)),
-        (names[2], out, (ALL, own)),
-    ]
+    matrices: list[tuple[str, tuple[int, int], Part]] = [(name, into, (own,)) for name in names[:-1]]
+    matrices.append((names[-1], out, (ALL, own)))
     if stored := _stored_experts(load, mixture.num_experts, matrices):
         return stored
-    gate, up, down = (load.prefix + name for name in names)
+    *gate_and_up, down = (load.prefix + name for name in names)
     if _takes_packed(load):
         stacks = [
             _packed_stack(load, mixture.num_experts, load.prefix + name, shape, part) for name, shape, part in matrices
         ]
         if all(stacks):
-            return _joined(*filter(None, stacks))
+            return _joined(list(filter(None, stacks)))
 
     def gate_up(expert: int) -> torch.Tensor:
-        shape = (inner, hidden_size)
-        return torch.cat([load.weights(name.format(expert), shape=shape, part=(own,)) for name in (gate, up)])
+        parts = [load.weights(name.format(expert), shape=into, part=(own,)) for name in gate_and_up]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def back(expert: int) -> torch.Tensor:
         return load.weights(down.format(expert), shape=(hidden_size, inner), part=(ALL, own))
 
-    return _stacked(load, mixture, hidden_size, gate_up, back)
+    return _stacked(load, mixture, hidden_size, gate_up, back, kinds=len(gate_and_up))
 
 
 def experts_by_stack(
@@ -126,13 +123,13 @@ def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, 
 def _stored_experts(
     load: Loader, num_experts: int, matrices: Sequence[tuple[str, tuple[int, int], Part]]
 ) -> StoredExperts | None:
-    """Return experts as stored in groups; `matrices` has the names, shapes and parts of gates, ups and downs. None if an expert's
-    matrices are not stored so, or GPU kernels do not take them."""
+    """Return experts as stored in groups; `matrices` has names, shapes and parts of gates (if any), ups and downs. None if the
+    matrices of an expert are not stored so, or GPU kernels do not take them."""
     gate_up: list[StoredRows] = []
     down: list[StoredRows] = []
     for expert in range(num_experts):
-        gate, up, back = (load.stored(name.format(expert), shape, part) for name, shape, part in matrices)
-        pair = alike_rows((gate, up))
+        *gate_and_up, back = (load.stored(name.format(expert), shape, part) for name, shape, part in matrices)
+        pair = alike_rows(gate_and_up)
         if pair is None or back is None:
             return None
         parts = [part for part in (pair[0], back) if isinstance(part, GpuRows)]
@@ -153,9 +150,10 @@ def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, i
     return _on_device(load, (torch.stack(blocks), torch.stack(scales))) if blocks else None
 
 
-def _joined(gate: MxTensor, up: MxTensor, down: MxTensor) -> ExpertTensors:
-    """Return packed experts whose gates and ups are joined to one tensor, all gates first."""
-    both = (torch.cat((gate.blocks, up.blocks), dim=1), torch.cat((gate.scales, up.scales), dim=1))
+def _joined(stacks: Sequence[MxTensor]) -> ExpertTensors:
+    """Return packed experts whose gates, if any, and ups are joined to one tensor, gates first; the last stack has the downs."""
+    *into, down = stacks
+    both = (torch.cat([part.blocks for part in into], dim=1), torch.cat([part.scales for part in into], dim=1))
     return ExpertTensors(gate_up=MxTensor(blocks=both[0], scales=both[1]), down=down)
 
 
@@ -183,12 +181,14 @@ def _stacked(
     hidden_size: int,
     gate_up: Callable[[int], torch.Tensor],
     down: Callable[[int], torch.Tensor],
+    *,
+    kinds: int = 2,
 ) -> ExpertTensors:
-    """Return unpacked tensors of all experts; `gate_up` and `down` load one expert's matrix."""
+    """Return unpacked tensors of all experts; `gate_up` and `down` load one expert's matrix. `kinds` is 1 if there are no gates."""
     own = load.share(mixture.inner_size)
     experts, width = mixture.num_experts, own.stop - own.start
     return ExpertTensors(
-        gate_up=_stack(load, gate_up, (experts, 2 * width, hidden_size)),
+        gate_up=_stack(load, gate_up, (experts, kinds * width, hidden_size)),
         down=_stack(load, down, (experts, hidden_size, width)),
     )
 

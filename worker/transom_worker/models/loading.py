@@ -136,16 +136,17 @@ class Loader:
     def mlp(
         self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
     ) -> GatedMlp:
-        """Load this rank's part of a gated MLP; `sizes` are its (hidden, inner) widths."""
+        """Load this rank's part of an MLP, with a gate unless the activation is `relu2`; `sizes` are its (hidden, inner) widths."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.share(inner)
-        names = ("gate_proj.weight", "up_proj.weight")
+        parts = ("up",) if activation == "relu2" else ("gate", "up")
+        names = [f"{part}_proj.weight" for part in parts]
         alike = alike_rows([load.stored(name, (inner, hidden), (own,)) for name in names])
         gate_up: Sequence[Weight] = alike or [load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names]
         down = load._matrix("down_proj.weight", (hidden, inner), (ALL, own))
         biases: list[torch.Tensor | None] | None = None
         if bias:
-            biases = [load.tensor(f"{name}_proj.bias", shape=(inner,), part=(own,)) for name in ("gate", "up")]
+            biases = [load.tensor(f"{name}_proj.bias", shape=(inner,), part=(own,)) for name in parts]
             biases += [load.first_alone("down_proj.bias", shape=(hidden,))]
         return GatedMlp((*gate_up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
 

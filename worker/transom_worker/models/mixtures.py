@@ -12,6 +12,8 @@
                     as qwen3_5_text, with experts as qwen2_moe
     granitemoehybrid
                     Mamba-2 instead of attention in most layers; experts beside a shared one, or the shared one alone
+    nemotron_h      Mamba-2 or NoPE attention; MLPs and experts without gates, relu(up) ** 2; routed as deepseek_v3; experts may
+                    compute in a narrower, latent width; layers with no feed-forward network, or with several
     lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
@@ -40,7 +42,7 @@ from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name, experts_by_rows, experts_by_stack
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
-from transom_worker.models.layers.linear import GatedMlp
+from transom_worker.models.layers.linear import GatedMlp, Linear
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import DENSE_STYLES, FeedForward, Style, dense_feed_forward
 
@@ -74,19 +76,25 @@ def _granite(architecture: Architecture, index: int, load: Loader) -> FeedForwar
     return _routed(architecture, load.under("block_sparse_moe."))
 
 
+def _nemotron(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    if architecture.mixture is None:
+        return dense_feed_forward(architecture, index, load)
+    return _mimo(architecture, index, load)
+
+
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, correction: str = "") -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
     if index not in _mixture(architecture).layers:
         return dense_feed_forward(architecture, index, load)
-    names = ("gate_proj", "up_proj", "down_proj")
+    names = ("gate_proj", "up_proj", "down_proj")[0 if architecture.has_gates else 1 :]
     return _routed(architecture, load.under("mlp."), names=names, correction=correction)
 
 
 def _routed(
-    architecture: Architecture, load: Loader, *, names: tuple[str, str, str] | None = None, correction: str = ""
+    architecture: Architecture, load: Loader, *, names: tuple[str, ...] | None = None, correction: str = ""
 ) -> FeedForward:
-    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, up and down matrices; without them, and in
-    checkpoints that have such tensors, all experts are in two stacks.
+    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and
+    in checkpoints that have such tensors, all experts are in two stacks.
 
     `correction` names a learned correction: then the scores are sigmoids, and the router chooses the experts by the sum of both.
     """
@@ -103,13 +111,24 @@ def _routed(
     )
     router = ExpertRouter(_gate(architecture, load, "gate"), routing, correction_E=correction_E)
     is_stacked = any(name.endswith(f"{load.prefix}experts.gate_up_proj") for name in load.weights.names)
+    width = mixture.latent_size or architecture.hidden_size
     weights = (
-        experts_by_rows(load.under("experts."), mixture, architecture.hidden_size)
+        experts_by_rows(load.under("experts."), mixture, width)
         if is_stacked or names is None
-        else experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size)
+        else experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, width)
     )
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
-    return Moe(router, experts, _shared(architecture, load), comm=load.comm)
+    return Moe(router, experts, _shared(architecture, load), latent=_latent(architecture, load), comm=load.comm)
+
+
+def _latent(architecture: Architecture, load: Loader) -> tuple[Linear, Linear] | None:
+    """Load the projections to the width of the experts and back, if that is not the hidden width. Each rank has all of both."""
+    width, hidden, bias = _mixture(architecture).latent_size, architecture.hidden_size, architecture.mlp_bias
+    if not width:
+        return None
+    into = load.linear("fc1_latent_proj", shapes=[(width, hidden)], bias=bias)
+    columns = slice(0, width)
+    return into, load.partial().row_parallel("fc2_latent_proj", shape=(hidden, width), columns=columns, bias=bias)
 
 
 def _shared(architecture: Architecture, load: Loader) -> GatedMlp | WeightedExpert | None:
@@ -119,7 +138,8 @@ def _shared(architecture: Architecture, load: Loader) -> GatedMlp | WeightedExpe
         return None
     if architecture.family not in ("qwen2_moe", *DELTA_NET_FAMILIES):
         sizes = (hidden_size, mixture.shared_size)
-        return load.partial().mlp(architecture.gate_activation, sizes, prefix="shared_experts.")
+        bias = architecture.mlp_bias
+        return load.partial().mlp(architecture.gate_activation, sizes, bias=bias, prefix="shared_experts.")
     alone = replace(mixture, num_experts=1, inner_size=mixture.shared_size)
     names = [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
     rule = GateRule(activation=architecture.gate_activation)
@@ -187,6 +207,7 @@ MIXTURE_STYLES = {
     "kimi_k2": Style(feed_forward=_mimo),
     "glm4_moe_lite": Style(feed_forward=_mimo),
     "granitemoehybrid": Style(feed_forward=_granite),
+    "nemotron_h": Style(norm_wide=True, feed_forward=_nemotron),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),

@@ -22,10 +22,9 @@ from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.renamed_weights import (
     FUSED_FAMILIES,
-    OWN_NAMES,
     FusedProjections,
     RenamedWeights,
-    own_name,
+    renaming,
 )
 from transom_worker.models.weights.split_projections import SplitProjections
 
@@ -64,8 +63,8 @@ def build_model(
     )
     if architecture.family in FUSED_FAMILIES:
         load = replace(load, weights=FusedProjections(weights, architecture))
-    if architecture.family in OWN_NAMES:
-        load = replace(load, weights=RenamedWeights(weights, partial(own_name, architecture.family)))
+    if (rename := renaming(architecture)) is not None:
+        load = replace(load, weights=RenamedWeights(weights, rename))
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
         load = replace(load, weights=SplitProjections(load.weights, architecture))
     model = FAMILIES[architecture.family](architecture, load)

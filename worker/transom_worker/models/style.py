@@ -44,7 +44,7 @@ MakeFeedForward = Callable[[Architecture, int, Loader], FeedForward]
 
 
 def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    """Load the dense gated MLP of layer `index`."""
+    """Load the dense MLP of layer `index`."""
     mixture, reads = architecture.mixture, architecture.layers[index].reads_cache_of is not None
     inner = architecture.intermediate_size if mixture is None else mixture.dense_size
     # In some Gemma 4 models, the MLP of a layer without its own KV cache is twice as wide.

@@ -31,7 +31,9 @@ logger = logging.getLogger("transom.worker")
 ONE_RANK = Parallel()
 
 # Tensors of the text decoder's layers, without rotary frequencies and without the layers of an image encoder.
-_DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?layers\.(?P<layer>\d+)\.(?!.*inv_freq)")
+_DECODER_TENSOR = re.compile(
+    r"(language_model\.)?((model|backbone)\.)?(language_model\.)?layers\.(?P<layer>\d+)\.(?!.*inv_freq)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def load_model(
             quantization=config.quantization,
             parallel=parallel,
         )
-        _warn_about_unread(weights.unread, files.path, architecture.num_layers)
+        _warn_about_unread(weights.unread, files.path, architecture.num_layers + sum(architecture.num_feed_forwards))
         part = fetch_with_progress(contents.finish, on_progress, share=1.0) if on_progress else contents.finish()
     finally:
         contents.cancel()
@@ -113,6 +115,7 @@ def _warn_about_unread(unread: Sequence[str], path: Path, num_layers: int) -> No
 
     An unread tensor, such as a bias that config.json does not mention, may mean that the model computes something wrong. Layers
     after the model's last one predict further tokens (MTP, DeepSeek V3 and GLM): nothing that the model computes depends on them.
+    `num_layers` counts as names of tensors do; Nemotron-H's count feed-forward networks, too.
     """
     found = [(name, _DECODER_TENSOR.match(name)) for name in unread]
     names = [name for name, match in found if match and int(match["layer"]) < num_layers]

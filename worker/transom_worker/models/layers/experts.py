@@ -32,9 +32,9 @@ from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicato
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """The weights of all experts of a layer in 8 or 4 bits, as a checkpoint stores them: gates above ups, and downs."""
+    """The weights of all experts of a layer in 8 or 4 bits, as a checkpoint stores them: gates, if any, above ups, and downs."""
 
-    gate_up: Sequence[StoredRows]  # of each expert [2 I, N]
+    gate_up: Sequence[StoredRows]  # of each expert [2 I, N] or [I, N]
     down: Sequence[StoredRows]  # [N, I]
 
 
@@ -56,7 +56,7 @@ def make_experts(
     With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the expert's output.
     """
     if isinstance(weights, StoredExperts) and isinstance(weights.down[0], GpuRows):
-        return GroupedExperts(_for_gpu(weights), rule, scales_input=scales_input)
+        return GroupedExperts(_for_gpu(weights, rule), rule, scales_input=scales_input)
     if isinstance(weights, StoredExperts):
         return SequentialExperts(
             weights.gate_up, weights.down, rule, quantization=quantization, scales_input=scales_input
@@ -128,7 +128,7 @@ class SequentialExperts(Experts):
         quantization: Quantization,
         scales_input: bool,
     ) -> None:
-        """The weights are those of each expert, with all gates before all ups; `biases` are stacks of all experts'."""
+        """The weights are those of each expert, with all gates, if any, before all ups; `biases` are stacks of all experts'."""
 
         def linears(weights: Sequence[Weight], stacked: torch.Tensor | None) -> list[Linear]:
             each = [None] * len(weights) if stacked is None else stacked.unbind()
@@ -168,20 +168,21 @@ class SequentialExperts(Experts):
 
 
 def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """Return the gated activation [P, I] of `gate_up` [P, 2I], in which gates come before ups; `rule` has the formula."""
+    """Return the activation [P, I] of `gate_up` [P, 2I], gates before ups, or of ups [P, I]; `rule` has the formula."""
     if rule.gain == 1.0 and rule.up_offset == 0.0:
         return gated_activation(gate_up, rule.activation, rule.limit)
     gate, up = gate_up.chunk(2, dim=-1)
     return gated(gate, up, rule)
 
 
-def _for_gpu(weights: StoredExperts) -> ExpertTensors:
-    """Return experts as the grouped kernels hold them, with alternating gates and ups."""
+def _for_gpu(weights: StoredExperts, rule: GateRule) -> ExpertTensors:
+    """Return experts as the grouped kernels hold them, with alternating gates and ups, or ups alone."""
+    kinds = 2 if rule.has_gates else 1
     gate_up, down = (
         arranged(part for part in parts if isinstance(part, GpuRows))
         for parts in (
             [
-                part.map_rows(lambda tensor: tensor.view(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1))
+                part.map_rows(lambda tensor: tensor.view(kinds, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1))
                 for part in weights.gate_up
             ],
             weights.down,
@@ -264,16 +265,23 @@ class Moe:
         experts: Experts,
         shared: GatedMlp | WeightedExpert | None = None,
         *,
+        latent: tuple[Linear, Linear] | None = None,
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """`shared` must not all-reduce its own output, because this layer reduces the sum of all experts."""
+        """`shared` must not all-reduce its own output, because this layer reduces the sum of all experts. `latent` are projections
+        to the width of the routed experts and back; the latter, too, is of each rank's partial sum."""
         self._router, self._experts, self._shared, self._comm = router, experts, shared, comm
-        parts = (router, experts) if shared is None else (router, experts, shared)
-        self.weight_bytes = sum(part.weight_bytes for part in parts)
+        self._latent = latent
+        parts = (router, experts, shared, *(latent or ()))
+        self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return `moe(x)`, [T, N]."""
-        routed_TN = self._experts(x_TN, *self._router(x_TN))
+        if self._latent is None:
+            routed_TN = self._experts(x_TN, *self._router(x_TN))
+        else:
+            into, back = self._latent
+            routed_TN = back(self._experts(into(x_TN), *self._router(x_TN)))
         return self._comm.all_reduce_(routed_TN if self._shared is None else self._shared.add_to(routed_TN, x_TN))
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Linear layers, by torch or by kernels with packed weights in the model's dtype, 8 bits or 4 bits; and the gated feed-forward
-layer that is made of them: down(activation(gate(x)) * up(x)).
+"""Linear layers, by torch or by kernels with packed weights in the model's dtype, 8 bits or 4 bits; and the feed-forward layer
+that is made of them: down(activation(gate(x)) * up(x)), or down(relu(up(x)) ** 2).
 
 In a row-parallel layer each rank has some columns of the weight [N, K], and an all-reduce sums the ranks' products. A
 column-parallel layer needs no class of its own: each rank has some rows of the weight, which is a linear layer with fewer rows.
@@ -153,13 +153,13 @@ class HeadsLinear:
 
 
 class GatedMlp:
-    """A gated feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the
-    activation and multiplies the two.
+    """A feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the activation
+    and multiplies the two. The activation `relu2` has no gate.
     """
 
     def __init__(
         self,
-        weights: Sequence[Weight],  # gate [I, N], up [I, N], down [N, I]
+        weights: Sequence[Weight],  # gate [I, N] unless the activation has none, up [I, N], down [N, I]
         biases: Sequence[torch.Tensor | None] | None,
         *,
         quantization: Quantization,
@@ -170,9 +170,13 @@ class GatedMlp:
         ranks' outputs are summed; the others pass None.
         """
         self._activation: Activation = activation
-        gate_IN, up_IN, down_NI = weights
-        gate_bias, up_bias, down_bias = biases or (None, None, None)
-        self._gate_up = _gate_and_up((gate_IN, up_IN), (gate_bias, up_bias), quantization)
+        *into, down_NI = weights
+        *into_biases, down_bias = biases or [None] * len(weights)
+        self._gate_up = (
+            _gate_and_up((into[0], into[1]), (into_biases[0], into_biases[1]), quantization)
+            if len(into) > 1
+            else make_linear(into[0], into_biases[0], quantization=quantization)
+        )
         gate_up = self._gate_up
         gate_up_bytes = gate_up.weight_bytes if isinstance(gate_up, Linear) else gate_up.nbytes
         self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
@@ -192,7 +196,7 @@ class GatedMlp:
         return self._down(self._inner(x_TN))
 
     def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate(x)) * up(x), [T, I]."""
+        """Return activation(gate(x)) * up(x), or relu(up(x)) ** 2, [T, I]."""
         if isinstance(self._gate_up, PackedWeight | PackedPanels):  # to ask for Linear, an abstract class, takes longer
             return gated_linear(x_TN, self._gate_up, self._activation)
         return gated_activation(self._gate_up(x_TN), self._activation)

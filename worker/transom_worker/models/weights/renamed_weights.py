@@ -2,13 +2,15 @@
 which several of them are fused.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
+from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
 from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
@@ -36,6 +38,8 @@ _GRANITE_HYBRID = {
     ".mlp.": ".shared_mlp.",
 }
 OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID}
+_NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f."}
+_IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")
 
 
 class RenamedWeights(WeightsView):
@@ -66,9 +70,26 @@ def text_decoder(weights: Weights) -> Weights:
     return weights
 
 
-def own_name(family: str, name: str) -> str:
-    """Return the family's name of a tensor that other families name `name`."""
-    return next((name.replace(part, own) for part, own in OWN_NAMES[family].items() if part in name), name)
+def renaming(architecture: Architecture) -> Callable[[str], str] | None:
+    """Return the function from other families' names of tensors to those of this one; None if they are the same."""
+    if architecture.family == NEMOTRON_H:
+        return partial(_block_name, blocks_of_layers(architecture.num_feed_forwards))
+    return partial(_own_name, OWN_NAMES[architecture.family]) if architecture.family in OWN_NAMES else None
+
+
+def _own_name(names: dict[str, str], name: str) -> str:
+    return next((name.replace(part, own) for part, own in names.items() if part in name), name)
+
+
+def _block_name(blocks: Sequence[int], name: str) -> str:
+    """Return Nemotron-H's name of a tensor, in which each sublayer is a block `backbone.layers.N`, with `norm` and `mixer`."""
+    match = _IN_A_LAYER.match(name)
+    if match is None:
+        return _replace_start(_NEMOTRON, name)
+    part = match["part"]
+    follows = part in ("mlp", "post_attention_layernorm")
+    block = blocks[int(match["layer"])] + (1 + int(match["number"] or 0) if follows else 0)
+    return f"backbone.layers.{block}.{'norm' if part.endswith('layernorm') else 'mixer'}.{name[match.end() :]}"
 
 
 def _replace_start(prefixes: dict[str, str], name: str) -> str:

@@ -37,7 +37,7 @@ class SplitProjections(WeightsView):
         for layer in architecture.layers:
             size, values = layer.head_size, layer.num_heads // layer.num_kv_heads * (layer.value_size or 0)
             if architecture.mamba is not None:
-                self._add_granite(architecture, layer)
+                self._add_mamba(architecture, layer)
             elif layer.recurrent is None:
                 self._add("self_attn.", "q_proj", {"q_proj": size, "q_gate": size})
             elif architecture.family == "qwen3_next":
@@ -50,11 +50,13 @@ class SplitProjections(WeightsView):
                 widths = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": layer.num_kv_heads * values}
                 self._add("linear_attn.", "in_proj_qkv", widths)
 
-    def _add_granite(self, architecture: Architecture, layer: LayerAttention) -> None:
+    def _add_mamba(self, architecture: Architecture, layer: LayerAttention) -> None:
         if layer.recurrent is not None:
             keys, values = layer.num_kv_heads * layer.head_size, layer.num_heads * (layer.value_size or 0)
             widths = {"in_proj_z": values, "in_proj_v": values, "in_proj_k": keys, "in_proj_q": keys}
             self._add("mamba.", "in_proj", widths | {"in_proj_a": layer.num_heads})
+        if architecture.family != "granitemoehybrid":
+            return
         mixture = architecture.mixture
         inner = architecture.intermediate_size if mixture is None else mixture.shared_size
         for prefix in ("mlp.", "shared_experts."):
