@@ -151,7 +151,8 @@ SIZES = [(11, 1, 40, 96, 5), (2, 2, 33, 7, 5), (1, 1, 16, 16, 4), (2, 2, 34, 6, 
 )
 def test_soft_caps_sinks_groups_widths_and_block_sizes(kv_format: str, sizes: tuple[int, ...]) -> None:
     heads, kv_heads, size, v_size, block_size = sizes
-    dtype = F32 if v_size == 96 else BF16
+    # float16 is never multiplied in pairs, and values of an int4 cache are, on all processors
+    dtype = F32 if v_size == 96 else F16 if kv_format == "int4" else BF16
     shape = Shape(heads=heads, kv_heads=kv_heads, size=size, v_size=v_size, block_size=block_size, dtype=dtype)
     sequences = [Sequence(start=40, count=1), Sequence(start=3, count=21), Sequence(start=35, count=2, attend_from=34)]
     case = make_case(sequences, shape)

@@ -94,8 +94,13 @@ class AttentionKind(NamedTuple):
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of a unit's partial result: for each query head the weighted values, then a vector with maximum and sum."""
-        return self.group * (self.words.output_vectors(self.value_width) + 1) * VECTOR_BYTES
+        """Bytes of a unit's partial result: for each query head the weighted values, then a vector with maximum and sum.
+
+        The vectors of values are even in number, because sums over pairs (`Words.elements`) come two vectors at a time. Whether
+        the cache is multiplied in pairs is not asked, so that `combine` is the same for all formats of caches.
+        """
+        vectors = 2 * -(-self.value_width // (2 * _LANES))
+        return self.group * (vectors + 1) * VECTOR_BYTES
 
     @property
     def tile_tokens(self) -> int:
