@@ -222,6 +222,12 @@ def test_nemotron_h_as_published() -> None:
     theirs = AutoConfig.for_model(**published).to_dict()
     assert "hybrid_override_pattern" not in theirs
     assert architecture == read_architecture(theirs)
+    assert (
+        read_architecture(published | {"mamba_d_conv": 4, "mamba_state_dim": 128, "time_step_rank": 256})
+        == architecture
+    )
+    wide = read_architecture({**published, "head_dim": None, "mamba_num_groups": 4}).layers
+    assert (wide[3].head_size, wide[0].num_kv_heads) == (128, 4)
     assert (len(architecture.layers), sum(architecture.num_feed_forwards)) == (29, 23)
     assert [layer.recurrent for layer in architecture.layers[:5]] == [4, 4, 4, None, 4]
     assert architecture.num_feed_forwards[:5] == (1, 1, 0, 1, 1)
@@ -246,7 +252,7 @@ def test_nemotron_h_as_published() -> None:
         ({"hybrid_override_pattern": "M+", "num_hidden_layers": 2}, "the block '\\+'; known are"),
         ({"layers_block_type": ["mamba", "conv"], "num_hidden_layers": 2}, "the block 'conv'"),
         ({"num_hidden_layers": 51}, "lists 52 blocks for num_hidden_layers 51"),
-        ({"mamba_d_conv": 4}, "the field 'mamba_d_conv'"),
+        ({"mamba_rate": 2}, "the field 'mamba_rate'"),
         ({"time_step_scale": 2}, "the field 'time_step_scale'"),
         ({"time_step_limit": [0.001, 0.1]}, "only 0 to infinity"),
         ({"residual_in_fp32": True}, "residual_in_fp32 True; only False"),

@@ -51,6 +51,7 @@ def with_common_names(config: Config) -> Config:
     if config.get("model_type") not in MAMBA_FAMILIES:
         return config
     is_nemotron = config["model_type"] == nemotron_h.NEMOTRON_H
+    config = nemotron_h.with_own_names(config) if is_nemotron else config
     known = nemotron_h.KNOWN_FIELDS if is_nemotron else _KNOWN
     for name in config:
         if name.startswith(("mamba_", "time_step_")) and name not in known:

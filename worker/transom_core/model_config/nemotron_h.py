@@ -29,14 +29,26 @@ _NAMES = {
     **{"use_bias": "mamba_proj_bias", "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act"},
     "moe_shared_expert_intermediate_size": "shared_intermediate_size",
 }
-# Steps of a prompt are clamped at `time_step_min` in transformers, and nowhere in NVIDIA's code, for which this field, as the two
-# after it, only says how a new model is drawn; states are kept in float32 in any case.
+# Names that some configs have for Nemotron-H's own: those of transformers 5.2 to 5.8, and of Nemotron Nano 9B v2.
+_OTHER_NAMES = {
+    **{"mamba_n_groups": "n_groups", "mamba_num_groups": "n_groups", "mamba_state_dim": "ssm_state_size"},
+    **{"mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_limit": "time_step_limit"},
+}
+# Steps of a prompt are clamped at `time_step_min` in transformers, and nowhere in NVIDIA's code, for which this field, as others
+# of steps, only says how a new model is drawn; states are kept in float32 in any case.
 KNOWN_FIELDS = (
     *("mamba_num_heads", "mamba_head_dim", "mamba_proj_bias", "mamba_hidden_act", "mamba_ssm_cache_dtype"),
-    *("time_step_min", "time_step_max", "time_step_floor", "time_step_limit"),
+    *("time_step_min", "time_step_max", "time_step_floor", "time_step_limit", "time_step_rank"),
+    *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "mamba_expand", "mamba_chunk_size"),
 )
 # What NVIDIA's code could do otherwise, and no published model does.
 _ONLY = {"mamba_hidden_act": "silu", "residual_in_fp32": False, "sliding_window": None, "n_shared_experts": 1}
+
+
+def with_own_names(config: Config) -> Config:
+    """Return a Nemotron-H config in which no field has one of the other names."""
+    kept = {name: value for name, value in config.items() if name not in _OTHER_NAMES}
+    return kept | {own: config[name] for name, own in _OTHER_NAMES.items() if name in config}
 
 
 def with_common_names(config: Config) -> Config:
@@ -56,6 +68,7 @@ def with_common_names(config: Config) -> Config:
     return {
         **{name: value for name, value in config.items() if name not in KNOWN_FIELDS},
         **{common: config[own] for own, common in _NAMES.items()},
+        "head_dim": config.get("head_dim") or config.get("attention_head_dim") or 128,
         "layer_types": [MIXERS[layer[0]] for layer in layers],
         "num_hidden_layers": len(layers),
         "feed_forwards": [len(layer) - 1 for layer in layers],
