@@ -76,15 +76,9 @@ def _granite(architecture: Architecture, index: int, load: Loader) -> FeedForwar
     return _routed(architecture, load.under("block_sparse_moe."))
 
 
-def _nemotron(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    if architecture.mixture is None:
-        return dense_feed_forward(architecture, index, load)
-    return _mimo(architecture, index, load)
-
-
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, correction: str = "") -> FeedForward:
-    """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
-    if index not in _mixture(architecture).layers:
+    """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE or has no experts (Nemotron-H)."""
+    if architecture.mixture is None or index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
     names = ("gate_proj", "up_proj", "down_proj")[0 if architecture.has_gates else 1 :]
     return _routed(architecture, load.under("mlp."), names=names, correction=correction)
@@ -207,7 +201,7 @@ MIXTURE_STYLES = {
     "kimi_k2": Style(feed_forward=_mimo),
     "glm4_moe_lite": Style(feed_forward=_mimo),
     "granitemoehybrid": Style(feed_forward=_granite),
-    "nemotron_h": Style(norm_wide=True, feed_forward=_nemotron),
+    "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
