@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two busy processes on two cores would spin each other to a halt
@@ -22,6 +23,7 @@ from tests.cpu_threads import NUM_THREADS
 from tests.interpreter_speed import speed_up_interpreter
 from transom_core.kv_cache import load_rates
 from transom_kernels.cpu import threads
+from transom_kernels.launch import prefer
 from transom_worker.scheduling.rate_meter import RateMeter, ReadMeter
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]
@@ -51,6 +53,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_checkpoints import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="module")
+def torch_operators() -> Iterator[None]:
+    """Torch's operators compute, for tests of what moves around a model: compiling kernels for it would take most of their time."""
+    with prefer("reference"):
+        yield
 
 
 @pytest.fixture

@@ -19,19 +19,11 @@ from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.target import CPU_VARIABLE, cpu_target, named_target
 from transom_kernels.linear.cpu import method_of
 
-# test modules of operators, each with a `small_case`
-MODULES = (
-    *(
-        "block_copy_cpu",
-        "hyper_connections_cpu",
-        "kv_write",
-        "latent_attention",
-        "linear_cpu",
-        "linear_recurrence",
-        "moe_cpu",
-        "paged_attention_cpu",
-    ),
-    *("policy_attention", "quantised_linear_cpu", "route", "sample_cpu", "short_convolution", "small_operators_cpu"),
+# Test modules of operators, each with a `small_case`: those of every day, and those that reach memory in the same ways.
+DAILY = ("block_copy_cpu", "kv_write", "linear_recurrence", "moe_cpu", "paged_attention_cpu")
+OTHERS = (
+    *("hyper_connections_cpu", "latent_attention", "linear_cpu", "policy_attention", "quantised_linear_cpu", "route"),
+    *("sample_cpu", "short_convolution", "small_operators_cpu"),
 )
 
 # processor -> how it multiplies bfloat16 in linear layers
@@ -50,7 +42,7 @@ def small_cases() -> None:
     processor = os.environ.get(CPU_VARIABLE)
     if processor:
         assert method_of(torch.bfloat16) == PROCESSORS[processor]
-    for module in MODULES:
+    for module in (*DAILY, *OTHERS) if ALL_TESTS else DAILY:
         print(module)
         import_module(f"tests.kernels.test_{module}").small_case()
     if CHECKED:

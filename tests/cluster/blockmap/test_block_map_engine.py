@@ -15,6 +15,7 @@ from tests.block_map_decoder import ACTIVE, HELD, LOOSE, Map
 from tests.cluster.conftest import until
 from tests.cluster.engine_server import EngineServer, engine_server
 
+pytestmark = pytest.mark.usefixtures("torch_operators")
 WAIT_S = 120
 
 

@@ -16,6 +16,7 @@ from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama
 from tests.worker.models.test_dense_families import DELTA_NET
 from transom_core.contract import WindowPolicy
 
+pytestmark = pytest.mark.usefixtures("torch_operators")
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
 LFM2, QWEN = 5, 7

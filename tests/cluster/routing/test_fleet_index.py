@@ -26,7 +26,7 @@ SHAPE = CacheShape(
 )
 CHAIN = [bytes([i]) * 32 for i in range(8)]
 BLOCK = 4
-NUM_CHANGES = num_examples(daily=60, exhaustive=400)
+NUM_CHANGES = num_examples(daily=40, exhaustive=400)
 
 
 def update(after: int, *runs: KvRun, whole: bool = False) -> KvUpdate:

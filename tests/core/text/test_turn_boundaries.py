@@ -86,13 +86,16 @@ def test_boundaries_equal_those_of_tokenising_each_beginning(
     assert chat.turn_boundaries == _by_tokenising(tokenizer, chat, messages, source, generation)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "gguf", "always", "prepend", "strip", "lstrip"])
+@pytest.mark.parametrize("kind", ["byte level", "gguf", "always", "prepend", "lstrip"])
 @settings(max_examples=num_examples(daily=20, exhaustive=400), deadline=None)
 @given(messages=CHATS, template=st.sampled_from(sorted(TEMPLATES)), data=st.data())
 def test_the_tokens_before_a_cache_mark_are_the_chats_and_those_of_its_text_before_the_mark(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, Any]], template: str, data: st.DataObject
 ) -> None:
-    """Other tokenizers treat a text's beginning, or what follows a marker, in another way: a mark may then be before its place."""
+    """Other tokenizers, such as "strip", treat a text's beginning, or what follows a marker, in another way.
+
+    A mark may then be before its place, so that a hit computes a few tokens more.
+    """
     tokenizer, marks = tokenizers[kind], []
     for index, message in enumerate(messages):
         places = st.lists(st.integers(0, len(message["content"])), max_size=2, unique=True).map(sorted)

@@ -87,7 +87,7 @@ def window_mask(window: int, sinks: int) -> Callable[[int], torch.Tensor]:
     return lambda length: visible(length, length, window=window, sinks=sinks)
 
 
-@pytest.mark.parametrize("family", some_daily(FAMILIES, daily=["qwen3", "gemma2", "olmo3", "gpt_oss", "smollm3"]))
+@pytest.mark.parametrize("family", some_daily(FAMILIES, daily=["qwen3", "olmo3", "gpt_oss", "smollm3"]))
 def test_a_window_with_sinks_equals_transformers_with_the_same_mask(family: str, checkpoint: Any) -> None:
     folder = checkpoint(family)
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)

@@ -82,7 +82,7 @@ def random_life(
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations(mix: tuple[str, ...]) -> None:
     """In half of the lives blocks are spilled and loaded. What is found in a tier has the contents that its digest names."""
-    drivers = [random_life(mix, seed, has_host=seed % 2 == 1) for seed in range(num_examples(daily=6, exhaustive=50))]
+    drivers = [random_life(mix, seed, has_host=seed % 2 == 1) for seed in range(num_examples(daily=4, exhaustive=50))]
     stats = [driver.cache.stats() for driver in drivers]
     assert sum(driver.num_refused for driver in drivers) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0
@@ -98,7 +98,7 @@ def test_random_operations(mix: tuple[str, ...]) -> None:
 def test_random_operations_with_a_disk(mix: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that leave the memory go to a disk, and prefixes come back from there, if there is a host tier to bring them to."""
     monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 1)
-    drivers = [random_life(mix, seed, has_host=True, has_disk=True) for seed in range(num_examples(4, 30))]
+    drivers = [random_life(mix, seed, has_host=True, has_disk=True) for seed in range(num_examples(3, 30))]
     assert sum(driver.num_imported for driver in drivers) > 0
     from_device = [random_life(mix, seed, has_disk=True) for seed in range(4, num_examples(5, 30))]
     assert any(driver.disk for driver in from_device)

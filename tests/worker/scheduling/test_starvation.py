@@ -106,7 +106,7 @@ class Watch(SchedulerListener):
         self.num_preemptions += sequence is self.victim
 
 
-@settings(max_examples=num_examples(daily=12, exhaustive=1500), deadline=None)
+@settings(max_examples=num_examples(daily=6, exhaustive=1500), deadline=None)
 @given(
     attacks=attacks(prompt=60, output=30, priorities=(-MAX_PRIORITY, MAX_PRIORITY)),
     priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),

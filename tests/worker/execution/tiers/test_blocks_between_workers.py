@@ -15,6 +15,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.kvcache.tiers.block_format import convert_blocks
 from transom_worker.scheduling.step import TIER_DEVICE
 
+pytestmark = pytest.mark.usefixtures("torch_operators")
 PROMPT = list(range(5, 45))  # two whole blocks
 SETTINGS = {"device": "cpu", "dtype": "float32", "window": 24, "window_pattern": "SF"}
 
