@@ -104,11 +104,16 @@ def check(
     got = run_engine(folder, "interpreted", lengths=lengths, size=size, situations=situations, **settings)
     if "hit" in situations:
         assert [whole.num_cached_tokens for whole in got.wholes["hit"]] == [(lengths[1] - 1) // BLOCK * BLOCK]
+    check_equal(got, wanted, TOLERANCE)
+    return got
+
+
+def check_equal(got: Run, wanted: Run, tolerance: float) -> None:
+    """Both wrote the same tokens, and their logits differ by up to `tolerance`."""
     for situation, wholes in wanted.wholes.items():
         assert [w.token_ids for w in got.wholes[situation]] == [w.token_ids for w in wholes], situation
     for theirs, ours in zip(wanted.logits, got.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
-    return got
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -200,8 +205,24 @@ def test_replayed_steps_in_hits_and_repairs(tmp_path: Path, monkeypatch: pytest.
         wanted = run_engine(tmp_path, "interpreted", lengths=GRAPH_LENGTHS, **GRAPHED)
         with recording():
             got = run_engine(tmp_path, "interpreted", lengths=GRAPH_LENGTHS, **GRAPHED)
-    for situation, wholes in wanted.wholes.items():
-        assert [w.token_ids for w in got.wholes[situation]] == [w.token_ids for w in wholes], situation
-    for theirs, ours in zip(wanted.logits, got.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+    check_equal(got, wanted, ROUNDING)
     assert got.outcomes["repaired"] > 0
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "nemotron_h", "lfm2"])
+def test_replayed_steps_of_recurrent_layers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences update their states in place, and keep one where a later prompt hits."""
+    folder = make_folder(tmp_path, name)
+    how: dict[str, Any] = {
+        "lengths": GRAPH_LENGTHS,
+        "situations": ("cold", "hit"),
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+    }
+    monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (8, 16))
+    wanted = run_engine(folder, "interpreted", **how)
+    with recording():
+        got = run_engine(folder, "interpreted", **how)
+    check_equal(got, wanted, TOLERANCE)
+    assert got.wholes["hit"][-1].num_cached_tokens > 0

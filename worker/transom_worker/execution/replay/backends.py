@@ -6,7 +6,6 @@ Steps always run eagerly where a recording would be wrong or would gain nothing:
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
 - Compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
-- On GPUs, recurrent layers.
 - On GPUs with several ranks whose collectives go through the host (gloo), which a graph cannot record. nccl's can be captured.
 """
 
@@ -51,8 +50,6 @@ def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
     """Return the sizes of steps to capture as CUDA graphs; None if no graphs are captured."""
-    if any(spec.is_state for spec in groups):  # a capture's trial runs would change the states
-        return None
     if not _may_record(config, groups) or not parallel.comm.can_capture or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):
@@ -124,13 +121,14 @@ def graph_bytes(
 
 
 def _widest_partials(architecture: Architecture, multiprocessors: int) -> int:
-    """Return the numbers of a token's partial results in the layer that has most: with as many splits as fill the device, each
-    with a value, the largest score and the sum of weights for each query head."""
+    """Return the numbers of a token's partial results in the attention layer that has most: with as many splits as fill the device,
+    each with a value, the largest score and the sum of weights for each query head."""
     return max(
         filling_splits(layer.num_kv_heads, multiprocessors)
         * layer.num_heads
         * ((layer.value_size or layer.head_size) + 2)
         for layer in architecture.layers
+        if layer.recurrent is None
     )
 
 

@@ -191,6 +191,8 @@ class DecodeSizes:
     def num_columns(self, size: DecodeSize, group: int) -> int:
         """Return the columns of a group's block table."""
         spec = self._groups[group]
+        if spec.is_state:
+            return 1
         columns = -(-self.reach_tokens(size.level) // spec.block_size)
         if not spec.keeps_everything:
             # The group keeps the tokens that queries read and a step's new tokens; at both ends this range may begin inside a

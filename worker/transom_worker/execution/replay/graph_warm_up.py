@@ -11,7 +11,8 @@ step that is computed, not captured, ends the rank: the others wait for it in th
 for a step, because they plan the same work items, which depend on the plan and on launch keys that are equal on all ranks.
 
 The made-up steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
-right result.
+right result. States of recurrent layers are read from some blocks and written to another one, so that every run of a step reads
+the same.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from transom_kernels.paged_attention.triton.launches import launch_keys_of
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.block_tables import NO_BLOCK
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import Ints, StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
@@ -43,11 +45,13 @@ from transom_worker.execution.replay.graph_inputs import GraphInputs, GroupLaunc
 from transom_worker.execution.tiers.slabs import block_rows
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
-from transom_worker.scheduling.step import NewSequence, StepPlan
+from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan
 
 LIMIT_S = 120.0  # sizes not captured within this time run without a graph; the most used sizes come first
 TRIES = (1, 3)  # a graph is captured over the step of one of these seeds, and checked over the step of seed + 1
 MAX_RANDOM_BLOCKS = 64  # per group, besides the blocks that the sequences write to
+# A state is large. Sequences of made-up steps read and write few; the last one is only written, by all of them.
+MAX_STATES = 4
 
 logger = logging.getLogger("transom.worker")
 
@@ -247,9 +251,11 @@ class _RandomSteps:
     """Steps of made-up sequences over blocks of random numbers. Each sequence writes to a block of its own."""
 
     def __init__(self, layout: ArenaLayout, *, vocab_size: int, max_seqs: int) -> None:
-        groups = range(len(layout.groups))
         self._vocab_size, self._specs = vocab_size, [group.spec for group in layout.groups]
-        self._blocks = [_own_blocks(layout, group, MAX_RANDOM_BLOCKS + max_seqs) for group in groups]
+        self._blocks = [
+            _own_blocks(layout, group, MAX_STATES if spec.is_state else MAX_RANDOM_BLOCKS + max_seqs)
+            for group, spec in enumerate(self._specs)
+        ]
 
     def fill_blocks(self, builder: BatchBuilder, slab: torch.Tensor) -> None:
         """Fill the blocks with random numbers."""
@@ -294,7 +300,9 @@ class _RandomSteps:
                 last_start = reach - counts[chosen]
                 starts[chosen] = last_start if seed % 2 else min(reach * 5 // 8, last_start)
         # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
-        attend_from = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
+        attend_from = [
+            [NO_ID] * num_seqs if spec.is_state else random.integers(0, starts // 4 + 1).tolist() for spec in specs
+        ]
         store = SequenceStore(specs, max_num_seqs=num_seqs)
         for seq_id, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             store.add(_sequence(seq_id, start, random.integers(0, self._vocab_size, count).tolist()))
@@ -311,7 +319,13 @@ class _RandomSteps:
             write_from=[self._write_from(group, starts, ends) for group in range(len(specs))],
             logits_from=np.where(goes_on, ends, ends - 1).tolist(),
         )
-        return builder.arrays(plan, store)
+        arrays = builder.arrays(plan, store)
+        for group, spec in enumerate(specs):
+            if spec.is_state:
+                *read, written = self._blocks[group]
+                arrays.groups[group].first_block[:] = random.choice(read or [NO_BLOCK], num_seqs)
+                arrays.groups[group].block_table[:] = written
+        return arrays
 
     def _write_from(self, group: int, starts: Ints, ends: Ints) -> list[int]:
         """Return from which position on each sequence writes to its last block, if every sequence has a block of its own; else its
@@ -319,6 +333,8 @@ class _RandomSteps:
 
         If two tokens had the same slot, their writes would race.
         """
+        if self._specs[group].is_state:  # `step` says which blocks
+            return [NO_ID] * len(starts)
         size = self._specs[group].block_size
         writes = len(self._blocks[group]) > len(starts)
         first: list[int] = (np.maximum(starts, (ends - 1) // size * size) if writes else ends).tolist()
