@@ -55,6 +55,19 @@ def test_choices_of_a_stream_interleave_and_each_is_whole(client, server):
     assert {request.params.n for request in requests} == {1}
 
 
+def test_every_chunk_may_have_the_usage_so_far(client):
+    asked = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chat, text = (
+        client.chat.completions.create(**CHAT, **asked),
+        client.completions.create(model="stub", prompt="hi", **asked),
+    )
+    counts = [[chunk.usage.completion_tokens for chunk in stream] for stream in (chat, text)]
+    assert counts == [
+        [1, 1, 2, 3, 3, 3],
+        [1, 2, 3, 3],
+    ]  # a chat's first chunk has the role, its last but one the finish reason
+
+
 def test_chat_logprobs(client):
     answer = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content

@@ -63,7 +63,7 @@ def writer_of(
         ResponseMetadata(id="chatcmpl-1", model="m", created_s=1),
         requests,
         ScriptedTokenizer(scripts[0]),  # type: ignore[arg-type]
-        include_usage=True,
+        include_usage="last",
         num_top_logprobs=num_top_logprobs,
         answers=answers,
     )

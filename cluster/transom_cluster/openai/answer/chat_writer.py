@@ -28,6 +28,7 @@ from transom_cluster.openai.answer.writers import (
     ResponseMetadata,
     final_finish_reason,
 )
+from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
 from transom_core.text.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ class ChatWriter(ChunkWriter):
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         *,
-        include_usage: bool = False,
+        include_usage: UsageChunks = "none",
         num_top_logprobs: int | None = None,
         answers: Sequence[AnswerReader] = (),
     ) -> None:
@@ -59,6 +60,7 @@ class ChatWriter(ChunkWriter):
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """Yield the role first, then text, then the finish reason in a chunk of its own, as OpenAI's streams do."""
+        self._take_usage()
         if not self._has_started[index]:
             yield self._role_chunk(index)
         if self._answers:

@@ -19,6 +19,7 @@ from transom_cluster.openai.answer.writers import (
     ResponseMetadata,
     final_finish_reason,
 )
+from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core import contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 from transom_core.text.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class CompletionWriter(ChunkWriter):
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         *,
-        include_usage: bool = False,
+        include_usage: UsageChunks = "none",
         num_top_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
         echoed: Sequence[EchoedPrompt] | None = None,
@@ -79,6 +80,7 @@ class CompletionWriter(ChunkWriter):
         The prompt's log-probabilities come with the events of the prompt's first choice only, so the other choices' events wait
         until they have come.
         """
+        self._take_usage()
         prompt = self._prompt_of[index]
         self._take_prompt_logprobs(index, event)
         if self._shows_prompt_logprobs and prompt not in self._prompt_logprobs:

@@ -23,6 +23,7 @@ from transom_cluster.openai.answer.error_responses import WireError
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.response_types import FinishReason
 from transom_cluster.openai.answer.usage import UsageTotals
+from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core import __version__, contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 
@@ -147,8 +148,8 @@ class ChoiceOutput:
 
 
 class ChunkWriter(ResponseWriter):
-    """Writes a response whose stream consists of chunks. With `include_usage` every chunk has a field `usage`, which is null in all
-    chunks but the last.
+    """Writes a response whose stream consists of chunks. Unless `include_usage` is "none", every chunk has a field `usage`; with
+    "last" it is null in all chunks but the last.
 
     The constant JSON around a choice and around its text is made once (here without `usage`):
 
@@ -170,15 +171,23 @@ class ChunkWriter(ResponseWriter):
         metadata: ResponseMetadata,
         requests: Sequence[Request],
         *,
-        include_usage: bool,
+        include_usage: UsageChunks,
         readers: Sequence[AnswerReader] = (),
     ) -> None:
         super().__init__(metadata, requests, readers=readers)
         self._outputs = [ChoiceOutput() for _ in requests]
         self._has_started = [False] * len(requests)
         self._include_usage = include_usage
-        self._closing = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
+        self._close_with("" if include_usage == "none" else ',"usage":null')
+
+    def _close_with(self, usage: str) -> None:
+        self._closing = f"}}]{usage}}}\n\n"
         self._text_closing = f'{self.text_field[1]},"logprobs":null,"finish_reason":null{self._closing}'
+
+    def _take_usage(self) -> None:
+        """Write the usage so far into the next chunks, if every chunk has it."""
+        if self._include_usage == "every":
+            self._close_with(f',"usage":{json.dumps(self.usage.body)}')
 
     @cached_property
     def _opening(self) -> str:
@@ -207,7 +216,7 @@ class ChunkWriter(ResponseWriter):
 
     def stream_end(self) -> Iterator[str]:
         """Yield a chunk with the usage if the client has asked for it, then the end mark."""
-        if self._include_usage:
+        if self._include_usage != "none":
             yield data_line({**self._chunk_fields(), "choices": [], "usage": self.usage.body})
         yield DONE
 

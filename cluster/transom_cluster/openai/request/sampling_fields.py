@@ -1,6 +1,6 @@
 """The fields that request bodies share, and their conversion to `SamplingParams`."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
@@ -23,10 +23,15 @@ _LOGIT_BIAS: LateField[dict[str, float]] = LateField(
 )
 
 
+UsageChunks = Literal["none", "last", "every"]
+"""Which chunks of a stream have the usage so far."""
+
+
 class StreamOptions(WireModel, frozen=True, kw_only=True):
-    """`stream_options` of OpenAI; `include_obfuscation` is accepted and ignored."""
+    """`stream_options` of OpenAI and vLLM; `include_obfuscation` is accepted and ignored."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -80,9 +85,11 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
     guided_grammar: Annotated[Raw, Meta(extra_json_schema=FIELDS["guided_grammar"].schema)] = any_json()
 
     @property
-    def include_usage(self) -> bool:
-        """Return whether the stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def include_usage(self) -> UsageChunks:
+        """Return which chunks of the stream have the usage."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "every" if self.stream_options.continuous_usage_stats else "last"
 
     @property
     def num_form_bytes(self) -> int:
