@@ -45,7 +45,7 @@ test-browser: $(DEV) ## Run the tests that need Chromium (Debian: apt-get instal
 		echo "No Chromium on PATH, so these tests skip. Debian: apt-get install chromium. Playwright's own download is not used."
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-test-clients: $(DEV) ## Run Codex, agents and client libraries of other makers against the demo model (needs npm; downloads 150 MB)
+test-clients: $(DEV) ## Run Codex, agents, benchmarks and client libraries of other makers against a server (needs npm; downloads 400 MB)
 	@scripts/test_clients $(ARGS)
 
 OLDEST_RAY = 2.58.0

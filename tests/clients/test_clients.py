@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_classifier
 from tests.clients.forced_tool import ForcedTool
 from tests.cluster.engine_server import EngineServer, engine_server
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.clients
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 550
+SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": "32MiB"}
 COMMAND = "echo transom-was-here > proof.txt"
 CODEX_CONFIG = """
 model = "tiny"
@@ -87,6 +89,50 @@ def test_openai_agents(clients: Path, served: EngineServer, tmp_path: Path) -> N
 def test_langchain_openai(clients: Path, served: EngineServer, tmp_path: Path) -> None:
     program = PROGRAMS / "langchain_calls.py"
     assert len(checks_of(clients / "bin/python", program, served.url, cwd=tmp_path)) == 14
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> Iterator[EngineServer]:
+    with engine_server(tiny_model, **SMALL) as server:
+        yield server
+
+
+def test_litellm(clients: Path, tiny: EngineServer, tiny_model: Path, tmp_path: Path) -> None:
+    make_classifier(classifier := tmp_path / "classifier", tiny_model)
+    with engine_server(classifier, **SMALL) as scorer:
+        program = clients / "bin/python", PROGRAMS / "litellm_calls.py"
+        assert len(checks_of(*program, tiny.url, scorer.url, cwd=tmp_path)) == 13
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_guidellm(clients: Path, tiny: EngineServer, tiny_model: Path, tmp_path: Path, path: str) -> None:
+    run(
+        *(clients / "bin/guidellm", "run", "--disable-console-interactive"),
+        *("--backend", f"kind=openai_http,target={tiny.url},model=tiny,request_format={path}"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"),
+        *("--tokenizer", f"kind=huggingface_auto,model={tiny_model}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8", "--output", "kind=json,path=report.json"),
+        cwd=tmp_path,
+    )
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    answers = benchmark["requests"]
+    assert [one["output_metrics"]["text_tokens"] for one in answers["successful"]] == [8] * 6
+    assert answers["errored"] == answers["incomplete"] == []
+
+
+@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
+def test_vllm_bench_serve(
+    clients: Path, tiny: EngineServer, tiny_model: Path, tmp_path: Path, backend: str, path: str
+) -> None:
+    run(
+        *(clients / "bin/vllm", "bench", "serve", "--backend", backend, "--base-url", tiny.url, "--endpoint", path),
+        *("--model", "tiny", "--tokenizer", tiny_model, "--num-prompts", "6", "--ignore-eos"),
+        *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "8"),
+        *("--save-result", "--result-filename", "report.json"),
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["completed"], report["failed"], report["total_output_tokens"]) == (6, 0, 48)
 
 
 def test_ai_sdk(clients: Path, served: EngineServer, tmp_path: Path) -> None:
