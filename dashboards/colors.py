@@ -31,12 +31,7 @@ BREAKS = {
     "poison_request": "purple",
     "request_refused": GREY,
 }
-ENDPOINTS = {
-    "/v1/completions": "blue",
-    "/v1/chat/completions": "super-light-blue",
-    "/metrics": GREY,
-    "other": "orange",
-}
+ENDPOINTS = {"/v1/completions": "blue", "/v1/chat/completions": "super-light-blue", "/metrics": GREY, "other": "orange"}
 REQUESTS = {"running": "blue", "waiting in workers": "yellow", "waiting at routers": "orange"}
 PHASES = {"prefill": "blue", "decode": "super-light-blue", "repair": "yellow", "recompute": "orange"}
 PARTS = {

@@ -23,8 +23,7 @@ SHORTAGE = [
         "Repeated work",
         {
             "{{phase}}": each_of(
-                rate("transom_computed_tokens_total", f'{WORKER},phase=~"repair|recompute"', "phase"),
-                COMPUTED,
+                rate("transom_computed_tokens_total", f'{WORKER},phase=~"repair|recompute"', "phase"), COMPUTED
             )
         },
         "percentunit",

@@ -2,16 +2,7 @@
 
 from dashboards.colors import REQUESTS
 from dashboards.panels import Panel, heat, high_is_bad, lines
-from dashboards.queries import (
-    API,
-    ROUTER,
-    WORKER,
-    buckets,
-    quantile,
-    quantiles,
-    ratio,
-    total,
-)
+from dashboards.queries import API, ROUTER, WORKER, buckets, quantile, quantiles, ratio, total
 
 FIRST_TOKEN_LIMITS = high_is_bad(1, 2)  # two seconds: the default of --first-token-objective-s
 INTER_TOKEN_LIMITS = high_is_bad(0.1, 0.25)  # ten tokens a second are read at ease; four are waited for

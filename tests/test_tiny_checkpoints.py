@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoints import (
-    FULL,
-    HybridCase,
-    reference_logits,
-    reference_steps,
-    tiny_llama,
-)
+from tests.tiny_checkpoints import FULL, HybridCase, reference_logits, reference_steps, tiny_llama
 
 CASES = [
     FULL,

@@ -268,8 +268,7 @@ class ThreadRanks(Executor):
     def rank_reports(self) -> tuple[RankReport, ...]:
         return tuple(
             RankReport(
-                info=RankInfo(process_id=os.getpid(), ip=platform.node(), memory=runner.info.memory),
-                usage=runner.usage,
+                info=RankInfo(process_id=os.getpid(), ip=platform.node(), memory=runner.info.memory), usage=runner.usage
             )
             for runner in self.runners
         )

@@ -147,10 +147,7 @@ async def measure(url: str, num_requests: int, attacks: list[str], console: Cons
 
 def ratios(beside: Summary, busy: Summary) -> tuple[float, float]:
     """How many times as long the victim's first tokens (median) and gaps (mean) are as beside the busy client."""
-    return (
-        beside.first_token_ms.p50 / busy.first_token_ms.p50,
-        beside.inter_token_ms.mean / busy.inter_token_ms.mean,
-    )
+    return (beside.first_token_ms.p50 / busy.first_token_ms.p50, beside.inter_token_ms.mean / busy.inter_token_ms.mean)
 
 
 def main() -> None:

@@ -103,12 +103,7 @@ def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker:
     for _ in range(controls.count() + 2):
         block_map.page.keyboard.press("Tab")
         reached.add(block_map.evaluate("document.activeElement.id"))
-    assert {
-        "toggle",
-        "worker-filter",
-        "group-filter",
-        "request-filter",
-    } <= reached
+    assert {"toggle", "worker-filter", "group-filter", "request-filter"} <= reached
     assert {"zoom-out", "zoom-fit", "zoom-in"} <= reached
 
 

@@ -71,9 +71,7 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 async def ask_all(
-    url: str,
-    requests: Sequence[dict[str, Any]],
-    disturb: Callable[[], None] = lambda: None,
+    url: str, requests: Sequence[dict[str, Any]], disturb: Callable[[], None] = lambda: None
 ) -> list[Stream]:
     """Ask all at once, and `disturb` when every answer has begun."""
     streams = [Stream() for _ in requests]

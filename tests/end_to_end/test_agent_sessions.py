@@ -26,11 +26,7 @@ SETTINGS: dict[str, Any] = {
 }
 MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "max_position_embeddings": 2048}
-KINDS: dict[str, dict[str, Any]] = {
-    "windows": {"window": 48, "window_pattern": "SF"},
-    "convolutions": {},
-    "states": {},
-}
+KINDS: dict[str, dict[str, Any]] = {"windows": {"window": 48, "window_pattern": "SF"}, "convolutions": {}, "states": {}}
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -14,15 +14,7 @@ from typing import Any, Literal, cast
 from tqdm import tqdm
 
 from transom_core.config import TransferConfig
-from transom_core.contract import (
-    FinishReason,
-    KvPolicy,
-    KvQuality,
-    OutputEvent,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from transom_core.contract import FinishReason, KvPolicy, KvQuality, OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import RequestError, TransomError, WorkerLost
 from transom_core.logs import show_logs

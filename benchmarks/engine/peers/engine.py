@@ -13,14 +13,7 @@ from typing import Any, ClassVar
 
 from benchmarks.json_child import Child
 
-NOT_INHERITED = (
-    "OMP_WAIT_POLICY",
-    "OMP_NUM_THREADS",
-    "GOMP_SPINCOUNT",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "TRANSOM_KERNELS",
-)
+NOT_INHERITED = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTHONPATH", "VIRTUAL_ENV", "TRANSOM_KERNELS")
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000  # of random prompts: no special tokens
 
 

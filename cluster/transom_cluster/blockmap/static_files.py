@@ -24,7 +24,7 @@ _HEADERS = {
 }
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 }
 
 

@@ -25,13 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from transom_cluster.commands.log_follower import LogFollower
-from transom_cluster.commands.process_tree import (
-    children_of,
-    descendants_of,
-    end_processes,
-    is_running,
-    kill_processes,
-)
+from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running, kill_processes
 from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.serve.worker_resources import ClusterResources, worker_resources
 from transom_core.settings.settings import Settings

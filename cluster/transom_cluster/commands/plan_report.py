@@ -106,10 +106,7 @@ def _concurrency(plan: CachePlan) -> Table:
     table = _table("tokens a request", "bytes a request", "requests at once", "beside a full step")
     for point in plan.concurrency:
         table.add_row(
-            f"{point.length:,}",
-            readable(point.request_bytes),
-            f"{point.requests:,}",
-            f"{point.requests_with_budget:,}",
+            f"{point.length:,}", readable(point.request_bytes), f"{point.requests:,}", f"{point.requests_with_budget:,}"
         )
     return table
 

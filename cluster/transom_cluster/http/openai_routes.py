@@ -270,14 +270,7 @@ class OpenAiRoutes:
         state.engine_request_id, state.timeline = requests[0].request_id, timeline
         events = RequestEvents(timeline, self._router.metrics, spans=state.trace)
         return GenerationResponse(
-            self._router,
-            requests,
-            writer,
-            state=state,
-            work=self._work,
-            stream=stream,
-            events=events,
-            headers=headers,
+            self._router, requests, writer, state=state, work=self._work, stream=stream, events=events, headers=headers
         )
 
     def _echoed_prompts(

@@ -80,13 +80,7 @@ class WorkerConnection:
     """
 
     def __init__(
-        self,
-        worker_id: str,
-        client: WorkerClient,
-        router_id: str,
-        timings: RouterTimings,
-        *,
-        tokenizer: str = "",
+        self, worker_id: str, client: WorkerClient, router_id: str, timings: RouterTimings, *, tokenizer: str = ""
     ) -> None:
         self.worker_id = worker_id
         self.client = client

@@ -9,14 +9,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
-from transom_cluster.router.failover import (
-    GAVE_UP,
-    POISON,
-    RELEASE_TOKENS,
-    FailoverDecision,
-    LossReport,
-    after_loss,
-)
+from transom_cluster.router.failover import GAVE_UP, POISON, RELEASE_TOKENS, FailoverDecision, LossReport, after_loss
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.request_queue import RequestQueue

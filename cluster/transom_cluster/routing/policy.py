@@ -61,13 +61,7 @@ class Candidate:
     @property
     def facts(self) -> tuple[float, ...]:
         """Return the facts about the worker that are the same for all requests: a value for each of `FACTS`."""
-        return (
-            self.queue_tokens,
-            self.num_requests,
-            pressure(self),
-            self.prefill_tokens_per_s,
-            self.decode_step_s,
-        )
+        return (self.queue_tokens, self.num_requests, pressure(self), self.prefill_tokens_per_s, self.decode_step_s)
 
 
 FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s")
@@ -166,10 +160,7 @@ def round_robin(candidates: Candidates, tie_break: TieBreak) -> Choice:
     return Choice(tie_break.turn % len(candidates), "turn")
 
 
-POLICIES: dict[RoutingPolicy, Choose] = {
-    "kv": kv,
-    "round_robin": round_robin,
-}
+POLICIES: dict[RoutingPolicy, Choose] = {"kv": kv, "round_robin": round_robin}
 REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
     "kv": ("only_one", "longest_hit", "least_loaded", "home", "random"),
     "round_robin": ("only_one", "turn"),

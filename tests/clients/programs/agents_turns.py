@@ -56,10 +56,7 @@ async def main() -> None:
             assert result.final_output, "there is no final output"
             print(json.dumps({"check": f"{kind.__name__} tool, streamed {streamed}"}))
         typed = Agent(
-            name="t",
-            model=model,
-            output_type=Weather,
-            model_settings=ModelSettings(temperature=0, max_tokens=48),
+            name="t", model=model, output_type=Weather, model_settings=ModelSettings(temperature=0, max_tokens=48)
         )
         result = await Runner.run(typed, "The sky is clear.")
         assert isinstance(result.final_output, Weather)

@@ -7,15 +7,7 @@ import pytest
 
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_core.contract import (
-    AdaptivePolicy,
-    HeavyPolicy,
-    KvPolicy,
-    KvQuality,
-    OutputEvent,
-    Usage,
-    WindowPolicy,
-)
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, KvQuality, OutputEvent, Usage, WindowPolicy
 from transom_core.contract.kv_policy import MAX_LONG_PROMPT_TOKENS, MAX_STREAM_TOKENS
 from transom_core.errors import ConfigError
 from transom_core.settings.settings import Settings

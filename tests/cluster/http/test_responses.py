@@ -52,16 +52,7 @@ def test_a_response(client):
 
 
 def test_sampling_reaches_the_worker(server):
-    post(
-        server,
-        max_output_tokens=2,
-        temperature=0.5,
-        top_p=0.25,
-        seed=7,
-        stop="z",
-        cache_salt="s",
-        priority=0,
-    )
+    post(server, max_output_tokens=2, temperature=0.5, top_p=0.25, seed=7, stop="z", cache_salt="s", priority=0)
     request = server.worker.submitted[-1]
     assert (request.params.temperature, request.params.top_p, request.seed) == (0.5, 0.25, 7)
     assert (request.params.stop, request.cache_salt) == (("z",), "s")

@@ -12,13 +12,7 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.api_keys import needs_admin_key
 
-SHARED = (
-    "/metrics",
-    "/metrics/sd",
-    "/metrics/process",
-    "/blocks/describe",
-    "/blocks/stream?worker=none",
-)
+SHARED = ("/metrics", "/metrics/sd", "/metrics/process", "/blocks/describe", "/blocks/stream?worker=none")
 MEASURE = "/transfers/measure"
 OPERATORS = (MEASURE, "/pause", "/resume", "/update_weights_from_disk")
 

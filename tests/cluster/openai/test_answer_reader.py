@@ -202,12 +202,7 @@ def test_reasoning_is_counted_without_its_markers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "pushed"),
-    [
-        ("think>", [(0, "a"), (NO_TOKEN_ID, "<")]),
-        ("<think>", [(0, "a")]),
-        ("a<th", []),
-    ],
+    ("stop", "pushed"), [("think>", [(0, "a"), (NO_TOKEN_ID, "<")]), ("<think>", [(0, "a")]), ("a<th", [])]
 )
 def test_a_marker_of_which_a_stop_string_cut_something_is_none(stop: str, pushed: list[tuple[int, str]]) -> None:
     params = SamplingParams(max_tokens=100, stop=(stop,))

@@ -142,11 +142,7 @@ def entries(text: str, num_top: int) -> list[Any]:
         ranks = range(max(num_top, 1))
         found.append(
             {
-                str(ord(character) + k): {
-                    "logprob": -0.5 - k,
-                    "rank": k + 1,
-                    "decoded_token": chr(ord(character) + k),
-                }
+                str(ord(character) + k): {"logprob": -0.5 - k, "rank": k + 1, "decoded_token": chr(ord(character) + k)}
                 for k in ranks
             }
         )

@@ -41,9 +41,7 @@ async def serve(api: Api, begin: int, end: int) -> None:
 async def test_a_router_does_not_grow_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     init = request_timelines.TimelineStore.__init__
     monkeypatch.setattr(
-        request_timelines.TimelineStore,
-        "__init__",
-        lambda store: init(store, max_timelines=100, max_ended_events=200),
+        request_timelines.TimelineStore, "__init__", lambda store: init(store, max_timelines=100, max_ended_events=200)
     )
     keys = tuple(f"key-{number}" for number in range(NUM_KEYS))
     limits = LimitsConfig(requests_per_minute=10**6, concurrent_requests=1000, request_timeout_s=3600.0)

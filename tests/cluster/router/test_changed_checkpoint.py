@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.router.engine_workers import (
-    HYBRID,
-    at_worker,
-    evict_all,
-    request,
-    start_replica,
-)
+from tests.cluster.router.engine_workers import HYBRID, at_worker, evict_all, request, start_replica
 from tests.tiny_checkpoints import tiny_llama
 from transom_worker.replica import WorkerReplica
 

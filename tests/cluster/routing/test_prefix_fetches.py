@@ -8,12 +8,7 @@ import pytest
 from tests.cluster.routing.test_placer import PROMPT, info, load, request, usage, whole
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.placer import Placer
-from transom_cluster.routing.prefix_fetches import (
-    DEFAULT_FETCH_BYTES_PER_S,
-    FETCH_LATENCY_S,
-    MARGIN,
-    prefix_bytes,
-)
+from transom_cluster.routing.prefix_fetches import DEFAULT_FETCH_BYTES_PER_S, FETCH_LATENCY_S, MARGIN, prefix_bytes
 from transom_cluster.routing.worker_view import HitTokens, WorkerView
 from transom_core.config import RoutingPolicy, WorkerRole
 from transom_core.contract import (

@@ -24,9 +24,7 @@ KINDS = st.one_of(
     ),
 )
 SPECS = st.builds(
-    lambda size, kind: GroupSpec(name="g", layers=(), block_size=size, **kind),
-    st.sampled_from([1, 3, 4, 16]),
-    KINDS,
+    lambda size, kind: GroupSpec(name="g", layers=(), block_size=size, **kind), st.sampled_from([1, 3, 4, 16]), KINDS
 )
 
 

@@ -4,16 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.kv_cache.window_repair_model import (
-    FULL,
-    RULES,
-    Layout,
-    chunk,
-    inexact_live,
-    make_groups,
-    state,
-    window,
-)
+from tests.core.kv_cache.window_repair_model import FULL, RULES, Layout, chunk, inexact_live, make_groups, state, window
 from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.window_repair import repair_start

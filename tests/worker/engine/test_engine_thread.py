@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_driver import (
-    WAIT_S,
-    OnThread,
-    make_engine,
-    make_hooked_engine,
-    make_request,
-    unusable_request,
-)
+from tests.engine_driver import WAIT_S, OnThread, make_engine, make_hooked_engine, make_request, unusable_request
 from tests.worker.conftest import Start
 from transom_core.contract import ErrorInfo, OutputEvent, Request
 from transom_core.errors import Overloaded

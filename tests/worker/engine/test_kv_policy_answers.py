@@ -16,10 +16,7 @@ from transom_worker import LLM, SamplingParams
 
 BLOCK = 4
 WINDOW = WindowPolicy(sinks=5, window=21)
-HISTORIES = (
-    AdaptivePolicy(sinks=4, min_window=8, max_window=64, threshold=0.05),
-    HeavyPolicy(sinks=4, budget=40),
-)
+HISTORIES = (AdaptivePolicy(sinks=4, min_window=8, max_window=64, threshold=0.05), HeavyPolicy(sinks=4, budget=40))
 
 
 @pytest.fixture(scope="module")

@@ -164,9 +164,7 @@ def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction_policy, "Ghosts", lambda: Ghosts(capacity=256))
     init = request_timelines.TimelineStore.__init__
     monkeypatch.setattr(
-        request_timelines.TimelineStore,
-        "__init__",
-        lambda store: init(store, max_timelines=100, max_ended_events=500),
+        request_timelines.TimelineStore, "__init__", lambda store: init(store, max_timelines=100, max_ended_events=500)
     )
 
 

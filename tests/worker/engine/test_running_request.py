@@ -164,9 +164,7 @@ PIECES = st.lists(
 
 @settings(max_examples=num_examples(daily=100, exhaustive=20_000), deadline=None)
 @given(
-    pieces=PIECES,
-    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=6),
-    include=st.booleans(),
+    pieces=PIECES, stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=6), include=st.booleans()
 )
 def test_equals_a_search_for_each_stop(pieces: list[tuple[str, bool]], stops: list[str], include: bool) -> None:
     """Pieces of any length, also when the text goes on after a stop, and where `min_tokens` releases what was held back."""

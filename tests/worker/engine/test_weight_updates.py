@@ -39,12 +39,7 @@ def fresh(other_model: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_updated_engine_answers_as_a_fresh_one(
-    tiny_model: Path,
-    other_model: Path,
-    fresh: Engine,
-    tmp_path: Path,
-    num_ranks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path, other_model: Path, fresh: Engine, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_model = shutil.copytree(tiny_model, tmp_path / "first")
     engine = make_engine(str(first_model), **SETTINGS, tensor_parallel_size=num_ranks, swap_space="4MiB")

@@ -73,14 +73,7 @@ class HandScheduler:
         self._new: list[NewSequence] = []
         self._finished: list[int] = []
 
-    def add(
-        self,
-        seq_id: int,
-        tokens: list[int],
-        *,
-        params: SamplingParams = GREEDY,
-        **policy: Any,
-    ) -> HandSequence:
+    def add(self, seq_id: int, tokens: list[int], *, params: SamplingParams = GREEDY, **policy: Any) -> HandSequence:
         new = NewSequence(
             seq_id=seq_id,
             request_id=str(seq_id),

@@ -106,11 +106,7 @@ class CacheDriver:
     # Operations
 
     def begin(
-        self,
-        token_ids: list[int],
-        boundaries: Sequence[tuple[int, CheckpointKind]] = (),
-        *,
-        reads_cache: bool = True,
+        self, token_ids: list[int], boundaries: Sequence[tuple[int, CheckpointKind]] = (), *, reads_cache: bool = True
     ) -> bool:
         """Search, begin, and admit if there is room for a first token."""
         chain: list[bytes] = []

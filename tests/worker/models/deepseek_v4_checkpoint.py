@@ -35,11 +35,7 @@ _SIZES: dict[str, Any] = {
     "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
     "swiglu_limit": 2.0,
     "hc_sinkhorn_iters": 5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
 }
 
 

@@ -78,10 +78,7 @@ class Family:
         chosen = range(len(self.answers)) if which is None else which
         requests = [
             make_request(
-                f"{name}{at}",
-                self.answers[i].prompt,
-                max_tokens=len(self.answers[i].token_ids),
-                logprobs=MAX_LOGPROBS,
+                f"{name}{at}", self.answers[i].prompt, max_tokens=len(self.answers[i].token_ids), logprobs=MAX_LOGPROBS
             )
             for at, i in enumerate(chosen)
         ]

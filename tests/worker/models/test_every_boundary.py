@@ -86,10 +86,7 @@ def fill(engine: Engine, boundaries: range) -> None:
             *(("deepseek_v4", *rest) for rest in ((4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False))),
             *((name, *rest) for name in RECURRENT for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
         ],
-        daily=[
-            ("deepseek_v4", 32, 5, True),
-            *((name, 8, chunk, True) for name in RECURRENT for chunk in (1024, 3)),
-        ],
+        daily=[("deepseek_v4", 32, 5, True), *((name, 8, chunk, True) for name in RECURRENT for chunk in (1024, 3))],
     ),
     indirect=["model"],
 )

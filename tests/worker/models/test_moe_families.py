@@ -90,9 +90,7 @@ CASES = {
         mistakes=({"norm_topk_prob": False}, {"rope_parameters": MIMO_ROPE}),
     ),
     "qwen3_5_moe": FamilyCase(
-        family="qwen3_5_moe_text",
-        config=DELTA_NET | SHARED | {"seed": 1},
-        mistakes=({"num_experts_per_tok": 3},),
+        family="qwen3_5_moe_text", config=DELTA_NET | SHARED | {"seed": 1}, mistakes=({"num_experts_per_tok": 3},)
     ),
     "granite4 with experts": FamilyCase(
         family="granitemoehybrid",
@@ -115,9 +113,7 @@ CASES = {
         mistakes=({"norm_topk_prob": False}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}),
     ),
     "qwen2_moe": FamilyCase(
-        family="qwen2_moe",
-        config=SHARED | {"mlp_only_layers": [0]},
-        mistakes=({"norm_topk_prob": True},),
+        family="qwen2_moe", config=SHARED | {"mlp_only_layers": [0]}, mistakes=({"norm_topk_prob": True},)
     ),
     "glm4_moe": FamilyCase(
         family="glm4_moe",

@@ -100,8 +100,7 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path,
 @pytest.mark.parametrize(
     ("folder", "asked", "size"),
     some_daily(
-        product(["gpt_oss", "gemma4", "llama with nine heads"], FORMATS, [2, 3]),
-        daily=[("gpt_oss", "int4", 3)],
+        product(["gpt_oss", "gemma4", "llama with nine heads"], FORMATS, [2, 3]), daily=[("gpt_oss", "int4", 3)]
     ),
     indirect=["folder"],
 )

@@ -78,11 +78,7 @@ def test_requests_are_counted_page_by_page(
         for index, (kind, size) in enumerate(zip(kinds, sizes, strict=False))
     ]
     plan = plan_cache(
-        groups,
-        memory_bytes=pages * 256 * max(sizes),
-        block_size=4,
-        max_model_len=length,
-        max_num_batched_tokens=64,
+        groups, memory_bytes=pages * 256 * max(sizes), block_size=4, max_model_len=length, max_num_batched_tokens=64
     )
     layout = plan.layout
     retentions = [Retention(group.spec) for group in layout.groups]

@@ -48,11 +48,7 @@ def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_
     assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.waiting_tokens) == (1, 3, 12)
     assert cached(driver) == {"a": 0, "b": 36, "c": 36, "d": 36}
     assert driver.executor.num_computed == 40 + 3 * 4 + 4 * 2
-    assert driver.scheduler.stats().outcome_tokens == {
-        "missed_never_seen": 36,
-        "hit": 108,
-        "missed_last_token": 16,
-    }
+    assert driver.scheduler.stats().outcome_tokens == {"missed_never_seen": 36, "hit": 108, "missed_last_token": 16}
 
 
 @STEPS

@@ -164,11 +164,7 @@ def test_a_restart_of_the_ranks_ends_waits_for_loads() -> None:
 def evicted_driver(**config: Any) -> Driver:
     """A pool of 20 blocks, from which request "a" was evicted by others to the host tier; loads take long while others run."""
     driver = Driver(
-        layout(["full"], num_pages=5),
-        host_pages=60,
-        max_num_batched_tokens=64,
-        load_after=lambda: LATER,
-        **config,
+        layout(["full"], num_pages=5), host_pages=60, max_num_batched_tokens=64, load_after=lambda: LATER, **config
     )
     for name in ("a", "b", "c"):
         driver.add(request(name, [ord(name)] * 40, 2))

@@ -188,10 +188,7 @@ def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
 
 @settings(max_examples=num_examples(daily=15, exhaustive=60), deadline=None)
 @given(
-    st.sampled_from((*MIXES, *ENTRY_MIXES)),
-    st.integers(0, 10**6),
-    st.sampled_from([1, 2]),
-    st.sampled_from([0.0, 0.8]),
+    st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.8])
 )
 def test_random_requests_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
     random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)

@@ -159,12 +159,7 @@ def waits(device: Device, loads: list[Load], *, num_requests: int) -> list[float
     victim = server.clients[0]
     while len(victim.first_s) < num_requests:
         server.step()
-    return [
-        fmean(victim.first_s),
-        fmean(victim.gaps_s),
-        median(victim.first_s),
-        median(victim.gaps_s),
-    ]
+    return [fmean(victim.first_s), fmean(victim.gaps_s), median(victim.first_s), median(victim.gaps_s)]
 
 
 def check_bound(device: Device, others: list[Load], hostile: Load, *, num_requests: int = 16) -> None:

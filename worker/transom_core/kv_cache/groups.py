@@ -73,12 +73,7 @@ class GroupSpec:
     @property
     def keeps_everything(self) -> bool:
         """Return whether no block is freed while the sequence runs (a *full group*); the other groups are *sliding groups*."""
-        return self.kind in (
-            GroupKind.FULL,
-            GroupKind.LATENT,
-            GroupKind.COMPRESSED,
-            GroupKind.INDEXER,
-        )
+        return self.kind in (GroupKind.FULL, GroupKind.LATENT, GroupKind.COMPRESSED, GroupKind.INDEXER)
 
     def with_window(self, *, sinks: int, window: int) -> GroupSpec:
         """Return the group as it is for a sequence that keeps only the first `sinks` tokens and a window of `window` tokens."""

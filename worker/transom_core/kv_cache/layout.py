@@ -126,10 +126,7 @@ class ArenaLayout:
     @property
     def slab_bytes(self) -> int:
         """Return the bytes to allocate: the pages and the dump blocks after them."""
-        return max(
-            ((self.dump_block(g) + 1) * group.stride_bytes for g, group in enumerate(self.groups)),
-            default=0,
-        )
+        return max(((self.dump_block(g) + 1) * group.stride_bytes for g, group in enumerate(self.groups)), default=0)
 
     def dump_block(self, group: int) -> int:
         """Return the group's block id after the last page: masked rows write to it, and no query reads it."""

@@ -101,11 +101,7 @@ def find_hit(
     if not rates.are_worth_reading(spared_tokens, more_ns=more_ns):
         return hit
     return replace(
-        with_reads,
-        device_start=hit.device_start,
-        memory_start=hit.start,
-        num_loaded=num_loaded,
-        num_read=num_read,
+        with_reads, device_start=hit.device_start, memory_start=hit.start, num_loaded=num_loaded, num_read=num_read
     )
 
 

@@ -153,11 +153,7 @@ def _from_folder(name: str, folder: Path) -> ModelFiles:
 def _from_gguf(name: str, path: Path) -> ModelFiles:
     header = read_gguf_header(path)
     return ModelFiles(
-        name=name,
-        path=path,
-        is_gguf=True,
-        config=config_of(header),
-        generation_config=generation_config_of(header),
+        name=name, path=path, is_gguf=True, config=config_of(header), generation_config=generation_config_of(header)
     )
 
 

@@ -178,12 +178,7 @@ class BatchingSettings(BaseModel):
         description="priority: requests with lower numbers run first; a priority of 1 more counts as much as having "
         "arrived 30 s later.",
     )
-    max_priority: int = Field(
-        4,
-        ge=0,
-        le=1000,
-        description="Clients may ask for priorities from -N to N.",
-    )
+    max_priority: int = Field(4, ge=0, le=1000, description="Clients may ask for priorities from -N to N.")
     steps_in_flight: int | None = Field(
         None,
         ge=1,

@@ -24,8 +24,7 @@ class AnswerSettings(BaseModel):
         "Off: such requests are refused with 400.",
     )
     reasoning_parser: str | None = Field(
-        None,
-        description="The markup of the model's reasoning, named and chosen as that of --tool-call-parser.",
+        None, description="The markup of the model's reasoning, named and chosen as that of --tool-call-parser."
     )
 
     def check_parsers(self) -> None:
@@ -135,8 +134,7 @@ class LogSettings(BaseModel):
         False, description="Log every prompt, and the messages of internal errors, which may quote prompts and outputs."
     )
     metrics_compat: MetricsCompat = Field(
-        "none",
-        description="Add to /metrics the names of another server (docs/from_vllm.md).",
+        "none", description="Add to /metrics the names of another server (docs/from_vllm.md)."
     )
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry spans there, such as http://127.0.0.1:4318/v1/traces."

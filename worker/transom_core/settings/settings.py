@@ -40,13 +40,7 @@ from transom_core.settings.engine_settings import (
     ModelSettings,
     RanksSettings,
 )
-from transom_core.settings.http_settings import (
-    AnswerSettings,
-    ClientSettings,
-    HttpSettings,
-    LogSettings,
-    read_origins,
-)
+from transom_core.settings.http_settings import AnswerSettings, ClientSettings, HttpSettings, LogSettings, read_origins
 from transom_core.settings.kv_dtypes import KvDtypes, as_text
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 

@@ -58,16 +58,13 @@ class WorkersSettings(BaseModel):
     )
     router_replicas: int = Field(1, ge=1, description="Number of routers; each one knows all workers.")
     routing_policy: RoutingPolicy = Field(
-        "kv",
-        description="How a router chooses a worker; kv: the least expected cost, cached prefixes counted.",
+        "kv", description="How a router chooses a worker; kv: the least expected cost, cached prefixes counted."
     )
     max_resumes: int = Field(
         4, ge=0, description="How often a request may migrate to another worker when its worker is lost."
     )
     max_lost_workers: int = Field(
-        3,
-        ge=1,
-        description="How many workers may be lost to one request before it is stopped (docs/failover.md).",
+        3, ge=1, description="How many workers may be lost to one request before it is stopped (docs/failover.md)."
     )
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."

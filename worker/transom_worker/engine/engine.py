@@ -205,12 +205,7 @@ class Engine:
     # Requests in and out
 
     def add(
-        self,
-        request: Request,
-        *,
-        arrival_s: float | None = None,
-        is_held: bool = False,
-        awaits_group: bool = False,
+        self, request: Request, *, arrival_s: float | None = None, is_held: bool = False, awaits_group: bool = False
     ) -> None:
         """Take one request, which arrived at this worker at `arrival_s` by `clock` (None: now). `step` returns its events.
 

@@ -179,11 +179,7 @@ class ModelRunner:
             clock.mark(Mark.FORWARDED)
             if self._forward.policy_report is not None:
                 self._forward.policy_report.fill(
-                    logits,
-                    result,
-                    architecture=self._architecture,
-                    parallel=self._parallel,
-                    sampler=self._sampler,
+                    logits, result, architecture=self._architecture, parallel=self._parallel, sampler=self._sampler
                 )
             step.sampled = self._last_sampled = sample_step(
                 plan, logits, result, sampler=self._sampler, store=self._store, queue=self._queue

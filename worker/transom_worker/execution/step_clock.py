@@ -35,10 +35,7 @@ class StepClock:
     everything."""
 
     def __init__(
-        self,
-        make_event: Callable[[], Any] | None = None,
-        *,
-        now_s: Callable[[], float] = time.perf_counter,
+        self, make_event: Callable[[], Any] | None = None, *, now_s: Callable[[], float] = time.perf_counter
     ) -> None:
         self._events = {} if make_event is None else {mark: make_event() for mark in _ON_DEVICE}
         self._now_s = now_s

@@ -67,9 +67,7 @@ def retention_under(policy: KvPolicy, full: GroupSpec) -> Retention:
     if isinstance(policy, WindowPolicy):
         return Retention(full.with_window(sinks=policy.sinks, window=policy.window))
     return BoundedRetention(
-        full,
-        num_sink_blocks=-(-policy.sinks // full.block_size),
-        max_blocks=max_blocks(policy, full.block_size),
+        full, num_sink_blocks=-(-policy.sinks // full.block_size), max_blocks=max_blocks(policy, full.block_size)
     )
 
 

@@ -63,10 +63,7 @@ TRANSITIONS: dict[SequenceStatus, dict[SequenceStatus, str]] = {
         SequenceStatus.PREEMPTING: "preempted while a step in flight computes it",
         **_ENDS,
     },
-    SequenceStatus.PREEMPTING: {
-        SequenceStatus.WAITING: "that step has answered, or that load was reported",
-        **_ENDS,
-    },
+    SequenceStatus.PREEMPTING: {SequenceStatus.WAITING: "that step has answered, or that load was reported", **_ENDS},
     SequenceStatus.FINISHED: {},
 }
 """What may follow each status, with the reason."""

@@ -15,19 +15,9 @@ from typing import Any
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_message import ChatMessage, call_id, chat_deltas
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
-from transom_cluster.openai.answer.response_types import (
-    AssistantMessage,
-    ChatChoice,
-    ChatLogprobs,
-    ChosenToken,
-)
+from transom_cluster.openai.answer.response_types import AssistantMessage, ChatChoice, ChatLogprobs, ChosenToken
 from transom_cluster.openai.answer.shown_logprobs import chat_logprobs, prompt_logprobs
-from transom_cluster.openai.answer.writers import (
-    ChoiceOutput,
-    ChunkWriter,
-    ResponseMetadata,
-    final_finish_reason,
-)
+from transom_cluster.openai.answer.writers import ChoiceOutput, ChunkWriter, ResponseMetadata, final_finish_reason
 from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
 from transom_core.text.tokenizer import Tokenizer

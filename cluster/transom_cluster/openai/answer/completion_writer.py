@@ -7,18 +7,8 @@ from itertools import accumulate, chain
 
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import TextChoice, TextLogprobs
-from transom_cluster.openai.answer.shown_logprobs import (
-    CompletionLogprobs,
-    Position,
-    output_positions,
-    prompt_logprobs,
-)
-from transom_cluster.openai.answer.writers import (
-    ChoiceOutput,
-    ChunkWriter,
-    ResponseMetadata,
-    final_finish_reason,
-)
+from transom_cluster.openai.answer.shown_logprobs import CompletionLogprobs, Position, output_positions, prompt_logprobs
+from transom_cluster.openai.answer.writers import ChoiceOutput, ChunkWriter, ResponseMetadata, final_finish_reason
 from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core import contract
 from transom_core.contract import LogprobTable, OutputEvent, Request

@@ -16,12 +16,7 @@ from transom_cluster.openai.request.template_variables import (
     read_template_variables,
     reasoning_variables,
 )
-from transom_cluster.openai.request.tool_fields import (
-    TOOL_CHOICE_SCHEMA,
-    TOOLS_SCHEMA,
-    read_tools,
-    read_tools_demand,
-)
+from transom_cluster.openai.request.tool_fields import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, read_tools, read_tools_demand
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
 

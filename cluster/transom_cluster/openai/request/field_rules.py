@@ -60,11 +60,7 @@ _REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 
-_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "tools": ([],),
-}
+_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": (), "tools": ([],)}
 
 _INSTEAD = {
     # field: what to send instead

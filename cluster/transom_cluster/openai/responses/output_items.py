@@ -25,14 +25,7 @@ from transom_cluster.openai.responses.custom_input import CustomInput
 from transom_cluster.openai.responses.object_types import ItemStatus, OutputItem, ReasoningItem
 from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames
 from transom_core.contract import LogprobTable, TokenLogprobs
-from transom_core.text.markup.parts import (
-    AnswerPart,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    MessageText,
-    ReasoningText,
-)
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
 from transom_core.text.tokenizer import Tokenizer
 
 

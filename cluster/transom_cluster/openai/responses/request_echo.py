@@ -21,10 +21,7 @@ def request_echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Js
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {
-            "effort": reasoning.effort,
-            "summary": reasoning.summary or reasoning.generate_summary,
-        },
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "service_tier": "default",
         "store": False,
         "background": False,

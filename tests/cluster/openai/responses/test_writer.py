@@ -23,14 +23,7 @@ from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames
 from transom_cluster.openai.responses.responses_writer import ResponsesWriter
 from transom_core.contract import Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
 from transom_core.errors import RequestTimeout
-from transom_core.text.markup.parts import (
-    AnswerPart,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    MessageText,
-    ReasoningText,
-)
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
 
 PARSER = BodyParser(ResponsesRequest, RESPONSES_RULES)
 CLIENT_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -75,11 +68,7 @@ class ScriptedReader(AnswerReader):
 def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **body: Any) -> ResponsesWriter:
     request = PARSER.parse(json.dumps({"input": "hi", **body}).encode())
     names = ToolNames()
-    for tool in (
-        ToolName(name="add"),
-        ToolName(name="run", namespace="shell"),
-        ToolName(name="patch", kind="custom"),
-    ):
+    for tool in (ToolName(name="add"), ToolName(name="run", namespace="shell"), ToolName(name="patch", kind="custom")):
         names.add(tool)
     options = ItemOptions(
         response_id="resp_abc",

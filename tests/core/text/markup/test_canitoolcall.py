@@ -24,7 +24,7 @@ from transom_core.text.markup.formats import answer_format
 _OTHER_RULES = {
     # It wants no call, as the list of calls is not closed. The first call of the list is complete: it is kept, as for all
     # families, and as the other fixtures with a second call that is cut want it.
-    "llama/l4-truncated-missing-close-bracket": ["get_weather"],
+    "llama/l4-truncated-missing-close-bracket": ["get_weather"]
 }
 # Markers' texts that the model wrote with ordinary tokens, which only its token ids tell.
 _ORDINARY_TEXTS = {

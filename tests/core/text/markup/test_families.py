@@ -42,10 +42,7 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ('<tool_call>{"id": 1, "name": "f"}</tool_call>', _call("{}")),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', _call('{"a": 1}')),
         ('<tool_call>{"name": "f", "arguments": {"a": "1\n2\\d"}}</tool_call>', _call('{"a": "1\\n2\\\\d"}')),
-        (
-            '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>',
-            [*_call("{}"), *_call("{}", index=1, name="g")],
-        ),
+        ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', [*_call("{}"), *_call("{}", index=1, name="g")]),
         (
             '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call> after',
             [*_call('{"a": tru', is_complete=False), MessageText("}}</tool_call> after")],

@@ -79,12 +79,7 @@ FAMILIES = [
     Family("deepseek_v31", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
     Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
     Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),
-    Family(
-        *("openai", "openai_gptoss", HARMONY),
-        call="<|channel|>commentary to=",
-        before="",
-        may_be_text=False,
-    ),
+    Family(*("openai", "openai_gptoss", HARMONY), call="<|channel|>commentary to=", before="", may_be_text=False),
 ]
 EACH_FORM = pytest.mark.parametrize(
     ("family", "ordinary"),
@@ -188,10 +183,7 @@ def walks(
     """The parts of complete random answers, which begin with `begin`."""
     tokenizer = WalkTokenizer(ordinary=ordinary, markers=family.markers)
     context = AnswerContext(
-        TOOLS,
-        parses_tools=tools is not None,
-        parses_reasoning=family.reasoning is not None,
-        prompt_end=prompt_end,
+        TOOLS, parses_tools=tools is not None, parses_reasoning=family.reasoning is not None, prompt_end=prompt_end
     )
     form = answer_format(family.tools, family.reasoning)
     grammar = form.grammar(tokenizer, context, message=message, tools=tools)

@@ -16,14 +16,7 @@ from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, call_
 from transom_core.text.markup.context import AnswerContext, ToolSpec
 from transom_core.text.markup.families.harmony import MARKERS, HarmonyFormat
 from transom_core.text.markup.formats import answer_format
-from transom_core.text.markup.parts import (
-    AnswerPart,
-    CallBegin,
-    CallEnd,
-    MalformedMarkup,
-    MessageText,
-    ReasoningText,
-)
+from transom_core.text.markup.parts import AnswerPart, CallBegin, CallEnd, MalformedMarkup, MessageText, ReasoningText
 
 TOKENIZER = FixtureTokenizer(MARKERS)
 PROMPT_END = "<|start|>assistant"

@@ -15,13 +15,7 @@ from transom_kernels.paged_attention.triton.launches import LaunchKey
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS
 from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import GroupArrays, StepArrays, row_ranges
-from transom_worker.execution.replay.decode_sizes import (
-    FEW_SEQS,
-    MIXED_TOKENS,
-    DecodeSize,
-    DecodeSizes,
-    StepSize,
-)
+from transom_worker.execution.replay.decode_sizes import FEW_SEQS, MIXED_TOKENS, DecodeSize, DecodeSizes, StepSize
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey, plan_work_by_key, size_of
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)

@@ -94,10 +94,7 @@ def write(whole: Whole, worker: KvShares, group: int) -> list[bytes]:
 FORMATS = ["float32", "float16", "bfloat16", "fp8", "int8", "int4"]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "kv_format"),
-    matrix(RANKS, RANKS, FORMATS),
-)
+@pytest.mark.parametrize(("source", "target", "kv_format"), matrix(RANKS, RANKS, FORMATS))
 def test_every_pair_of_sizes(source: int, target: int, kv_format: str) -> None:
     """Also three windows, replicated heads and a latent group; equal to blocks that the target's ranks wrote themselves."""
     before, after = shares(source, (kv_format, "float32")), shares(target, (kv_format, "float32"))

@@ -48,10 +48,7 @@ def packed(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def fp8(scale: str = f"{MATRIX}.weight_scale_inv") -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    return {
-        f"{MATRIX}.weight": (torch.randn(40, 96) * 50).to(torch.float8_e4m3fn),
-        scale: torch.rand(3, 3) + 0.1,
-    }
+    return {f"{MATRIX}.weight": (torch.randn(40, 96) * 50).to(torch.float8_e4m3fn), scale: torch.rand(3, 3) + 0.1}
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], quantization: Any) -> Path:

@@ -7,16 +7,7 @@ from itertools import cycle, product
 
 import pytest
 
-from tests.block_map_decoder import (
-    ACTIVE,
-    EMPTY,
-    EVICTED,
-    GONE,
-    HELD,
-    LOOSE,
-    REPAIR,
-    Map,
-)
+from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Map
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily

@@ -4,18 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.block_map_decoder import (
-    ACTIVE,
-    EMPTY,
-    EVICTED,
-    GONE,
-    HELD,
-    LOOSE,
-    REPAIR,
-    Block,
-    Map,
-    decode,
-)
+from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Block, Map, decode
 from transom_core.kv_cache.tiers import DEVICE
 from transom_worker.kvcache.blocks.block_table import BlockTable, StateTable
 from transom_worker.scheduling.scheduler import Scheduler

@@ -50,10 +50,7 @@ _REASONING: Mapping[str, ReasoningMarkup] = {
     "mistral": MISTRAL,
 }
 # Families with one markup for reasoning and calls: either name, of the tool call parser or the reasoning parser, selects it.
-_WHOLE: Mapping[str, type[AnswerFormat]] = {
-    "openai": HarmonyFormat,
-    "openai_gptoss": HarmonyFormat,
-}
+_WHOLE: Mapping[str, type[AnswerFormat]] = {"openai": HarmonyFormat, "openai_gptoss": HarmonyFormat}
 
 TOOL_PARSERS: tuple[str, ...] = (*_TOOLS, *(name for name in _WHOLE if name not in _TOOLS))
 REASONING_PARSERS: tuple[str, ...] = (*_REASONING, *(name for name in _WHOLE if name not in _REASONING))

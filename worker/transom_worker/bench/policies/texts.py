@@ -56,11 +56,7 @@ def recall_tasks(tokenizer: Tokenizer, *, num_filler: int) -> list[RecallTask]:
     Needle and opening brackets are about `num_filler` tokens back; the list's period is about three quarters of that.
     """
     filler = long_text(tokenizer, num_filler, skip_topics=20)
-    return [
-        _needle(tokenizer, filler),
-        _brackets(tokenizer, num_filler),
-        _repetition(tokenizer, 3 * num_filler // 4),
-    ]
+    return [_needle(tokenizer, filler), _brackets(tokenizer, num_filler), _repetition(tokenizer, 3 * num_filler // 4)]
 
 
 def _needle(tokenizer: Tokenizer, filler: list[int]) -> RecallTask:

@@ -17,13 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from transom_core.contract import KvPolicy, WindowPolicy
-from transom_core.contract.kv_transfer import (
-    PIECE_BYTES,
-    BlockRange,
-    PrefixOffer,
-    PrefixQuery,
-    RankMemory,
-)
+from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.hashing import extend_chain
@@ -296,11 +290,7 @@ class TransferStore:
         self._reads[import_id] = [None] * self._shares.num_ranks, on_end
         self._executor.begin_read(
             RemoteRead(
-                read_id=import_id,
-                memories=offer.memories,
-                shares=offer.shares,
-                blocks=blocks,
-                digests=offer.digests,
+                read_id=import_id, memories=offer.memories, shares=offer.shares, blocks=blocks, digests=offer.digests
             )
         )
 

@@ -203,10 +203,7 @@ class BatchBuilder:
 
 def _offsets_and_starts(rows: RowRanges, suffix: str) -> dict[str, NDArray[np.int32]]:
     """Return `query_offset` and `start` of paged batches over these rows."""
-    return {
-        f"query_offset{suffix}": rows.offset.astype(np.int32),
-        f"start{suffix}": rows.start.astype(np.int32),
-    }
+    return {f"query_offset{suffix}": rows.offset.astype(np.int32), f"start{suffix}": rows.start.astype(np.int32)}
 
 
 def _policies(arrays: PolicyArrays, prefix: str) -> dict[str, NDArray[np.int32]]:

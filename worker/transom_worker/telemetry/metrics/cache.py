@@ -67,11 +67,7 @@ def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     yield own.counter(
         "transom_kv_repairs", "Window repairs begun, those after a preemption included.", stats.num_repairs
     )
-    yield own.counter(
-        "transom_kv_repair_tokens",
-        "Tokens that window repairs compute again.",
-        stats.repair_tokens,
-    )
+    yield own.counter("transom_kv_repair_tokens", "Tokens that window repairs compute again.", stats.repair_tokens)
 
 
 def _outcome(name: str) -> tuple[str, str]:

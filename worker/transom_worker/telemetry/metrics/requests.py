@@ -43,9 +43,7 @@ class Requests(EngineEventSink):
             registry=registry,
         )
         request_s = self._family(
-            "transom_request_seconds",
-            "Seconds from a request's arrival at this worker to its end.",
-            "finish_reason",
+            "transom_request_seconds", "Seconds from a request's arrival at this worker to its end.", "finish_reason"
         )
         refused = Counter(
             "transom_requests_refused",
@@ -59,8 +57,7 @@ class Requests(EngineEventSink):
         self._request_s = {reason: request_s.labels(*own.values, reason) for reason in FINISH_REASONS}
         self._prompt_length = self._lengths("transom_request_prompt_tokens", "Prompt tokens of each admitted request.")
         self._output_length = self._lengths(
-            "transom_request_output_tokens",
-            "Output tokens of each request that ended, with those from lost workers.",
+            "transom_request_output_tokens", "Output tokens of each request that ended, with those from lost workers."
         )
         self._queue_s = self._histogram(
             "transom_queue_seconds",

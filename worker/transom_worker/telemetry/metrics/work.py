@@ -78,11 +78,7 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
         "Tokens to compute before every request here has its next token.",
         load.waiting_tokens,
     )
-    yield own.gauge(
-        "transom_load_used_ratio",
-        "Share of the KV pool's bytes in active blocks.",
-        load.used_share,
-    )
+    yield own.gauge("transom_load_used_ratio", "Share of the KV pool's bytes in active blocks.", load.used_share)
     yield own.gauge(
         "transom_load_prefill_tokens_per_second",
         "Tokens per second of recent steps with prompt tokens in them, smoothed; 0 until it was measured.",
@@ -102,11 +98,7 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
 
 def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     """Every family of grammars."""
-    yield own.counter(
-        "transom_grammar_requests",
-        "Requests with a grammar for their answers.",
-        stats.num_requests,
-    )
+    yield own.counter("transom_grammar_requests", "Requests with a grammar for their answers.", stats.num_requests)
     yield own.counter(
         "transom_grammar_failed_requests",
         "Requests that ended with an error because their grammar could not be used, or became too complex.",
@@ -126,42 +118,28 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
         "Seconds that compiling grammars took; the first one includes reading the vocabulary.",
         stats.compile_s,
     )
-    yield own.gauge(
-        "transom_grammar_cache_bytes",
-        "Bytes of the compiled grammars that are kept.",
-        stats.cache_bytes,
-    )
+    yield own.gauge("transom_grammar_cache_bytes", "Bytes of the compiled grammars that are kept.", stats.cache_bytes)
     yield own.counter(
         "transom_grammar_masks",
         "Masks of allowed tokens that were computed: one for each token of an answer.",
         stats.num_masks,
     )
     yield own.counter(
-        "transom_grammar_mask_seconds",
-        "Seconds that the engine's thread waited for masks.",
-        stats.mask_s,
+        "transom_grammar_mask_seconds", "Seconds that the engine's thread waited for masks.", stats.mask_s
     )
 
 
 def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iterator[Metric]:
     """Every family of KV policies, with a series for each type of policy."""
     counters = (
-        (
-            "requests",
-            "Requests with a KV policy: window, adaptive or heavy.",
-            "num_requests",
-        ),
+        ("requests", "Requests with a KV policy: window, adaptive or heavy.", "num_requests"),
         ("dropped_blocks", "KV blocks that policies dropped from running requests.", "num_dropped_blocks"),
         (
             "compared_tokens",
             "Tokens of requests with kv_quality that were compared with full attention.",
             "num_compared",
         ),
-        (
-            "agreeing_tokens",
-            "Compared tokens whose most likely next token is that of full attention.",
-            "num_agreeing",
-        ),
+        ("agreeing_tokens", "Compared tokens whose most likely next token is that of full attention.", "num_agreeing"),
         (
             "kl_nats",
             "KL divergence of the policy's next-token distribution from that of full attention, summed over compared tokens.",
