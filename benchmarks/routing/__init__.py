@@ -1,1 +1,0 @@
-"""How much prompt computation routing by prefix hits saves, and how first tokens change."""
