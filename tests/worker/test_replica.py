@@ -113,16 +113,6 @@ async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica,
         assert len((await collect(stream, {"slow"}))["slow"]) == 2
 
 
-async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
-    async with opened(replica) as stream:
-        results = await replica.submit("r", [request("good"), request("bad", num_prompt=0)])
-        assert results[0] is None
-        assert results[1] is not None
-        assert results[1].kind == "RequestError"
-        assert await replica.submit("r", [request("good")]) == [None]  # nothing of the first call is left
-        await collect(stream, {"good"})
-
-
 async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerReplica, executor: HookedExecutor) -> None:
     async with opened(replica) as stream:
         with held(executor, after_steps=10, step_s=LOAD_PERIOD_S / 2):

@@ -121,24 +121,6 @@ def test_a_space_under_one_block_is_refused(open_engine: Start) -> None:
     open_engine(disk_space=8308).shutdown()
 
 
-def test_a_held_request_that_is_aborted_leaves_nothing(open_engine: Start, written: Answers) -> None:
-    engine = open_engine()
-    imports = engine.scheduler.cache.tiers.imports
-    assert imports is not None
-    engine.add(make_request("held", prompts(1)[0], max_tokens=6))
-    engine.add(make_request("twin", prompts(1)[0], max_tokens=6))
-    assert len(engine.scheduler.admission.waiting.held) == 2
-    assert len(imports.opened) == 1
-    assert engine.has_work  # although no request can run
-    engine.abort("held")
-    engine.abort("twin")
-    drain(engine)
-    assert not disk_of(engine).is_busy
-    assert not imports.opened
-    ((_, cached),) = answers(engine, prompts(1))
-    assert cached >= 200  # what was loaded is found nevertheless
-
-
 def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_takes(
     open_engine: Start, written: Answers
 ) -> None:
@@ -314,20 +296,6 @@ def test_a_load_whose_requests_have_ended_is_not_read_further(open_engine: Start
     assert not engine.scheduler.cache.tiers.imports.opened
     assert not disk_of(engine)._loading
     assert answers(engine, prompts(1))[0][0] == written[0][0]
-
-
-@pytest.mark.usefixtures("one_block_in_flight")
-def test_a_disk_that_hangs_holds_no_request_that_waits_for_its_turn(
-    open_engine: Start, written: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = open_engine()
-    disk_of(engine).watch._ended.set()
-    answers_again = hang(monkeypatch)
-    monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
-    wholes = run(engine, [make_request(f"{i}", prompts(3)[i], max_tokens=6) for i in range(3)])
-    assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in written[:3]]
-    assert len(engine.scheduler.cache.tiers.imports.opened) == 1  # the only one that the ranks have begun
-    answers_again()
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """The tests that every family runs: the engine computes what transformers computes, by every path through scheduler and cache.
 
-A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`. Small pools, and pools that keep
-all keys and values, are tested on several ranks (`test_sharded_families`).
+A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`. Pools that keep all keys
+and values are tested on several ranks (`test_sharded_families`), small pools in `end_to_end/test_combinations`.
 """
 
 from __future__ import annotations

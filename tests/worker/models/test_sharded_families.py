@@ -1,4 +1,4 @@
-"""Every family on 2, 3 and 4 ranks against one: logits and tokens, through chunks, hits, lost windows, preemption and restarts.
+"""Every family on 2, 3 and 4 ranks against one: logits and tokens, through chunks, hits and lost windows.
 
 One rank is compared with transformers in `family_tests`. Heads are 4 with 1 or 2 KV heads, which 3 and 4 ranks hold several times;
 or 9 with 3 KV heads, dealt 6 + 3, 3 + 3 + 3 and unevenly to 4.
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.test_dense_families import CASES as DENSE
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_moe_families import QUANTISED, draw_corrections
-from transom_core.model_files.resolve import resolve_model
 from transom_worker.engine.engine import Engine
-from transom_worker.planner import plan_from_config
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 6
@@ -58,14 +55,6 @@ DIVIDED = (
     "granite4 with experts", "nemotron_h with experts",
 )  # fmt: skip
 DAILY = {name: SIZES[at % 3] for at, name in enumerate(DIVIDED)}
-DAILY_PREEMPTED = {
-    "gemma3": 3,
-    "llama with nine heads": 4,
-    "gpt_oss": 2,
-    "llama4": 3,
-    "deepseek_v4": 2,
-    "deepseek_v2": 3,
-}
 DAILY_DENSE = ("gpt_oss", "deepseek_v4")
 CHUNKS = {"block_size": 8, "max_model_len": 768, "max_num_batched_tokens": 45, "dtype": "float32"}
 
@@ -135,33 +124,6 @@ def test_ranks_compute_what_one_rank_does(one_rank: OneRank, size: int) -> None:
         assert tokens(got.wholes[situation]) == tokens(wholes), situation
     for theirs, ours in zip(wanted.logits, got.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
-    engine.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("one_rank", "size"), some_daily(product(FAMILIES, SIZES), daily=DAILY_PREEMPTED.items()), indirect=["one_rank"]
-)
-def test_preempted_on_several_ranks(one_rank: OneRank, size: int) -> None:
-    """In a pool in which not all prompts fit at once."""
-    settings: dict[str, Any] = CHUNKS | {"enable_prefix_caching": False, "max_model_len": 104, "steps_in_flight": 2}
-    plan = plan_from_config(
-        resolve_model(str(one_rank.folder)).config,
-        memory_bytes=8 << 20,
-        block_size=8,
-        max_model_len=104,
-        max_num_batched_tokens=45,
-        tensor_parallel_size=size,
-        kv_cache_dtype="float32",
-        steps_in_flight=2,
-    )
-    tight = plan.request_bytes + plan.in_flight_bytes + 2 * plan.page_bytes
-    engine, _ = make_sharded_engine(str(one_rank.folder), size, kv_cache_memory_bytes=tight, **settings)
-    lengths = (90, 90, 41, 90, 90)
-    wholes = put(engine, "tight", lengths)
-    by_length = dict(zip(LENGTHS, tokens(one_rank.answers.wholes["cold"]), strict=True))
-    assert tokens(wholes) == [by_length[n] for n in lengths]
-    # A sequence may hold two states, for which a pool that fits one request has more pages.
-    assert engine.scheduler.work.num_preemptions > 0 or engine.scheduler.cache.state_group is not None
     engine.shutdown()
 
 

@@ -117,23 +117,6 @@ def test_a_plan_that_fails_and_one_that_is_dropped_make_their_copies(executor: E
     assert executor.read_blocks(TIER_DEVICE, 0, [3]) == data
 
 
-def test_a_load_and_a_spill(executor: Executor, info: ExecutorInfo) -> None:
-    first, second = contents(info, 2, seed=0), contents(info, 2, seed=1)
-    executor.write_blocks(TIER_HOST, 0, [3, 4], first)
-    executor.write_blocks(TIER_DEVICE, 0, [1, 2], second)
-    executor.submit(copies(0, [(1, 5), (2, 6)], TIER_DEVICE, TIER_HOST, 0))
-    executor.submit(copies(1, [(3, 1), (4, 2)], TIER_HOST, TIER_DEVICE, 7))
-    assert executor.read_blocks(TIER_HOST, 0, [5, 6]) == second  # after both plans, whose results are not received yet
-    results = [executor.receive(), executor.receive()]
-    while not any(result.loaded for result in results):
-        executor.submit(StepPlan(step_id=len(results)))
-        results.append(executor.receive())
-    assert [result.step_id for result in results] == list(range(len(results)))
-    assert [result.loaded for result in results if result.loaded] == [[7]]
-    assert [seconds > 0 for result in results for seconds in result.load_s] == [True]
-    assert executor.read_blocks(TIER_DEVICE, 0, [1, 2]) == first
-
-
 def test_ranks_read_the_memory_of_other_processes_after_the_plans_in_flight(
     executor: Executor, info: ExecutorInfo
 ) -> None:

@@ -18,8 +18,6 @@ from transom_core.telemetry.request_timelines import (
     MAX_TIMELINES,
     Timeline,
     TimelineStore,
-    prompt_and_choice_of,
-    response_id_of,
 )
 from transom_worker.engine.engine import Engine
 
@@ -161,17 +159,6 @@ def test_events_hold_neither_text_nor_token_ids(start: Start) -> None:
     assert whole.text not in told
     assert "zebra" not in told
     assert not any(isinstance(value, (list, tuple, dict)) for step in events_of(engine, "a") for value in step.values())
-
-
-def test_the_response_id_prompt_and_choice_of_a_request_id() -> None:
-    for request_id in ("chatcmpl-0f-0-0", "chatcmpl-0f-12-3", "chatcmpl-0f-0-0+2", "chatcmpl-0f"):
-        assert response_id_of(request_id) == "chatcmpl-0f"
-    assert [prompt_and_choice_of(f"chatcmpl-0f{end}") for end in ("-0-0", "-12-3", "-1-2+2", "")] == [
-        (0, 0),
-        (12, 3),
-        (1, 2),
-        None,
-    ]
 
 
 def test_a_long_timeline_keeps_its_first_and_its_last_events() -> None:

@@ -26,10 +26,6 @@ def chat_call(call_id: str, name: str = "add", arguments: str = "{}") -> dict[st
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_a_text_is_a_message_of_the_user():
-    assert read("hi") == [{"role": "user", "content": "hi"}]
-
-
 def test_messages_have_any_form_of_text():
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
     spoken = {

@@ -80,27 +80,6 @@ def test_fp8_blocks_are_transformers() -> None:
         assert torch.equal(described(values, scale, (16, 32)).dequantised(), theirs)
 
 
-def test_4_bit_matrices_are_transformers() -> None:
-    values = torch.randint(-128, 128, (10, 48), dtype=torch.int8)
-    scales = torch.randint(110, 140, (10, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    theirs = Fp8Dequantize(SimpleNamespace())._dequantize_one(values, scales.view(torch.uint8), torch.float32)
-    assert torch.equal(described(values, scales, (1, 32)).dequantised(), theirs)
-    odd = (slice(3, 8), slice(31, 70))
-    assert torch.equal(described(values, scales, (1, 32)).dequantised(odd), theirs[odd])
-
-
-@pytest.mark.parametrize("columns", [slice(None), slice(0, 1), slice(31, 65), slice(89, 90)], ids=str)
-@pytest.mark.parametrize("rows", [slice(None), slice(0, 1), slice(15, 34), slice(39, 40)], ids=str)
-def test_blocks_cut_off_at_the_edges(rows: slice, columns: slice) -> None:
-    """40 rows and 90 columns in blocks of 16 and 32; any part alone is that of the whole."""
-    values, scales = torch.randn(40, 90).to(torch.float8_e4m3fn), torch.rand(3, 3)
-    wanted = torch.tensor(
-        [[float(values[i, j]) * float(scales[i // 16, j // 32]) for j in range(90)] for i in range(40)]
-    )
-    found = described(values, scales, (16, 32)).dequantised((rows, columns))
-    torch.testing.assert_close(found, wanted[rows, columns])
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_what_its_tool_wrote(tmp_path: Path, name: str) -> None:
     """Dequantised, whole and in parts that cut words and groups, and as the CPU kernels hold it where they can."""
@@ -213,15 +192,6 @@ def test_progress_counts_stored_tensors(tmp_path: Path, monkeypatch: pytest.Monk
     for layer in ("a", "b"):
         weights(f"{layer}.weight", shape=(48, 256))
     assert told == [0.5, 1.0]
-
-
-@pytest.mark.parametrize("scale", [f"{MATRIX}.weight_scale_inv", f"{MATRIX}.scale"])
-def test_both_names_of_a_scale(tmp_path: Path, scale: str) -> None:
-    tensors = fp8(scale)
-    weights = open_weights(tmp_path, tensors, FP8)
-    assert weights.names == (f"{MATRIX}.weight",)
-    wanted = described(tensors[f"{MATRIX}.weight"], tensors[scale], (16, 32)).dequantised()
-    assert torch.equal(weights(f"{MATRIX}.weight", shape=(40, 96)), wanted)
 
 
 @pytest.mark.parametrize(
