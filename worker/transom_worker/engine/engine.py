@@ -123,9 +123,8 @@ class Engine:
         self.dead: Exception | None = None  # the error that ended the engine
         self.is_restarting = False
         self.is_updating = False  # it loads other weights
-        self.model_config: Mapping[
-            str, Any
-        ] = {}  # config.json of the model that it was started with; `build_engine` sets it
+        # config.json of the model that it was started with; `build_engine` sets it
+        self.model_config: Mapping[str, Any] = {}
         self.pause_mode: PauseMode | None = None  # None: it is not paused
         self._held_by_pause: list[str] = []  # ids of requests that came while it was paused with "wait"
         self._kept_imports = KeptImports(
