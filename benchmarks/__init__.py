@@ -4,6 +4,7 @@
 |---|---|---|
 | `engine` | How fast is the engine beside others, and each kernel beside the device's limits? | decode and prefill against vLLM |
 | `cache` | How much does the prefix cache find when memory is short? | prefix hits beside vLLM's |
+| `routing` | How much prefill does routing by hits save, in virtual time? | routing by exact prefix hits |
 | `serving` | What does a client of the HTTP server see: under load, under kills, after a loss? | failover and the soak |
 | `gpu` | Is everything right and fast on a GPU? | nothing yet: no GPU has run it |
 

@@ -68,7 +68,7 @@ class Attack:
 
 
 def attacks(source: random.Random) -> list[Attack]:
-    """One of each kind; docs/security.md has what such a client costs another one."""
+    """One of each kind; benchmarks/serving/tenants.py measures their like."""
     many = {"prompt": words(source, 20), "max_tokens": 1000, "ignore_eos": True}
     schema = {"type": "object", "properties": {f"p{source.random()}": {"type": "string"} for _ in range(1000)}}
     return [
