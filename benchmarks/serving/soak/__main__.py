@@ -42,7 +42,7 @@ def main() -> None:
         soak(options, journal, report)
     finally:
         report.write(report_path, journal)
-        print(report_path.with_suffix(".md").read_text())
+        print(report_path.read_text())
         print(f"Report: {report_path}\nEvents: {journal.path}")
         journal.close()
     for promise in sorted({one.promise for one in journal.broken}):
@@ -106,7 +106,7 @@ def read_options() -> argparse.Namespace:
         choices=("auto", "nixl", "ray"),
         help="How KV blocks move between workers.",
     )
-    parser.add_argument("--json", default="", help="The report; Markdown and events are written beside it.")
+    parser.add_argument("--json", default="", help="The report; events are written beside it.")
     options = parser.parse_args()
     options.seconds = 3600 * options.hours + 60 * options.minutes or 600.0
     return options
