@@ -1,7 +1,6 @@
 """Paged attention in Triton against the reference, in the interpreter (or on a GPU where there is one)."""
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.reference import paged_attention_reference
-from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton import launches, tuning, work_items
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
-from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Tiling, Work, WorkPlan, plan_work
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, WorkPlan, plan_work
 
 SMALL = Shape(size=16, block_size=8)
 ONE_HEAD = replace(SMALL, heads=3, kv_heads=1)  # the interpreter takes twice as long for two
@@ -209,112 +207,3 @@ def test_anything(
         "soft_cap": 2.0 if cap else None,
     }
     check(make_case(found, shape), **options, sink_logits=torch.linspace(-1, 1, heads[0]) if cap else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What of a batch is looked at."""
-
-    block_size: int
-    num_sink_blocks: int
-    first_block_host: list[int]
-    attend_from_host: list[int]
-    start_host: list[int]
-    count_host: list[int]
-
-
-def by_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> Work:
-    items, combine_items, num_partials, row, unit = [], [], 0, 0, tiling.split_unit
-    for b, count in enumerate(batch.count_host):
-        mine = tiling.min_new_tokens <= count <= tiling.max_new_tokens
-        for done in range(0, count if mine else 0, tiling.tile_tokens):
-            tokens = min(tiling.tile_tokens, count - done)
-            position = batch.start_host[b] + done
-            sinks_end, run = slots(batch, rule, b, position, tokens)
-            tiles = range(0, count, tiling.tile_tokens)
-            runs = [
-                slots(batch, rule, b, batch.start_host[b] + at, min(tiling.tile_tokens, count - at))[1] for at in tiles
-            ]
-            cuts = cut(run, max(end - begin // unit * unit for begin, end in runs), len(tiles), tiling)
-            first = num_partials
-            if len(cuts) > 1:
-                combine_items.append((row + done, tokens, first, len(cuts)))
-                num_partials += len(cuts) * tokens
-            for split, (begin, end) in enumerate(cuts):
-                partial = first + split * tokens if len(cuts) > 1 else NO_PARTIAL
-                items.append((row + done, tokens, position, b, 0, sinks_end, begin, end, partial))
-                sinks_end = 0  # the first split has them
-        row += count
-    items.sort(key=lambda item: item[6] - item[7])  # those with the most keys begin first
-    return Work(
-        items=torch.tensor(items, dtype=torch.int32).view(-1, 9),
-        combine_items=torch.tensor(combine_items, dtype=torch.int32).view(-1, 4),
-        num_partials=num_partials,
-    )
-
-
-def slots(batch: Batch, rule: MaskRule, b: int, position: int, tokens: int) -> tuple[int, tuple[int, int]]:
-    size, num_sink_blocks = batch.block_size, batch.num_sink_blocks
-    shift = (num_sink_blocks - batch.first_block_host[b]) * size
-    end = position + tokens
-    sinks_end = min(rule.num_sink_tokens, end)
-    low = min(max(sinks_end, rule.first_key(position, batch.attend_from_host[b])), end)
-    run_offset = num_sink_blocks * size
-    begin_index = low if low < run_offset else max(low + shift, run_offset)
-    end_index = end if end <= run_offset else end + shift
-    return sinks_end, (begin_index, max(begin_index, end_index))
-
-
-def cut(run: tuple[int, int], most_keys: int, num_tiles: int, tiling: Tiling) -> list[tuple[int, int]]:
-    """The first split begins at a unit, and all have as many units, but for the last."""
-    (begin, end), unit = run, tiling.split_unit
-    num_splits = int(tiling.num_splits(num_tiles, most_keys)[0])
-    if most_keys >= work_items.WHOLE_UNITS * unit * num_splits:
-        unit *= 2
-    base = begin // tiling.split_unit * tiling.split_unit
-    length = max(1, -(-(end - base) // (num_splits * unit))) * unit
-    return list(pairwise([begin, *range(base + length, end, length), end]))
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    num = draw(st.integers(0, 5))
-    size, num_sink_blocks = draw(st.sampled_from([4, 16])), draw(st.integers(0, 2))
-
-    def numbers(high: int) -> list[int]:
-        return draw(st.lists(st.integers(0, high), min_size=num, max_size=num))
-
-    return Batch(
-        block_size=size,
-        num_sink_blocks=num_sink_blocks,
-        first_block_host=[num_sink_blocks + one for one in numbers(6)],
-        attend_from_host=numbers(70),
-        start_host=numbers(200),
-        count_host=numbers(40),
-    )
-
-
-@settings(max_examples=num_examples(daily=80, exhaustive=300), deadline=None)
-@given(
-    batch=batches(),
-    rule=st.builds(
-        MaskRule,
-        window=st.none() | st.integers(1, 60),
-        num_sink_tokens=st.integers(0, 9),
-        chunk=st.none() | st.integers(2, 50),
-    ),
-    tiling=st.builds(
-        Tiling,
-        min_new_tokens=st.integers(0, 5),
-        max_new_tokens=st.integers(1, 40),
-        tile_tokens=st.integers(1, 16),
-        split_unit=st.sampled_from([2, 16]),
-        kv_heads=st.sampled_from([1, 8, 50]),
-        multiprocessors=st.sampled_from([10, 132]),
-    ),
-)
-def test_the_same_as_loops(batch: Batch, rule: MaskRule, tiling: Tiling) -> None:
-    work, wanted = plan_work(batch, rule, tiling).on(torch.device("cpu")), by_loops(batch, rule, tiling)
-    assert torch.equal(work.items, wanted.items)
-    assert torch.equal(work.combine_items, wanted.combine_items)
-    assert work.num_partials == wanted.num_partials

@@ -86,13 +86,6 @@ def test_max_tokens_of_0_fill_the_cache_alone_and_too_many_end_at_the_models_len
     assert last_request(guarded).params.max_tokens is None
 
 
-def test_fields_reach_the_worker(guarded: HttpServer) -> None:
-    post(guarded, temperature=0.5, top_k=3, stop_sequences=["y"], prompt_cache_key="ignored", cache_salt="s")
-    request = last_request(guarded)
-    assert (request.params.temperature, request.params.top_k, request.params.stop) == (0.5, 3, ("y",))
-    assert request.cache_salt == "s"
-
-
 @pytest.mark.parametrize("name", ["second", "claude-opus-4"])
 def test_other_names_of_the_model(guarded: HttpServer, claude: anthropic.Anthropic, name: str) -> None:
     assert claude.messages.create(**{**ASKED, "model": name}).model == name

@@ -136,17 +136,6 @@ def test_a_window_is_weighed_by_its_own_bytes() -> None:
     assert prefix_bytes(view, HIT) == (0, BLOCK_BYTES / 16)
 
 
-def test_a_windows_prompt_is_handed_over() -> None:
-    made = disaggregated()
-    first = made.place(request("r", kv_policy=WINDOW), ("p", "d"))
-    assert (first.worker_id, first.is_prefill_only) == ("p", True)
-    made.ended("r")
-    made.update("p", WorkerMessage(kv=whole(PROMPT, version=2, policy=WINDOW)))
-    second = made.place(request("r+1", kv_policy=WINDOW, resumed_output_ids=(7,)), ("p", "d"))
-    assert (second.worker_id, second.is_prefill_only) == ("d", False)
-    assert second.source == PrefixSource(worker="p", num_tokens=2000)
-
-
 def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches() -> None:
     fetch_s = FETCH_LATENCY_S + HIT / 16 * BLOCK_BYTES / DEFAULT_FETCH_BYTES_PER_S
     made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})

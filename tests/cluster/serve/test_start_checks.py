@@ -57,6 +57,12 @@ def test_what_the_model_can_take_is_not_refused(tiny_model: Path) -> None:
         ),
         ({"quantization": "int4"}, "-1", None),
         ({"replicas": 9}, "", None),
+        ({"replicas": 2, "tensor_parallel_size": 1}, None, None),
+        (
+            {"max_replicas": 3, "tensor_parallel_size": 2},
+            None,
+            "--max-replicas 3 with --tensor-parallel-size 2 needs 6 GPUs",
+        ),
         ({"replicas": 3}, None, "needs 3 GPUs and this machine has 2"),
         ({"replicas": 2}, "GPU-1", "needs 2 GPUs and CUDA_VISIBLE_DEVICES 'GPU-1' leaves 1 of this machine's 2"),
         ({"device": "cuda"}, "1", None),

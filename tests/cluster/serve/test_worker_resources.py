@@ -9,7 +9,6 @@ from transom_cluster.serve.worker_resources import (
     ROUTER_CPUS,
     ClusterResources,
     WorkerResources,
-    check_gpus,
     worker_resources,
 )
 from transom_core.machine.openmp import SPIN_ROUNDS
@@ -77,17 +76,6 @@ def test_a_gpu_for_each_rank(device, num_gpus):
     assert not several.can_start_one_more
     assert of(ClusterResources(node_cpus=(64.0, 64.0), num_gpus=16), device="cuda").num_threads == 8
     assert of(LAPTOP, tensor_parallel_size=3).can_start_one_more
-
-
-def test_more_gpus_than_there_are_is_refused_with_the_numbers():
-    def problem(num_gpus: int, **settings: object) -> str | None:
-        return check_gpus(Settings.parse(model="m", **settings), driver_of(*several(num_gpus)))
-
-    assert problem(1) is None
-    assert problem(8, replicas=2, tensor_parallel_size=4) is None
-    assert "needs 1 GPUs and this machine has 0" in (problem(0, device="cuda") or "")
-    message = problem(4, max_replicas=3, tensor_parallel_size=2) or ""
-    assert "--max-replicas 3 with --tensor-parallel-size 2 needs 6 GPUs and this machine has 4" in message
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, 8), ("-1", 0), ("2,GPU-3", 1), ("4,5", 2), ("0,0", 0)])

@@ -1,14 +1,12 @@
 """The hit search against brute force, and outcomes of prompt tokens that always add up."""
 
-from typing import Any
-
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.core.kv_cache.window_repair_model import COMPRESSED, RULES, Layout, make_groups
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_model import MIXES, cheapest_hit, live_blocks, spec
-from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
 from transom_core.kv_cache.retention import Retention
@@ -44,25 +42,6 @@ def test_the_hit_leaves_least_to_compute(
     expected = cheapest_hit(specs, found, DIGESTS, limit, unit=unit, window_repair=window_repair)
     assert (hit.num_hash_blocks, hit.start) == expected
     assert hit.num_hash_blocks <= hit.full_groups_reach <= hit.limit <= UNITS
-
-
-def test_a_repair_is_chosen_by_what_it_saves() -> None:
-    """Windows of 10 over blocks of 4: at 24 tokens two window layers need a repair from 12 - 9 = 3, that is from 0."""
-    full: list[dict[str, Any]] = [{"kind": GroupKind.FULL}]
-    pair: list[dict[str, Any]] = [{"kind": GroupKind.WINDOW, "window": 10}]
-    everything = set(DIGESTS)
-    for layout, reach, window_until, expected in (
-        ([full, pair], 6, 0, (6, 12)),
-        ([full, pair], 6, 3, (6, 12)),  # no less to compute, but more is shared
-        ([full, pair], 6, 4, (4, 16)),
-        ([full, pair], 6, 2, (6, 12)),
-        ([full, pair, pair], 6, 0, (0, 0)),  # the whole prompt again
-        ([full, pair, pair], 9, 0, (9, 12)),
-    ):
-        retentions = [Retention(s) for s in make_groups(layout, block_size=4)]
-        found = [everything, set(DIGESTS[:window_until])]
-        hit = find_hit(retentions, found, DIGESTS, reach, window_repair=True)
-        assert (hit.num_hash_blocks, hit.start) == expected
 
 
 @settings(max_examples=num_examples(daily=80, exhaustive=600), deadline=None)

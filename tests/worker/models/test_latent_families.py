@@ -22,11 +22,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family.of(folder, case)
 
 
-@pytest.mark.parametrize("chunk", some_daily([1, 2, 7, 8, 9, 31, 64, 200], daily=[1, 9]))
-def test_chunks_of_every_size(family: Family, chunk: int) -> None:
-    family.ask(family.engine(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 8)), f"chunk{chunk}-")
-
-
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_and_back_from_host_and_disk(family: Family, tmp_path: Path, mode: str) -> None:
     """Four times the longest request do not fit at once; then hits come from the tiers, in the end from files alone."""

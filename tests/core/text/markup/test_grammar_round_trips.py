@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, compiled, walk
-from tests.how_many import ALL_TESTS, num_examples
+from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
     AnswerContext,
@@ -204,17 +204,6 @@ def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: boo
     for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=ToolsDemand("required", NAMES)):
         assert check_calls(parts, TOOLS) >= 1
         assert not message_of(parts).strip()
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [(one, name) for one in FAMILIES for name in (NAMES if ALL_TESTS else ("loop", "place"))],
-    ids=lambda value: value.name if isinstance(value, Family) else value,
-)
-def test_a_named_tool_is_called_once(family: Family, name: str) -> None:
-    for parts in walks(family, message=FreeAnswer(), tools=ToolsDemand("required", (name,), parallel=False)):
-        assert [part.name for part in parts if isinstance(part, CallBegin)] == [name]
-        check_calls(parts, TOOLS)
 
 
 @EACH_FORM
