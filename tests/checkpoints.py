@@ -121,7 +121,7 @@ def _holds_norms_less_one(model: PreTrainedModel) -> bool:
 def _spread_logits(model: PreTrainedModel, less: float) -> None:
     """Scale the last norm until logits have LOGIT_STD; soft caps bend, so more than once."""
     ids = torch.randint(3, VOCAB_SIZE, (1, 64))
-    names = ("embedding_norm", "norm_f", "norm")  # LFM2's, Nemotron-H's, all others'
+    names = ("embedding_norm", "norm_f", "final_layernorm", "norm")  # LFM2's, Nemotron-H's, Falcon-H1's, all others'
     weight = next(getattr(model.model, name) for name in names if hasattr(model.model, name)).weight
     for _ in range(4):
         weight.copy_((weight + less) * (LOGIT_STD / model(ids).logits.std()) - less)

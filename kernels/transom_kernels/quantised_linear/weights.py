@@ -99,6 +99,11 @@ class QuantisedRows(Rows):
             elements += self.minima[..., None].float()
         return elements.flatten(1)[:, : self.width]
 
+    def scaled(self, factor: float) -> QuantisedRows:
+        """Return the weight times `factor`; scales and minima are rounded again."""
+        minima = None if self.minima is None else (self.minima.float() * factor).half()
+        return replace(self, scales=(self.scales.float() * factor).half(), minima=minima)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRows(Rows):
@@ -134,6 +139,11 @@ class GpuRows(Rows):
         """Return the weight on a device."""
         moved = self.map_rows(lambda tensor: tensor.to(device))
         return moved if self.order is None else replace(moved, order=self.order.to(device))
+
+    def scaled(self, factor: float) -> GpuRows:
+        """Return the weight times `factor`: its rows have scales."""
+        ones = torch.ones(len(self.levels), device=self.levels.device)
+        return replace(self, row_scales=factor * (ones if self.row_scales is None else self.row_scales))
 
     def without_empty_groups(self) -> GpuRows | None:
         """Return the weight without scales of 0, which kernels do not take: the numbers of these groups become 0. None if a scale

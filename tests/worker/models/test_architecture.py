@@ -3,6 +3,7 @@ errors for configs that are not supported.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,7 +195,7 @@ def test_granite_hybrids_as_published() -> None:
     assert [layer.recurrent for layer in architecture.layers] == [4] * 5 + [None]
     assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (1, 32)
     assert (architecture.intermediate_size, architecture.mixture, set(architecture.ropes)) == (96, None, {None})
-    assert architecture.mamba == Mamba(norm_eps=1e-5, convolution_bias=True, projection_bias=False)
+    assert architecture.mamba == Mamba(norm_eps=1e-5, convolution_bias=True, projection_bias=False, output_bias=False)
     assert architecture.rms_norm_eps == 4e-5
     rotary = read_architecture(published | {"position_embedding_type": "rope"}).ropes
     assert [rope is None for rope in rotary] == [True] * 5 + [False]
@@ -265,6 +266,40 @@ def test_nemotron_h_as_published() -> None:
             runnable(read_architecture(published | wrong))
     with pytest.raises(ModelError, match="hidden_act 'relu2'; supported so far: 'silu'"):
         runnable(read_architecture(SMALL | {"hidden_act": "relu2"}))
+
+
+def test_falcon_h1_as_published() -> None:
+    """A published layer is Mamba-2, and attention beside it with the MLP. Factors of projections multiply weights and biases."""
+    published = CONFIGS["falcon-h1-0.5b"]
+    architecture = runnable(read_architecture(published))
+    assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
+    assert [layer.recurrent for layer in architecture.layers] == [4, None] * 36
+    assert (architecture.num_feed_forwards, architecture.beside) == ((0, 1) * 36, frozenset(range(1, 72, 2)))
+    first, scales = architecture.layers[0], architecture.scales
+    assert (first.num_heads, first.value_size, architecture.layers[1].head_size) == (24, 64, 64)
+    assert [rope is None for rope in architecture.ropes] == [True, False] * 36
+    plain = Mamba(norm_eps=1e-6, convolution_bias=True, projection_bias=False, output_bias=False)
+    assert architecture.mamba == replace(plain, has_norm=False, norm_first=True)
+    assert (scales.embedding, scales.logit) == (5.656854249492381, 0.0390625)
+    factors = {name: both for name, *both in scales.projections}
+    assert factors["mamba.in_proj_k"] == [1.25 * 0.3535533905932738, 0.3535533905932738]
+    assert factors["self_attn.o_proj"] == [0.9375, 0.9375]
+    wide = read_architecture(published | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 32})
+    assert wide.layers[0] == replace(first, num_heads=32)
+    for wrong, message in (
+        ({"mamba_rate": 2}, "the field 'mamba_rate'"),
+        ({"value_multiplier": 2}, "the field 'value_multiplier', which is not known of Falcon-H1"),
+        ({"mamba_use_mlp": False}, "mamba_use_mlp False; only True"),
+        ({"attn_layer_indices": [1]}, "attn_layer_indices .1.; only None"),
+        ({"ssm_multipliers": [1.0]}, "no size or number"),
+        ({"mamba_d_ssm": 1024}, "24 heads of 64; mamba_d_ssm is 1024"),
+        ({"num_hidden_layers": 1 << 40}, "1 to 4096 are possible"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            runnable(read_architecture(published | wrong))
+    with pytest.raises(ConfigError, match="2; this falcon_h1 model has 1 groups of heads in Mamba-2 layers"):
+        check_size(architecture, 2)
 
 
 def test_families_that_run_have_a_class() -> None:

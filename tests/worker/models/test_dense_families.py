@@ -44,7 +44,26 @@ NEMOTRON: dict[str, Any] = {
     **{"hybrid_override_pattern": "M-M*--*-M", "num_hidden_layers": 9, "time_step_min": 1e-9},
     **{"mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 20, "n_groups": 4, "conv_kernel": 3},
 }
+# Two groups of heads, whose factors all differ.
+FALCON: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 20},
+    **{"mamba_n_groups": 2, "mamba_d_conv": 3, "embedding_multiplier": 1.5, "lm_head_multiplier": 0.25},
+    **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7, "key_multiplier": 0.6},
+    **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
+    **{"ssm_multipliers": [0.7, 1.2, 0.4, 0.9, 1.5], "mlp_multipliers": [0.8, 1.3]},
+}
+BIASES = {**{"attention_bias": True, "mlp_bias": True}, **{"mamba_proj_bias": True, "projectors_bias": True}}
 CASES = {
+    "falcon_h1": FamilyCase(
+        family="falcon_h1",
+        config=FALCON,
+        mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]}),
+    ),
+    "falcon_h1 with norms and biases": FamilyCase(
+        family="falcon_h1",
+        config=FALCON | BIASES | {"mamba_rms_norm": True},
+        mistakes=({"mamba_norm_before_gate": False}, {"key_multiplier": 1.0}),
+    ),
     "nemotron_h": FamilyCase(
         family="nemotron_h",
         config=NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},

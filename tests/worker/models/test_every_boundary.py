@@ -32,7 +32,7 @@ def make(name: str, folder: Path) -> Path:
     return make_checkpoint(folder, CASES[name].family, **CASES[name].config)
 
 
-RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h")
+RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h", "falcon_h1")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v4": make_deepseek_v4,
     **{name: partial(make, name) for name in RECURRENT},

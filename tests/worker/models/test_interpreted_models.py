@@ -210,7 +210,7 @@ def test_replayed_steps_in_hits_and_repairs(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2"])
 def test_replayed_steps_of_recurrent_layers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences update their states in place, and keep one where a later prompt hits."""
     folder = make_folder(tmp_path, name)

@@ -19,6 +19,7 @@ from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.quantised_formats import FORMATS
+from tests.worker.models.test_dense_families import FALCON
 from tests.worker.models.test_interpreted_models import kernels_of
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
@@ -42,6 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere2": {"sliding_window": 16},  # reorders the rows of its heads
     "phi3": {},  # reads parts of fused projections
+    # Projections have factors.
+    "falcon_h1": FALCON | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 3},
     "nemotron_h": {  # has experts and MLPs without gates
         **{"hybrid_override_pattern": "ME*-", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 3},
         **{"n_routed_experts": 4, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
@@ -52,7 +55,7 @@ CHECKED = ["awq 32", "gptq", "gptq order", "w4a16 channel asym", "w8a8", "ct fp8
 
 def make(folder: Path, family: str, name: str) -> tuple[Path, Path]:
     """A checkpoint in a format, and one with the same numbers that is not quantised."""
-    make_checkpoint(folder / "plain", family, num_hidden_layers=2, **FAMILIES[family])
+    make_checkpoint(folder / "plain", family, **(FAMILIES[family] | {"num_hidden_layers": 2}))
     to_format(folder / "plain", folder / "packed", name)
     return folder / "packed", folder / "plain"
 
@@ -190,6 +193,7 @@ def test_plans_of_gpus(tmp_path: Path, family: str, name: str) -> None:
         ("qwen3_moe", "fp8 blocks", "interpreted"),
         ("nemotron_h", "nvfp4", "interpreted"),
         ("llama", "gptq order", "interpreted"),
+        ("falcon_h1", "awq 32", "interpreted"),
         ("cohere2", "ct fp8 channel", "reference"),
         ("phi3", "w8a8 asym", "reference"),
     ],

@@ -20,6 +20,7 @@ from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
+from tests.worker.models.test_dense_families import BIASES
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import eos_token_ids, resolve_model
@@ -47,6 +48,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         **{"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48},
         "moe_latent_size": 40,
+    },
+    "falcon_h1": {
+        **BIASES,
+        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_rms_norm": True},
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v3": {

@@ -45,6 +45,17 @@ _NEMOTRON_3_NANO: Any = {
     **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }
+_FALCON_H1_SMALL: Any = {
+    **{"hidden_size": 1024, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128},
+    **{"embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625, "key_multiplier": 0.390625},
+    **{"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "ssm_in_multiplier": 1.25},
+    **{"ssm_out_multiplier": 0.23570226039551587, "mlp_multipliers": [0.8838834764831844, 0.5859375]},
+    **{"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
+    **{"attn_layer_indices": None, "mamba_use_mlp": True},
+}
+_FALCON_H1_7B: Any = {
+    **{"hidden_size": 3072, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
+}
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,6 +89,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         position_embedding_type="nope",
     ),
     "nemotron-3-nano-30b-a3b": _config("nemotron_h", 52, 32, 2, 128, 262_144, **_NEMOTRON_3_NANO),
+    "falcon-h1-0.5b": _config("falcon_h1", 36, 8, 2, 64, 16_384, **_FALCON_H1_SMALL),
+    "falcon-h1-7b": _config("falcon_h1", 44, 12, 2, 128, 262_144, **_FALCON_H1_7B),
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
     "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),

@@ -132,6 +132,7 @@ def test_nine_heads() -> None:
         ("lfm2-1.2b", {"hidden_size": 48}, 3, "units of channels"),
         ("granite-4.0-h-small", {"mamba_n_groups": 2}, 2, "groups of heads in Mamba-2 layers"),
         ("nemotron-3-nano-30b-a3b", {}, 8, "groups of heads in Mamba-2 layers"),
+        ("falcon-h1-0.5b", {}, 1, "groups of heads in Mamba-2 layers"),
         ("llama-3-8b", {"vocab_size": 5}, 5, "tokens in its vocabulary"),
         ("llama-3-8b", {"intermediate_size": 7}, 7, "inner columns"),
         ("gpt-oss-20b", {"intermediate_size": 3}, 3, "inner columns of an expert"),

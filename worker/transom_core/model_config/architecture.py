@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config import lfm2, mamba
+from transom_core.model_config import falcon_h1, lfm2, mamba
 from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
@@ -52,7 +52,7 @@ RUNNABLE_FAMILIES = (
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
     *("lfm2", "lfm2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "nemotron_h"),
+    *("granitemoehybrid", "nemotron_h", "falcon_h1"),
     "deepseek_v4",
 )
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -88,6 +88,7 @@ class Architecture:
     mixture: Mixture | None = None
     sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
     num_feed_forwards: tuple[int, ...] = ()  # feed-forward networks of each layer; (): each has one
+    beside: frozenset[int] = frozenset()  # layers that read the rows that the layer before read (Falcon-H1)
     readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
     has_qk_norm: bool = True  # False: the config turns the family's norm of each query and key head off
     norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
@@ -155,6 +156,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             mixture=read_mixture(config, len(layers)),
             sink_layers=_sink_layers(family, layers),
             num_feed_forwards=tuple(config.get("feed_forwards") or ()),
+            beside=falcon_h1.layers_beside(config),
             readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
             has_qk_norm=family != "glm4_moe" or bool(config.get("use_qk_norm", False)),
             norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),

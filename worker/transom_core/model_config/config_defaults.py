@@ -32,14 +32,22 @@ _DELTA_NET = {
     **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
 }
+_MAMBA = {
+    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
     "granitemoehybrid": {
-        **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_d_conv": 4},
-        **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        **_MAMBA,
         **{"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        **{"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True, "rms_norm_eps": 1e-5},
+        "projectors_bias": False,
     },
     "nemotron_h": {
         **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},

@@ -1,4 +1,4 @@
-"""Reads what only configs with Mamba-2 layers have: Granite 4's hybrids and Nemotron-H. This module imports no torch.
+"""Reads what only configs with Mamba-2 layers have: Granite 4's hybrids, Nemotron-H and Falcon-H1. Imports no torch.
 
 A Mamba-2 layer is a recurrent layer. Its heads form `mamba_n_groups` *groups*. A group has queries (C) and keys (B) of its own, as
 a key head of other recurrent layers has, and one norm over the outputs of all its heads.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_config import nemotron_h
+from transom_core.model_config import falcon_h1, nemotron_h
 from transom_core.model_config.layer_attention import LayerAttention
 
 Config = Mapping[str, Any]
 
-MAMBA_FAMILIES = ("granitemoehybrid", nemotron_h.NEMOTRON_H)
+MAMBA_FAMILIES = ("granitemoehybrid", nemotron_h.NEMOTRON_H, falcon_h1.FALCON_H1)
 _KNOWN = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
     *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
@@ -37,7 +37,10 @@ class Mamba:
 
     norm_eps: float  # of the gated norm
     convolution_bias: bool
-    projection_bias: bool  # of the projections of inputs and outputs
+    projection_bias: bool  # of the projection of inputs
+    output_bias: bool
+    has_norm: bool = True
+    norm_first: bool = False  # gates multiply the norm's result, not what it norms
 
 
 def with_common_names(config: Config) -> Config:
@@ -50,9 +53,9 @@ def with_common_names(config: Config) -> Config:
     """
     if config.get("model_type") not in MAMBA_FAMILIES:
         return config
-    is_nemotron = config["model_type"] == nemotron_h.NEMOTRON_H
+    is_nemotron, is_falcon = (config["model_type"] == name for name in (nemotron_h.NEMOTRON_H, falcon_h1.FALCON_H1))
     config = nemotron_h.with_own_names(config) if is_nemotron else config
-    known = nemotron_h.KNOWN_FIELDS if is_nemotron else _KNOWN
+    known = nemotron_h.KNOWN_FIELDS if is_nemotron else (*_KNOWN, *(falcon_h1.KNOWN_FIELDS if is_falcon else ()))
     for name in config:
         if name.startswith(("mamba_", "time_step_")) and name not in known:
             raise ModelError(f"config.json has the field {name!r}, which is not known of models with Mamba-2 layers.")
@@ -63,6 +66,8 @@ def with_common_names(config: Config) -> Config:
         )
     if is_nemotron:
         return nemotron_h.with_common_names(config)
+    if is_falcon:
+        return falcon_h1.with_common_names(config)
     if config.get("position_embedding_type") not in (None, "nope", "rope"):
         raise ModelError(
             f"config.json says position_embedding_type {config['position_embedding_type']!r}; known are 'nope' and 'rope'."
@@ -87,10 +92,13 @@ def mamba_layer(config: Config) -> LayerAttention:
     heads, groups, state, length = (int(config[f"mamba_{name}"]) for name in names)
     given, expand = config["mamba_d_head"], config.get("mamba_expand")  # Nemotron-H's heads may have any size
     inner = heads * int(given) if expand is None else int(expand) * int(config["hidden_size"])
+    own = config.get("mamba_d_ssm")  # Falcon-H1's inner width
+    inner = inner if own is None else int(own)
     size = inner // heads if given == "auto" else int(given)
     if size * heads != inner:
         raise ModelError(
-            f"config.json gives Mamba-2 layers {heads} heads of {size}; mamba_expand times hidden_size is {inner}."
+            f"config.json gives Mamba-2 layers {heads} heads of {size}; "
+            f"{'mamba_expand times hidden_size' if own is None else 'mamba_d_ssm'} is {inner}."
         )
     return LayerAttention(num_heads=heads, num_kv_heads=groups, head_size=state, value_size=size, recurrent=length)
 
@@ -103,6 +111,9 @@ def read_mamba(config: Config) -> Mamba | None:
         norm_eps=float(config["rms_norm_eps"]),
         convolution_bias=bool(config["mamba_conv_bias"]),
         projection_bias=bool(config["mamba_proj_bias"]),
+        output_bias=bool(config.get("projectors_bias", config["mamba_proj_bias"])),
+        has_norm=bool(config.get("mamba_rms_norm", True)),
+        norm_first=bool(config.get("mamba_norm_before_gate", False)),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transom_core.model_config import falcon_h1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionScale:
@@ -32,6 +34,7 @@ class Scales:
     value: float = 1.0  # factor of attention's values
     logit: float = 1.0  # factor of logits
     logit_cap: float | None = None  # soft cap of logits
+    projections: tuple[tuple[str, float, float], ...] = ()  # name in a layer, factor of the weight, factor of the bias
 
 
 NO_SCALES = Scales()
@@ -68,6 +71,12 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
                 embedding=float(config.get("embedding_multiplier", 1.0)) / residual_factor(config),
                 query=float(config.get("attention_multiplier", 1.0)),
                 logit=1.0 / float(config.get("logits_scaling", 1.0)),
+            )
+        case "falcon_h1":
+            return Scales(
+                embedding=falcon_h1.factor(config, "embedding"),
+                logit=falcon_h1.factor(config, "lm_head"),
+                projections=falcon_h1.projection_factors(config),
             )
         case "ministral3":
             return Scales(query_by_position=_ministral3_scale(config))

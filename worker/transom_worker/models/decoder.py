@@ -103,7 +103,7 @@ class Decoder(Model):
 
 
 class DecoderLayer:
-    """One layer: attention and feed-forward network (in Nemotron-H none to several), whose outputs are added to the residual."""
+    """One layer: attention and feed-forward network (none to several in hybrids), whose outputs are added to the residual."""
 
     def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
         def norm(name: str, load: Loader) -> Norm | None:
@@ -113,7 +113,8 @@ class DecoderLayer:
         def sum_norm(name: str) -> RmsNorm | None:
             return make_rms_norm(name, architecture, style, load) if name else None
 
-        self._before_attention = norm(style.norm_before_attention, load)
+        self._shares_input = index + 1 in architecture.beside  # the next layer reads the rows that this one reads
+        self._before_attention = None if index in architecture.beside else norm(style.norm_before_attention, load)
         self._after_attention, self._after_mlp = sum_norm(style.norm_after_attention), sum_norm(style.norm_after_mlp)
         self._parallel_residual, self._parallel = style.parallel_residual, load.parallel
         load = load.partial() if style.parallel_residual else load
@@ -139,7 +140,8 @@ class DecoderLayer:
         rows: torch.Tensor | None = None,
     ) -> None:
         """Add the layer's outputs to the residual [T, N]. With `rows` (last layer), keep only these rows after attention."""
-        seen_TN = residual.read(self._before_attention)
+        seen_TN = residual.read(self._before_attention) if residual.shared_TN is None else residual.shared_TN
+        residual.shared_TN = seen_TN if self._shares_input else None
         attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._parallel_residual:
             self._add_both(residual, attention, rows)

@@ -81,9 +81,11 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
         return load.tensor(name, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
 
     own_norm = (layer.value_size, slice(None)) if mamba is None else (values, own_values)
+    has_norm = mamba is None or mamba.has_norm
+    output_bias = mamba is not None and mamba.output_bias
     return RecurrentLayer(
         projection,
-        load.row_parallel("out_proj", shape=(hidden, values), columns=own_values, bias=has_bias),
+        load.row_parallel("out_proj", shape=(hidden, values), columns=own_values, bias=output_bias),
         replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv),
         RecurrentWeights(
             convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
@@ -91,7 +93,8 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
             step_bias_H=by_head("dt_bias"),
             log_rate_H=by_head("A_log"),
             skip_H=None if mamba is None else by_head("D"),
-            norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]),
+            norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
+            gates_first=mamba is not None and not mamba.norm_first,
             eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
         ),
     )

@@ -26,6 +26,7 @@ from transom_worker.models.weights.renamed_weights import (
     RenamedWeights,
     renaming,
 )
+from transom_worker.models.weights.scaled_weights import ScaledWeights
 from transom_worker.models.weights.split_projections import SplitProjections
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
@@ -67,6 +68,8 @@ def build_model(
         load = replace(load, weights=RenamedWeights(weights, rename))
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
         load = replace(load, weights=SplitProjections(load.weights, architecture))
+    if architecture.scales.projections:
+        load = replace(load, weights=ScaledWeights(load.weights, architecture.scales.projections))
     model = FAMILIES[architecture.family](architecture, load)
     if architecture.num_labels:
         shape = (architecture.num_labels, architecture.hidden_size)

@@ -15,6 +15,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
     gemma3_text    as gemma2, and QK norm of each head
     olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
     exaone4        norms after attention and MLP only, QK norm of each head, NoPE in layers without a window
+    falcon_h1      Mamba-2 and attention side by side (`Architecture.beside`); factors of projections multiply the weights
     cohere2        LayerNorm, attention and MLP in parallel (parallel residual), NoPE in layers without a window
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
@@ -99,6 +100,7 @@ DENSE_STYLES = {
     "seed_oss": Style(),
     "qwen2": Style(),
     "youtu": Style(),
+    "falcon_h1": Style(),
     "qwen3": Style(qk_norm="each"),
     "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
     "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),

@@ -5,7 +5,7 @@ Gated delta nets (Qwen3-Next, Qwen3.5), whose norm is over each head:
     mixed, gate, strength, step = projections of x
     out = output projection of rms_norm(linear_recurrence(mixed, strength, step)) * silu(gate)
 
-Mamba-2 (Granite 4), whose norm is over the heads that a key head serves:
+Mamba-2 (Granite 4, Nemotron-H), whose norm is over the heads that a key head serves; Falcon-H1 has none, or gates after it:
 
     mixed, gate, step = projections of x
     out = output projection of rms_norm(linear_recurrence(mixed, step) * silu(gate))
@@ -36,7 +36,8 @@ class RecurrentWeights:
     step_bias_H: torch.Tensor
     log_rate_H: torch.Tensor
     skip_H: torch.Tensor | None  # Mamba-2's; None: a gated delta net
-    norm: torch.Tensor  # [Dv] for all heads, or Mamba-2's [H * Dv]
+    norm: torch.Tensor | None  # [Dv] for all heads, or Mamba-2's [H * Dv]; None: gates alone
+    gates_first: bool  # gates multiply what the norm reads
     eps: float
 
     @property
@@ -90,4 +91,4 @@ class RecurrentLayer(TokenMixer):
             ),
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
-        return gated_rms_norm(out_TN, gate, weights.norm, weights.eps, group=width, gates_first=self._is_mamba)
+        return gated_rms_norm(out_TN, gate, weights.norm, weights.eps, group=width, gates_first=weights.gates_first)

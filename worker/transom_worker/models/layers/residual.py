@@ -38,6 +38,7 @@ class Residual:
     def __init__(self, x_TN: torch.Tensor) -> None:
         """Start with `x`, which is not changed."""
         self._sum_TN = x_TN
+        self.shared_TN: torch.Tensor | None = None  # what a layer read, for the layer beside it
         self._addend_TN: torch.Tensor | None = None
         self._addend_norm: RmsNorm | None = None
         self._factor = 1.0

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.falcon_h1 import FALCON_H1
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
 from transom_kernels.quantised_linear import StoredRows
@@ -38,6 +39,7 @@ _GRANITE_HYBRID = {
     ".mlp.": ".shared_mlp.",
 }
 OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID}
+_FALCON = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 _NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f."}
 _IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")
 
@@ -74,6 +76,8 @@ def renaming(architecture: Architecture) -> Callable[[str], str] | None:
     """Return the function from other families' names of tensors to those of this one; None if they are the same."""
     if architecture.family == NEMOTRON_H:
         return partial(_block_name, blocks_of_layers(architecture.num_feed_forwards))
+    if architecture.family == FALCON_H1:
+        return _falcon_name
     return partial(_own_name, OWN_NAMES[architecture.family]) if architecture.family in OWN_NAMES else None
 
 
@@ -90,6 +94,15 @@ def _block_name(blocks: Sequence[int], name: str) -> str:
     follows = part in ("mlp", "post_attention_layernorm")
     block = blocks[int(match["layer"])] + (1 + int(match["number"] or 0) if follows else 0)
     return f"backbone.layers.{block}.{'norm' if part.endswith('layernorm') else 'mixer'}.{name[match.end() :]}"
+
+
+def _falcon_name(name: str) -> str:
+    """Return Falcon-H1's name of a tensor, in which a layer is two of Transom's."""
+    match = _IN_A_LAYER.match(name)
+    if match is None:
+        return _replace_start({"model.norm.": "model.final_layernorm."}, name)
+    part = _FALCON.get(match["part"], match["part"])
+    return f"model.layers.{int(match['layer']) // 2}.{part}.{name[match.end() :]}"
 
 
 def _replace_start(prefixes: dict[str, str], name: str) -> str:
