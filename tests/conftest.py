@@ -36,6 +36,11 @@ torch.set_num_threads(NUM_THREADS)
 threads.set_num_threads(NUM_THREADS)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: tests that wait for processes of their own leave a core to others."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_finish() -> None:
     """A full collection need not visit the millions of objects that imported modules and collected tests are made of."""
     gc.freeze()
