@@ -5,10 +5,10 @@ what all programs read over what all multiprocessors could have read in that tim
 """
 
 import heapq
+from dataclasses import dataclass
 
 import pytest
 
-from tests.kernels.test_paged_attention_triton import Batch
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.tuning import tilings
 from transom_kernels.paged_attention.triton.work_items import Tiling, plan_work
@@ -24,6 +24,18 @@ SHAPES = {  # KV heads, query heads for each, width, bytes of a cached number
     "Qwen 3 32B, cache of fp8": (8, 8, 128, 1),
 }
 LEAST_BYTES = 16 << 20  # of keys and values a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What `plan_work` reads of a batch."""
+
+    block_size: int
+    num_sink_blocks: int
+    first_block_host: list[int]
+    attend_from_host: list[int]
+    start_host: list[int]
+    count_host: list[int]
 
 
 def tilings_of(name: str, multiprocessors: int = 132) -> tuple[Tiling, ...]:
