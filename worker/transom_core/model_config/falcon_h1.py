@@ -22,7 +22,7 @@ FALCON_H1 = "falcon_h1"
 KNOWN_FIELDS = ("mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "mamba_use_mlp")
 _FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 _KNOWN_FACTORS = (*(f"{name}_multiplier" for name in _FACTORS), "ssm_multipliers", "mlp_multipliers")
-_ONLY = {"mamba_use_mlp": True, "attn_layer_indices": None}  # what all published models have
+ONLY = {"mamba_use_mlp": True, "attn_layer_indices": None}  # what all published models have
 _MAX_LAYERS = 4096  # whose list is written; `attention_layers` refuses more
 
 
@@ -30,12 +30,9 @@ def with_common_names(config: Config) -> Config:
     """Return a Falcon-H1 config in which layers are those of Transom.
 
     Raises:
-        ModelError: a factor is unknown, or a field has a value that no model of the family has.
+        ModelError: a factor is unknown.
         KeyError, TypeError, ValueError: a value is missing or wrong.
     """
-    for name, only in _ONLY.items():
-        if config.get(name, only) != only:
-            raise ModelError(f"config.json says {name} {config[name]!r}; only {only!r} is possible.")
     for name in config:
         if name.endswith(("_multiplier", "_multipliers")) and name not in _KNOWN_FACTORS:
             raise ModelError(f"config.json has the field {name!r}, which is not known of Falcon-H1.")

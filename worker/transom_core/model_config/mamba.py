@@ -64,6 +64,9 @@ def with_common_names(config: Config) -> Config:
         raise ModelError(
             f"config.json says time_step_limit {config['time_step_limit']}; only 0 to infinity is possible."
         )
+    for name, only in (nemotron_h.ONLY if is_nemotron else falcon_h1.ONLY if is_falcon else {}).items():
+        if config.get(name, only) != only:
+            raise ModelError(f"config.json says {name} {config[name]!r}; only {only!r} is possible.")
     if is_nemotron:
         return nemotron_h.with_common_names(config)
     if is_falcon:

@@ -99,8 +99,8 @@ class AttentionKind(NamedTuple):
         The vectors of values are even in number, because sums over pairs (`Words.elements`) come two vectors at a time. Whether
         the cache is multiplied in pairs is not asked, so that `combine` is the same for all formats of caches.
         """
-        vectors = 2 * -(-self.value_width // (2 * _LANES))
-        return self.group * (vectors + 1) * VECTOR_BYTES
+        pairs = Words(self.stored, pairs=True)
+        return self.group * (pairs.output_vectors(self.value_width) + 1) * VECTOR_BYTES
 
     @property
     def tile_tokens(self) -> int:

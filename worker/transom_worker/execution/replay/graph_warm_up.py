@@ -300,13 +300,12 @@ class _RandomSteps:
                 last_start = reach - counts[chosen]
                 starts[chosen] = last_start if seed % 2 else min(reach * 5 // 8, last_start)
         # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
-        attend_from = [
-            [NO_ID] * num_seqs if spec.is_state else random.integers(0, starts // 4 + 1).tolist() for spec in specs
-        ]
+        nowhere = [NO_ID] * num_seqs  # of states; below, they get their blocks
+        attend_from = [nowhere if spec.is_state else random.integers(0, starts // 4 + 1).tolist() for spec in specs]
         store = SequenceStore(specs, max_num_seqs=num_seqs)
         for seq_id, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             store.add(_sequence(seq_id, start, random.integers(0, self._vocab_size, count).tolist()))
-            for group in range(len(specs)):
+            for group in [group for group, spec in enumerate(specs) if not spec.is_state]:
                 self._fill_table(store, seq_id, num_seqs, group, (start, start + count), random)
         ends = starts + counts
         goes_on = (counts > 1) & (random.random(num_seqs) < 0.25)  # chunks that do not end their prompts have no logits
@@ -316,7 +315,9 @@ class _RandomSteps:
             start=starts.tolist(),
             count=counts.tolist(),
             attend_from=attend_from,
-            write_from=[self._write_from(group, starts, ends) for group in range(len(specs))],
+            write_from=[
+                nowhere if spec.is_state else self._write_from(group, starts, ends) for group, spec in enumerate(specs)
+            ],
             logits_from=np.where(goes_on, ends, ends - 1).tolist(),
         )
         arrays = builder.arrays(plan, store)
@@ -333,8 +334,6 @@ class _RandomSteps:
 
         If two tokens had the same slot, their writes would race.
         """
-        if self._specs[group].is_state:  # `step` says which blocks
-            return [NO_ID] * len(starts)
         size = self._specs[group].block_size
         writes = len(self._blocks[group]) > len(starts)
         first: list[int] = (np.maximum(starts, (ends - 1) // size * size) if writes else ends).tolist()
