@@ -22,7 +22,15 @@ PATIENCE_S = 120.0  # of the test with a rank; what comes within it was not wait
 NEVER_S = 600.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "torch", "torch.distributed", "transom_worker.models.parallel.rendezvous"])
+# What ranks import: a forked one has it.
+PRELOADED = [
+    "pytest",
+    "torch.distributed",
+    "transom_worker.execution.setup.model_setup",
+    "tests.tiny_checkpoints",
+    "triton",
+]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 Body = Callable[[Communicator, int, Connection], Any]
 
