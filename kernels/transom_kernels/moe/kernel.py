@@ -210,12 +210,15 @@ def out_of_experts(
         *(rows, is_row, down, scales, zeros, row_scales, expert, row, columns, width, NUMBERS, SCALES, HAS_ZEROS),
         *(HAS_ROW_SCALES, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J),
     )
+    if not IS_DENSE:  # again, and `volatile` so that it is: over the product they would take registers that it spills then
+        pair = tl.load(pairs + place, volatile=True)
+        is_row = pair < num_pairs
     if HAS_BIAS:
         acc += tl.load(bias + expert * columns + row).to(tl.float32)[:, None]
     if SCALES_OUTPUT:
         acc *= tl.load(weights + pair, mask=is_row, other=0.0)[None, :]
-    place = out + pair.to(tl.int64)[None, :] * columns + n[:, None]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=is_row[None, :] & (n < columns)[:, None])
+    outputs = out + pair.to(tl.int64)[None, :] * columns + n[:, None]
+    tl.store(outputs, acc.to(out.dtype.element_ty), mask=is_row[None, :] & (n < columns)[:, None])
 
 
 @triton.jit
