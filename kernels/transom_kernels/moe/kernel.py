@@ -210,7 +210,7 @@ def out_of_experts(
         *(rows, is_row, down, scales, zeros, row_scales, expert, row, columns, width, NUMBERS, SCALES, HAS_ZEROS),
         *(HAS_ROW_SCALES, GROUP, IS_SPREAD, UPCAST, BLOCK_N, BLOCK_J),
     )
-    if not IS_DENSE:  # again, and `volatile` so that it is: over the product they would take registers that it spills then
+    if not IS_DENSE:  # again, and `volatile` so that it is: over the product they would take registers
         pair = tl.load(pairs + place, volatile=True)
         is_row = pair < num_pairs
     if HAS_BIAS:
