@@ -53,7 +53,7 @@ TYPES = {
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
 SHARED_BYTES = {10 * major + minor: num_bytes for (major, minor), num_bytes in launch.SHARED_BYTES.items()}
-HELD = ("int4 128", "int4 128 zeros", "int4 32", "int8 rows", "fp8 128", "fp4 16", "fp4 32")
+HELD = ("int4 128", "int4 128 zeros", "int4 32", "int4 32 zeros", "int8 rows", "fp8 128", "fp4 16", "fp4 32")
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 
 

@@ -97,11 +97,14 @@ def test_experts_take_few_instructions_a_weight(rows: int, most: float, buffers:
 
 @pytest.mark.compile
 def test_linear_layers_take_few_instructions_a_weight() -> None:
-    """Of up to 16 rows, in the inner loop: 3.0 over four bits and over int8, 3.8 over fp8, whose bits lie further apart."""
+    """Of up to 16 rows, in the inner loop: 3.0 over four bits and over int8, 3.3 where each 32 weights have a scale and a zero, 3.8
+    over fp8, whose bits lie further apart."""
     kernels = compiled("sm_90", "--loops", "is_dense True", "block_m 16 ")
     assert len(kernels) == len(HELD)
     for kernel in kernels:
-        assert instructions_a_weight(kernel) <= (3.8 if kernel["constants"]["NUMBERS"] == "fp8" else 3.0)
+        kind = kernel["constants"]
+        most = 3.8 if kind["NUMBERS"] == "fp8" else 3.3 if kind["HAS_ZEROS"] and kind["GROUP"] == 32 else 3.0
+        assert instructions_a_weight(kernel) <= most
         assert "HGMMA" in kernel["loop"]
         assert "LDG" not in kernel["loop"]
         assert min(kernel["buffers"]) >= 3

@@ -39,7 +39,8 @@ LARGE = Tile(block_m=128, block_n=128, block_j=64, num_warps=8, num_stages=3)
 MX_SMALL = replace(SMALL, block_j=256, num_stages=5)  # as many bytes of weights in flight, in fewer iterations
 MX_MIDDLE = replace(MIDDLE, block_j=128)
 MX_LARGE = replace(LARGE, block_n=256, block_j=128)  # for Hopper: elsewhere it takes more registers than there are
-ZEROS_SMALL = replace(MX_SMALL, block_n=128)  # more weights an iteration make up for instructions of zero points
+INT4_SMALL = replace(MX_SMALL, num_stages=4)  # elsewhere: five stages with scales of 32 weights do not fit into sm_89
+ZEROS_SMALL = replace(MX_SMALL, block_n=128)  # Hopper: more weights an iteration make up for zero points
 # 8 bits a weight: on Hopper, and elsewhere
 BYTE_HOPPER = (replace(MX_SMALL, num_stages=4), replace(MX_MIDDLE, num_stages=2), replace(MX_LARGE, num_stages=2))
 BYTE_TILES = (replace(MX_SMALL, block_j=128, num_stages=4), MX_MIDDLE, MX_MIDDLE)
@@ -241,7 +242,9 @@ def choose_tile(num_pairs: int, num_experts: int, element_bytes: int, *, kind: _
         tiles = BYTE_HOPPER if is_hopper else BYTE_TILES
     elif numbers:
         tiles = (MX_SMALL, MX_MIDDLE, MX_LARGE if is_hopper else MX_MIDDLE)
-        if constants["HAS_ZEROS"]:
-            tiles = (ZEROS_SMALL if is_hopper else replace(MX_SMALL, num_stages=4), *tiles[1:])
+        if numbers == "int4" and not is_hopper:
+            tiles = (INT4_SMALL, *tiles[1:])
+        elif constants["HAS_ZEROS"]:
+            tiles = (ZEROS_SMALL, *tiles[1:])
     rows = num_pairs / num_experts
     return tiles[0 if rows <= 16 else 1 if rows <= 96 else 2]
