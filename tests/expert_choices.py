@@ -1,4 +1,4 @@
-"""Measures how clearly the routers of a transformers model choose experts.
+"""Measures how clearly the routers of a transformers model choose experts, and its indexers tokens.
 
 A router takes the experts with the largest scores of each token. Two scores that differ by less than rounding are a *near tie*:
 another order of additions, as another implementation or another processor has it, chooses the other expert, and everything after
@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+MASKED = -1e38  # scores below it are of tokens that an indexer's query does not see
 
 
 class ExpertChoices(TorchDispatchMode):
@@ -31,7 +34,9 @@ def choice_margin(scores: torch.Tensor, num_chosen: int) -> float:
     """How far the last chosen score of any row is ahead of the first not chosen, relative to the largest score of the row."""
     if num_chosen >= scores.shape[-1]:
         return math.inf
-    ordered = scores.double().sort(dim=-1, descending=True).values
+    scores = scores.double()
+    scores = scores.masked_fill(scores < MASKED, -math.inf)
+    ordered = scores.sort(dim=-1, descending=True).values
     ahead = ordered[..., num_chosen - 1] - ordered[..., num_chosen]
-    largest = scores.double().masked_fill(scores.isinf(), 0.0).abs().amax(dim=-1)
+    largest = scores.masked_fill(scores.isinf(), 0.0).abs().amax(dim=-1)
     return float((ahead / largest).nan_to_num(math.inf, posinf=math.inf).amin())

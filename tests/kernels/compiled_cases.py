@@ -282,9 +282,9 @@ def expert_calls() -> Iterator[Callable[[], Any]]:
 
 
 def latent_calls() -> Iterator[Callable[[], Any]]:
-    """In V4's own widths; ranks share its heads."""
+    """In V4's own widths, and MLA's; ranks share their heads."""
     slots = torch.zeros(2, 7, dtype=INT64)
-    for width, heads, dtype in [*product((512,), (8, 16, 32, 64, 128), (BF16, F32)), (128, 16, F32)]:
+    for width, heads, dtype in [*product((512, 576), (8, 16, 32, 64, 128), (BF16, F32)), (128, 16, F32)]:
         inputs = LatentInputs(
             q=torch.empty(2, heads, width, dtype=dtype), window_cache=torch.empty(2, 16, 1, width, dtype=dtype),
             window_slots=slots, entry_cache=torch.empty(2, 4, 1, width, dtype=dtype), entry_slots=slots,

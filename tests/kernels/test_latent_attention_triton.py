@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_latent_attention import filled_cache, latent_inputs, random_slots
+from tests.kernels.test_latent_attention import batch_of, filled_cache, latent_inputs, random_slots
 from tests.matrices import matrix
-from transom_kernels.latent_attention import gpu
+from transom_kernels.latent_attention import gpu, select_rows
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import (
     latent_attention_reference,
     pool_rows_reference,
     select_entries_reference,
 )
+from transom_kernels.launch import prefer
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,15 @@ def test_entries_are_the_same_however_scores_are_cut(
     monkeypatch.setattr(torch, "empty", noted)
     assert select_entries_triton(*inputs, top_k=20, scale=0.2).equal(wanted)
     assert largest == [(min(7, max(1, score_bytes // 600)), 150)]
+
+
+@pytest.mark.parametrize("top_k", [5, 29, 40])
+def test_select_rows(top_k: int) -> None:
+    batch = batch_of([4, 0, 2], [0, 0, 28], 3, columns=11)
+    inputs = (torch.randn(6, 9, 20), torch.randn(6, 9), torch.randn(50, 3, 1, 20), batch)
+    with prefer("reference"):
+        wanted = select_rows(*inputs, top_k=top_k)
+    assert select_rows(*inputs, top_k=top_k).equal(wanted)
 
 
 def test_scores_at_once_have_a_bound() -> None:

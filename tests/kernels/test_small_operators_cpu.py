@@ -93,8 +93,9 @@ def test_layer_norm(dtype, width):
     x, weight = strided(5, width, dtype), torch.randn(width).to(dtype)
     x += 3
     assert layer_norms.fits_cpu(x, weight)
-    wanted = layer_norm_reference(x, weight, EPS)
-    torch.testing.assert_close(layer_norm(x, weight, EPS), wanted, **limit(dtype, exact=3e-6, atol=1e-5))
+    for bias in (None, torch.randn(width).to(dtype)):
+        wanted = layer_norm_reference(x, weight, EPS, bias)
+        torch.testing.assert_close(layer_norm(x, weight, EPS, bias), wanted, **limit(dtype, exact=3e-6, atol=1e-5))
 
 
 # --- gated activations

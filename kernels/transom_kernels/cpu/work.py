@@ -25,13 +25,26 @@ from transom_kernels.cpu.language import helper as helper
 from transom_kernels.cpu.language import inlined
 from transom_kernels.cpu.layout import DONE, ITEM_BITS, ITEM_MASK, ITEMS_OF, SCRATCH_OF, SYNC_OF, TAG_OF
 from transom_kernels.cpu.simd import argument as argument
-from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, unchecked_i64
+from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, load_i32, unchecked_i64
 
 
 @helper
 def row_address(arguments, rows, index):
     """Return the address of row `index` of a tensor; `rows` has the numbers of the words with its address and stride in bytes."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
+
+
+@helper
+def sequence_of(query_offset, num_sequences, token):
+    """Return the number of the sequence that has a token, or `num_sequences` if none has it: a binary search in `query_offset`."""
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if load_i32(query_offset + 4 * (middle + 1)) <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @helper

@@ -1,6 +1,6 @@
-"""DeepSeek V4's latent attention over a window and compressed entries, the pooling that makes entries, and their indexer."""
+"""Latent attention over chosen rows (DeepSeek V3.2 and V4), the pooling of V4's compressed entries, and the indexers that choose."""
 
-from transom_kernels.latent_attention.op import latent_attention, pool_rows, select_entries
+from transom_kernels.latent_attention.op import latent_attention, pool_rows, select_entries, select_rows
 from transom_kernels.latent_attention.reference import LatentInputs
 
-__all__ = ["LatentInputs", "latent_attention", "pool_rows", "select_entries"]
+__all__ = ["LatentInputs", "latent_attention", "pool_rows", "select_entries", "select_rows"]

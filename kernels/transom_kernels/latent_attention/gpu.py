@@ -10,7 +10,7 @@ import torch
 
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.reference import LatentInputs
-from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes
+from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes, split_width
 
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # most memory that the indexer's scores take at a time
@@ -83,6 +83,7 @@ def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
     if entry_cache is None or entry_slots is None:
         entry_cache, entry_slots = window_cache, window_slots[:, :0]
     config = attend_config(heads, width, q.element_size(), shared_bytes(q.device))
+    d1, d2 = split_width(width)
     if tokens:
         attend_rows[(tokens, -(-heads // config.block_h))](
             q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, out,
@@ -90,7 +91,7 @@ def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
             window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
             *window_cache.stride()[:2], *entry_cache.stride()[:2],
             D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
-            BLOCK_H=config.block_h, BLOCK_D=next_power_of_two(width), BLOCK_N=config.block_n,
+            BLOCK_H=config.block_h, D1=d1, D2=d2, BLOCK_N=config.block_n,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out

@@ -8,6 +8,8 @@ A latent row is both key and value of all heads, so a program gathers a row once
 of the latest tokens; an *entry* is a row that `pool` has made of several tokens. Slot `s` is row `s % P` of block `s // P`; a
 negative slot names no row.
 
+A row of 576 numbers is computed as two tiles of 512 and 64, as in `paged_attention.triton.attend`.
+
 Loops have no branches around loads, so that the compiler can prefetch the slots and rows of later iterations. (If a loop chose
 between two pointers, the compiler would load from them two bytes at a time.)
 
@@ -18,7 +20,7 @@ sequences, E pooled entries, R tokens per entry, G groups of tokens that an entr
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.triton.steps import continue_softmax, inverse_of
+from transom_kernels.paged_attention.triton.steps import continue_softmax, inverse_of, load_queries
 from transom_kernels.triton_math import LOG2_E
 
 
@@ -35,8 +37,10 @@ def _gather(cache, slot, stride_b, stride_p, d, D: tl.constexpr, P: tl.constexpr
 def _attend(
     row_max,
     row_sum,
-    acc,
-    query,  # [BLOCK_H, BLOCK_D]
+    acc1,
+    acc2,
+    q1,  # [BLOCK_H, D1]
+    q2,  # [BLOCK_H, D2]
     cache,
     slots,  # pointer to this query's slots
     count,
@@ -46,21 +50,29 @@ def _attend(
     D: tl.constexpr,
     P: tl.constexpr,
     UPCAST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Continue the online softmax over the rows at `slots`; return the new maximum, sum and accumulated values."""
-    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    d1, n = tl.arange(0, D1), tl.arange(0, BLOCK_N)
     for first in range(0, count, BLOCK_N):
         slot = tl.load(slots + first + n, mask=first + n < count, other=-1)
-        rows = _gather(cache, slot, stride_b, stride_p, d, D, P)
+        rows1 = _gather(cache, slot, stride_b, stride_p, d1, D, P)
         if UPCAST:
-            rows = rows.to(tl.float32)
-        score = tl.dot(query, tl.trans(rows), input_precision="ieee") * scale
-        score = tl.where((slot >= 0)[None, :], score, float("-inf"))
+            rows1 = rows1.to(tl.float32)
+        score = tl.dot(q1, tl.trans(rows1), input_precision="ieee")
+        if D2 > 0:
+            rows2 = _gather(cache, slot, stride_b, stride_p, D1 + tl.arange(0, D2), D, P)
+            if UPCAST:
+                rows2 = rows2.to(tl.float32)
+            score = tl.dot(q2, tl.trans(rows2), score, input_precision="ieee")
+        score = tl.where((slot >= 0)[None, :], score * scale, float("-inf"))
         row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score)
-        acc = tl.dot(weight.to(rows.dtype), rows, acc * rescale[:, None], input_precision="ieee")
-    return row_max, row_sum, acc
+        acc1 = tl.dot(weight.to(rows1.dtype), rows1, acc1 * rescale[:, None], input_precision="ieee")
+        if D2 > 0:
+            acc2 = tl.dot(weight.to(rows2.dtype), rows2, acc2 * rescale[:, None], input_precision="ieee")
+    return row_max, row_sum, acc1, acc2
 
 
 @triton.jit(do_not_specialize=["num_window", "num_entries"])
@@ -87,35 +99,40 @@ def attend_rows(
     ENTRY_P: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,  # 0: D is D1
     BLOCK_N: tl.constexpr,
 ):
     """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, ceil(num_heads / BLOCK_H))."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    kept = (head < num_heads)[:, None] & (d < D)[None, :]
-    query = tl.load(
-        q + token * q_stride_t + head[:, None] * q_stride_h + d[None, :], mask=kept, other=0.0
-    )  # [BLOCK_H, BLOCK_D]
-    if UPCAST:
-        query = query.to(tl.float32)
+    is_head, q_rows, d1 = head < num_heads, token * q_stride_t + head * q_stride_h, tl.arange(0, D1)
+    q1 = load_queries(q, q_rows, d1, D, is_head, UPCAST)
+    acc1 = tl.zeros([BLOCK_H, D1], tl.float32)
+    q2, acc2 = q1, acc1
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        q2 = load_queries(q, q_rows, d2, D, is_head, UPCAST)
+        acc2 = tl.zeros([BLOCK_H, D2], tl.float32)
     # The online softmax starts with the sink logit as its maximum, so the sum is that logit's weight, 1. It has no value vector.
-    row_max = tl.load(sink_logits + head, mask=head < num_heads, other=0.0) * LOG2_E
+    row_max = tl.load(sink_logits + head, mask=is_head, other=0.0) * LOG2_E
     row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     # the window's rows, then the entries
-    row_max, row_sum, acc = _attend(
-        row_max, row_sum, acc, query, window_cache, window_slots + token * num_window, num_window, window_stride_b,
-        window_stride_p, scale * LOG2_E, D, WINDOW_P, UPCAST, BLOCK_D, BLOCK_N,
+    row_max, row_sum, acc1, acc2 = _attend(
+        row_max, row_sum, acc1, acc2, q1, q2, window_cache, window_slots + token * num_window, num_window, window_stride_b,
+        window_stride_p, scale * LOG2_E, D, WINDOW_P, UPCAST, D1, D2, BLOCK_N,
     )  # fmt: skip
-    row_max, row_sum, acc = _attend(
-        row_max, row_sum, acc, query, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
-        entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, BLOCK_D, BLOCK_N,
+    row_max, row_sum, acc1, acc2 = _attend(
+        row_max, row_sum, acc1, acc2, q1, q2, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
+        entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, D1, D2, BLOCK_N,
     )  # fmt: skip
     inverse_sum = inverse_of(row_sum)
-    place = out + (token * num_heads + head[:, None]) * D + d[None, :]
-    tl.store(place, (acc * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept)
+    out_rows = out + (token * num_heads + head[:, None]) * D
+    kept1 = is_head[:, None] & (d1 < D)[None, :]
+    tl.store(out_rows + d1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)
+    if D2 > 0:
+        kept2 = is_head[:, None] & (d2 < D)[None, :]
+        tl.store(out_rows + d2[None, :], (acc2 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept2)
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_rounds"])

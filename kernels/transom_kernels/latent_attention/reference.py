@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.paged_attention.inputs import PagedBatch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentInputs:
@@ -121,6 +123,24 @@ def select_entries_reference(
         best = scores.topk(chosen, dim=1).indices
         out[tile] = best.masked_fill_(best >= num_visible[tile, None], -1)
     return out
+
+
+def rows_of_sequences(batch: PagedBatch, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots [B, N] of the rows that a batch's block tables name, and each query's sequence [T] and visible rows [T].
+
+    Nothing is read back from the device. The first layer that asks computes them, and the batch keeps them.
+    """
+    key = "rows of sequences"
+    if key not in batch.scratch:
+        device, size, table = batch.block_table.device, batch.block_size, batch.block_table.long()
+        places = torch.arange(size, device=device)
+        slots = (table[:, :, None] * size + places).masked_fill_(table[:, :, None] < 0, -1).flatten(1)
+        queries = torch.arange(num_queries, dtype=torch.int32, device=device)
+        sequence = torch.searchsorted(batch.query_offset[1:], queries, right=True).clamp_(max=max(0, len(table) - 1))
+        positions = batch.start[sequence] + queries - batch.query_offset[sequence]
+        batch.scratch[key] = slots, sequence, (positions.long() + 1).clamp_(max=slots.shape[1])
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = batch.scratch[key]
+    return found
 
 
 def _tiles(count: int, elements_each: int) -> list[slice]:

@@ -17,7 +17,7 @@ from transom_kernels.cpu.arguments import CacheArguments, RowArguments, numbers_
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import ROUND, fma, load_i32, load_i64, row_access, splat
-from transom_kernels.cpu.work import argument, each_item, helper, row_address
+from transom_kernels.cpu.work import argument, each_item, helper, row_address, sequence_of
 from transom_kernels.quantised_kv.cpu_rows import cache_address
 from transom_kernels.short_convolution.reference import ConvolutionInputs
 
@@ -91,19 +91,6 @@ def short_convolution_cpu(inputs: ConvolutionInputs) -> torch.Tensor:
 
 
 @helper
-def _sequence_of(arguments, token):
-    """Return the number of the sequence that has a token, or B if none has it: a binary search in `query_offset`."""
-    low, high = 0, argument(arguments, AT.num_sequences)
-    while low < high:
-        middle = (low + high) // 2
-        if load_i32(argument(arguments, AT.query_offset) + 4 * (middle + 1)) <= token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@helper
 def _cached_row(arguments, sequence, position):
     """Return the address of unit 0 of the cached row at a position; 0 if the row counts as zero."""
     if position < max(0, load_i32(argument(arguments, AT.attend_from) + 4 * sequence)):
@@ -133,7 +120,7 @@ def make_convolve(dtype: str) -> Any:
         length, per_item = argument(arguments, AT.length), argument(arguments, AT.item_channels)
         parts = (channels + per_item - 1) // per_item
         token, first = item // parts, item % parts * per_item
-        sequence = _sequence_of(arguments, token)
+        sequence = sequence_of(argument(arguments, AT.query_offset), argument(arguments, AT.num_sequences), token)
         # Tokens that pad a step belong to no sequence, and nothing precedes them.
         begin, position = token, 0
         if sequence < argument(arguments, AT.num_sequences):

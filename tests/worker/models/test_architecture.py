@@ -3,6 +3,7 @@ errors for configs that are not supported.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,16 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config.architecture import RUNNABLE_FAMILIES, choose_max_model_len, read_architecture, runnable
+from transom_core.model_config.architecture import (
+    RUNNABLE_FAMILIES,
+    choose_max_model_len,
+    read_architecture,
+    runnable,
+    with_windows,
+)
 from transom_core.model_config.mamba import Mamba
 from transom_core.model_config.mixture import Mixture
-from transom_core.model_config.mla import MLA_FAMILIES
+from transom_core.model_config.mla import MLA_FAMILIES, Indexer
 from transom_core.model_config.rank_shares import rank_lines, rank_shares
 from transom_core.model_config.sharding import check_size
 from transom_worker.models.layers.rotary_embedding import frequencies
@@ -320,6 +327,34 @@ def test_deepseek_v3_as_published() -> None:
     assert mla is not None
     assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)
     assert mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.1"])
+def test_indexers_as_published(name: str) -> None:
+    """transformers' config says the same in other fields. Windows would not go with tokens that an indexer selects."""
+    published = CONFIGS[name]
+    architecture = runnable(read_architecture(published))
+    saved = read_architecture(AutoConfig.for_model(**published).to_dict())
+    assert (architecture.layers, architecture.mla) == (saved.layers, saved.mla)
+    mla, is_glm = architecture.mla, name == "glm-5.1"
+    assert mla is not None
+    layers = frozenset((0, 1, *range(5, 78, 4)) if is_glm else range(61))
+    heads = 32 if is_glm else 64
+    assert mla.indexer == Indexer(num_heads=heads, size=128, top_k=2048, interleaved=is_glm, layers=layers)
+    pattern = {"index_topk_pattern": "F" + "S" * (architecture.num_layers - 1)}
+    for wrong, message in (
+        ({"index_topk": 0}, "index_topk 0: heads and tokens must be at least 1"),
+        ({"index_head_dim": 32}, "index_head_dim 32.*as wide as qk_rope_head_dim 64"),
+        ({"q_lora_rank": None}, "q_lora_rank not null"),
+        ({"index_local_blocks": 2}, "the field 'index_local_blocks' is not known"),
+        ({"indexer_types": ["full"]}, "indexer_types must be"),
+        ({"indexer_types": ["shared"] * architecture.num_layers}, "indexer_types"),
+        (pattern, "" if is_glm else "'shared', which deepseek_v32 models do not have"),
+    ):
+        with pytest.raises(ModelError, match=message) if message else nullcontext():
+            read_architecture(published | wrong)
+    with pytest.raises(ConfigError, match="--window and --chunk do not fit a model whose indexer"):
+        with_windows(architecture, window=8, pattern="S")
 
 
 @pytest.mark.parametrize("family", MLA_FAMILIES)

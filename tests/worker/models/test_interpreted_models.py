@@ -3,6 +3,7 @@
 One small model in `make test`; every family, several ranks and replayed CUDA graphs in `make test-interpreter`.
 """
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ SEVERAL_RANKS = (
     "llama4",
     "olmo3",
     "deepseek_v3",
+    "glm_moe_dsa",
     "deepseek_v4",
 )
 # Engines that replay their decode steps as CUDA graphs.
@@ -210,10 +212,15 @@ def test_replayed_steps_in_hits_and_repairs(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2"])
-def test_replayed_steps_of_recurrent_layers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences update their states in place, and keep one where a later prompt hits."""
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2", "glm_moe_dsa"])
+def test_replayed_steps_of_recurrent_layers_and_indexers(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences update their states in place, and keep one where a later prompt hits; or queries read 12 rows of up to 32."""
     folder = make_folder(tmp_path, name)
+    config = json.loads((folder / "config.json").read_text())
+    if "index_topk" in config:
+        (folder / "config.json").write_text(json.dumps(config | {"index_topk": 12}))
     how: dict[str, Any] = {
         "lengths": GRAPH_LENGTHS,
         "situations": ("cold", "hit"),

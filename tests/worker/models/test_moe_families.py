@@ -43,6 +43,7 @@ SHARED = {
     "shared_expert_intermediate_size": 80,
 }
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
+INDEXED = MLA | EXPERTS | {"index_n_heads": 17, "index_head_dim": 20, "index_topk": 40, "first_k_dense_replace": 1}
 CASES = {
     "deepseek_v2": FamilyCase(
         family="deepseek_v2",
@@ -60,6 +61,18 @@ CASES = {
         | GROUPS
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": STRETCHED},
         mistakes=({"topk_group": 1}, {"rope_interleave": False}, {"routed_scaling_factor": 1.0}),
+    ),
+    "deepseek_v32": FamilyCase(
+        family="deepseek_v32",
+        config=INDEXED | GROUPS | {"routed_scaling_factor": 1.5, "rope_parameters": STRETCHED, "seed": 11},
+        mistakes=({"index_topk": 39}, {"index_topk": 2000}, {"topk_group": 1}),
+    ),
+    "glm_moe_dsa": FamilyCase(
+        family="glm_moe_dsa",
+        config=INDEXED
+        | {"indexer_types": ["full", "shared", "full", "shared"], "index_topk": 48, "n_group": 1, "topk_group": 1}
+        | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 2},
+        mistakes=({"indexer_types": ["full", "shared", "shared", "shared"]}, {"rms_norm_eps": 1e-1}),
     ),
     "kimi_k2": FamilyCase(
         family="kimi_k2",

@@ -35,6 +35,8 @@ LATENT = (
     "deepseek_v3",
     "kimi_k2",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )  # latent rows are in the model's format alone
 NAMES = [name for name in CASES if " in " not in name and name not in LATENT]
 # Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.

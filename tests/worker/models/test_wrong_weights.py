@@ -59,6 +59,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
         **{"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
     },
+    "glm_moe_dsa": {
+        **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_n_heads": 3, "index_head_dim": 16},
+    },
     "llama4_text": {
         "num_local_experts": 4,
         "intermediate_size_mlp": 80,

@@ -96,6 +96,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),
     "deepseek-v2-lite": _mla("deepseek_v2", 27, 16, 163_840, q_lora_rank=None),
     "deepseek-v3": _mla("deepseek_v3", 61, 128, 163_840),
+    "deepseek-v3.2": _mla("deepseek_v32", 61, 128, 163_840),
+    "glm-5.1": _mla("glm_moe_dsa", 78, 64, 202_752, index_topk_freq=4),
     "deepseek-v4-flash": _v4([SLIDING] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 21)[:-1], 64),
     "deepseek-v4-pro-like": _v4([COMPRESSED_HEAVILY] * 2 + ([COMPRESSED_SPARSE, COMPRESSED_HEAVILY] * 30)[:-1], 128),
 }

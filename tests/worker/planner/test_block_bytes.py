@@ -13,7 +13,7 @@ from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, Role
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.planner.blocks import cache_groups
-from transom_worker.planner.layer_groups import make_groups
+from transom_worker.planner.layer_groups import check_runs, make_groups
 
 BF16, FP8 = "bfloat16", "fp8"
 
@@ -144,6 +144,19 @@ def test_latent_rows_are_whole_on_every_rank(name: str, layers: int) -> None:
         group = groups_of(name, ranks=ranks)["latent"]
         assert group.block_bytes == layers * 16 * (512 + 64) * 2
         assert group.layers[3].v_offset == group.layers[3].k_offset
+
+
+@pytest.mark.parametrize(("name", "layers", "selecting"), [("deepseek-v3.2", 61, 61), ("glm-5.1", 78, 21)])
+def test_keys_of_indexers_lie_beside_latent_rows(name: str, layers: int, selecting: int) -> None:
+    """GLM-5.1 has an indexer in its first two layers and in each fourth one after them."""
+    for ranks in (1, 3):
+        group = groups_of(name, ranks=ranks)["latent"]
+        assert group.block_bytes == 16 * (layers * (512 + 64) + selecting * 128) * 2
+    first, fourth = group.layers[0], group.layers[3]
+    assert (first.v_offset, first.v_size, fourth.v_offset == fourth.k_offset) == (16 * 576 * 2, 128, selecting < layers)
+    assert groups_of(name, "fp8")["latent"].block_bytes == 16 * (layers * (512 + 128 + 8) + selecting * 132)
+    with pytest.raises(ConfigError, match="such groups run in the model's format, bfloat16, alone"):
+        check_runs([groups_of(name, "fp8")["latent"]], BF16)
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (3, 3), (5, 2), (8, 1), (16, 1)])

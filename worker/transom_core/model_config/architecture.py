@@ -49,7 +49,7 @@ RUNNABLE_FAMILIES = (
     ),
     *("cohere2", "exaone4", "granite", "phi3", "seed_oss", "gemma4_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
-    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
     *("lfm2", "lfm2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("granitemoehybrid", "nemotron_h", "falcon_h1"),
@@ -288,12 +288,14 @@ def with_windows(
     changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged. Only attention ever changes.
 
     Raises:
-        ConfigError: the model has layers that share a cache, whose windows would have to be equal.
+        ConfigError: the model has layers that share a cache, whose windows would have to be equal, or an indexer.
     """
     if window is None and chunk is None:
         return architecture
     if any(layer.reads_cache_of is not None for layer in architecture.layers):
         raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
+    if architecture.mla is not None and architecture.mla.indexer is not None:
+        raise ConfigError("--window and --chunk do not fit a model whose indexer selects tokens; leave them out.")
 
     def marked(layer: LayerAttention, letter: str) -> LayerAttention:
         match letter if layer.convolution is None and layer.recurrent is None else "F":

@@ -12,7 +12,7 @@ from typing import Any
 from transom_core.errors import ModelError
 from transom_core.model_config import lfm2, mamba, recurrent
 from transom_core.model_config.layer_attention import Compression, LayerAttention
-from transom_core.model_config.mla import MLA_FAMILIES
+from transom_core.model_config.mla import INDEXED_FAMILIES, MLA_FAMILIES, index_sizes
 
 Config = Mapping[str, Any]
 
@@ -84,6 +84,8 @@ def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int
 
 def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
     """Return layer index -> sizes that differ from the config's. Gemma 4's configs give them for all full layers together."""
+    if indexed := index_sizes(config):
+        return indexed
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
     if config.get("model_type") == "mimo_v2_flash":
@@ -112,11 +114,12 @@ def _plain_layer(config: Config, family: str) -> LayerAttention:
 
 
 def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
-    """Return the layer with KV heads and head size from `sizes`, as far as these are given."""
+    """Return the layer with KV heads, head size and the size of index keys from `sizes`, as far as these are given."""
     return replace(
         layer,
         num_kv_heads=int(sizes.get("num_key_value_heads") or layer.num_kv_heads),
         head_size=int(sizes.get("head_dim") or layer.head_size),
+        index_size=int(sizes.get("index_head_dim") or 0),
     )
 
 
@@ -124,6 +127,8 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
     """Return the layer with the window, chunk or compression of its type."""
     match kind:
         case "full_attention":
+            return layer
+        case "indexed_attention" if config.get("model_type") in INDEXED_FAMILIES:  # transformers' name
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)

@@ -27,6 +27,7 @@ _MLA = {
     "v_head_dim": 128,
     "rms_norm_eps": 1e-6,
 }
+_INDEXED = _MLA | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 _DELTA_NET = {
     **{"head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6},
     **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
@@ -87,7 +88,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 128},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
+    "deepseek_v32": _INDEXED,
     "kimi_k2": _MLA,
+    "glm_moe_dsa": _INDEXED
+    | {
+        **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "index_n_heads": 32},
+    },
     "glm4_moe_lite": _MLA | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
     "youtu": _MLA | {"tie_word_embeddings": True},
     "lfm2": {

@@ -31,7 +31,8 @@ class LayerAttention:
     recurrent          no attention: a state that each token changes, after a convolution over the last `recurrent` tokens
 
     A `latent` layer has one row per token that is key and value of all heads, so all ranks hold that row; `rope_size` of its
-    elements are rotary. A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last. The
+    elements are rotary. If its indexer selects the tokens that queries read, it also has a key of `index_size` numbers per token.
+    A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last. The
     "heads" of a convolution are `head_size` neighbouring channels each, so that channels are divided among ranks as heads are; each
     is a key head without a value. A recurrent layer has a state of `head_size` times `value_size` numbers for each of its heads; a
     KV head is a key head, which serves several neighbouring heads.
@@ -45,6 +46,7 @@ class LayerAttention:
     chunk: int | None = None
     latent: bool = False
     rope_size: int = 0
+    index_size: int = 0
     compression: Compression | None = None
     convolution: int | None = None  # tokens that a short convolution reads: its kernel's length
     recurrent: int | None = None  # tokens that the convolution of a recurrent layer reads

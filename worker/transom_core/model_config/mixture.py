@@ -43,7 +43,9 @@ _DEFAULTS: dict[str, Config] = {
         **{"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
     },
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "glm_moe_dsa": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {
         **_DEEPSEEK_V3,
         **{"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
@@ -132,7 +134,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
-        case "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "glm4_moe_lite":
+        case "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa":
             return _deepseek(plain, config, num_layers)
         case "nemotron_h":
             return replace(
@@ -162,7 +164,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
 
 
 def _deepseek(plain: Mixture, config: Config, num_layers: int) -> Mixture:
-    """Return the experts of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash. V2 has softmax scores, the others sigmoid ones."""
+    """Return the experts of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and GLM-5. V2 has softmax scores, the others sigmoid ones."""
     is_v2 = config["model_type"] == "deepseek_v2"
     method, by_group = str(config["topk_method"]), not is_v2 or config["topk_method"] == "group_limited_greedy"
     methods = ("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",)

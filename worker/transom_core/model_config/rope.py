@@ -18,7 +18,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 # pairs are neighbours; MLA configs may say otherwise (`rope_interleave`)
 INTERLEAVED_FAMILIES = (
     *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
-    *("kimi_k2", "glm4_moe_lite", "youtu"),
+    *("deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
 )
 _DEFAULT_THETA = {
     "smollm3": 2_000_000.0,

@@ -5,7 +5,7 @@
 Legend: T tokens, R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -56,6 +56,12 @@ class Decoder(Model):
         is_mla = architecture.mla is not None
         ropes = [rope for rope in set(architecture.ropes) if rope is not None]
         self._rotary = {rope: make_rotary(rope, load, interleaved=is_mla and rope.interleaved) for rope in ropes}
+        indexer = architecture.mla.indexer if architecture.mla is not None else None
+        self._index_rotary = {
+            rope: make_rotary(rope, load, interleaved=indexer.interleaved)
+            for rope in ropes
+            if indexer is not None and indexer.interleaved != rope.interleaved
+        }
         ends = self._embedding.weight_bytes + self._norm.weight_bytes + self._head.weight_bytes
         self.weight_bytes = ends + sum(layer.weight_bytes for layer in self._layers)
 
@@ -78,6 +84,8 @@ class Decoder(Model):
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """Return the rotary tables and query factors of the tokens' positions."""
         tables = {rope: rotary(batch.positions, batch.sink_positions) for rope, rotary in self._rotary.items()}
+        for rope, rotary in self._index_rotary.items():
+            tables[rope] = replace(tables[rope], for_index=rotary(batch.positions))
         scale = self.architecture.scales.query_by_position
         if scale is None:
             return Rotations(tables, None)

@@ -5,7 +5,7 @@
     qwen3_moe       QK norm of each head; some layers may be dense
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
-    deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite
+    deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, glm4_moe_lite, glm_moe_dsa
                     MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
                     routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
     qwen3_next, qwen3_5_moe_text
@@ -198,7 +198,9 @@ MIXTURE_STYLES = {
     "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
     "deepseek_v2": Style(feed_forward=_qwen),
     "deepseek_v3": Style(feed_forward=_mimo),
+    "deepseek_v32": Style(feed_forward=_mimo),
     "kimi_k2": Style(feed_forward=_mimo),
+    "glm_moe_dsa": Style(feed_forward=_mimo),
     "glm4_moe_lite": Style(feed_forward=_mimo),
     "granitemoehybrid": Style(feed_forward=_granite),
     "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),

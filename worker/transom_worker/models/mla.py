@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu, *absorbed* into latent rows.
+"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5 and Youtu, *absorbed* into latent rows.
 
 A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
 up_v latent. Neither is ever computed, since both matrices can be multiplied elsewhere:
@@ -10,9 +10,14 @@ So attention runs as with one KV head whose keys are rows and whose values are t
 query heads of a KV head at once, so at most MOST_HEADS of them share a KV head; several KV heads are then views of the same rows.
 Every rank has all rows, and its own heads.
 
-Source: the papers of DeepSeek V2 and V3, and `models/deepseek_v3/modeling_deepseek_v3.py` of transformers.
+In DeepSeek V3.2 and GLM-5 a query reads the rows that an *indexer* selects (`RowSelector`): those of the largest scores, which small
+heads compute from a key of each token. The key lies beside the token's row, as the value of the layer's cache. The published code
+multiplies queries and keys by a Hadamard matrix and rounds them to fp8; as in transformers, neither is done here.
 
-Legend: T tokens, H heads of this rank, Q rank of queries, L latent width, P plain and R rotated width of a head, V value width.
+Sources: the papers of DeepSeek V2 to V3.2, and `models/deepseek_v3`, `deepseek_v32` and `glm_moe_dsa` of transformers.
+
+Legend: T tokens, N hidden width, H heads of this rank, Q rank of queries, L latent width, P plain and R rotated width of a head,
+V value width, I heads and X width of the indexer, K rows that a query reads.
 """
 
 from dataclasses import replace
@@ -20,21 +25,52 @@ from dataclasses import replace
 import torch
 
 from transom_core.model_config.architecture import Architecture
-from transom_core.model_config.mla import LATENT_NORM_EPS, Mla
+from transom_core.model_config.mla import LATENT_NORM_EPS, Indexer, Mla
 from transom_core.model_config.sharding import head_share
 from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
+from transom_kernels.latent_attention import LatentInputs, latent_attention, select_rows
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.attention import TokenMixer
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import HeadsLinear
-from transom_worker.models.layers.norm import RmsNorm
+from transom_worker.models.layers.norm import LayerNorm, RmsNorm
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 
 MOST_HEADS = (
     16  # 16 sums of 512 numbers, with as many queries, fill the registers and shared memory of a multiprocessor
 )
+_SELECTED = "rows that queries read"  # in a batch's scratch
+
+
+class RowSelector:
+    """The indexer of a layer: it writes a key for each token, and selects the rows that queries read."""
+
+    def __init__(self, indexer: Indexer, mla: Mla, hidden: int, load: Loader) -> None:
+        heads, size = indexer.num_heads, indexer.size
+        self._queries = load.linear("wq_b", shapes=[(heads * size, mla.query_rank)])
+        self._keys = load.linear("wk", "weights_proj", shapes=[(size, hidden), (heads, hidden)])
+        weight, bias = (load.tensor(f"k_norm.{name}", shape=(size,)) for name in ("weight", "bias"))
+        self._norm = LayerNorm(weight, LATENT_NORM_EPS, bias)
+        self._indexer, self._preparation = indexer, Preparation(interleaved=indexer.interleaved)
+        self.weight_bytes = sum(part.weight_bytes for part in (self._queries, self._keys, self._norm))
+
+    def __call__(
+        self, x_TN: torch.Tensor, query_TQ: torch.Tensor, tables: RotaryTables, keys: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        """Write this step's keys to the cache `keys`; return the slots of the rows that each query reads, [T, K], -1 for none."""
+        size, tables = self._indexer.size, tables.for_index or tables
+        projected = self._keys(x_TN)
+        prepared = QkvInputs(
+            q=self._queries(query_TQ).view(len(x_TN), self._indexer.num_heads, size),
+            k=self._norm(projected[:, :size])[:, None],
+            k_cache=keys,
+            slots=batch.slots,
+            tables=(tables.cos, tables.signed_sin),
+            preparation=self._preparation,
+        )
+        return select_rows(prepare_qkv(prepared), projected[:, size:], keys, batch, top_k=self._indexer.top_k)
 
 
 class MlaAttention(TokenMixer):
@@ -65,7 +101,13 @@ class MlaAttention(TokenMixer):
         most = head_share(architecture, index, 0, load.parallel.size).num_queries  # the first ranks have most
         self._kv_heads, self._most_kv_heads = _kv_heads(self._num_heads), _kv_heads(most)
         self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
-        parts = (self._down, self._query_norm, self._queries, self._latent_norm, self._absorb, self._expand)
+        self._selector, self._no_sinks_H = None, None
+        if mla.indexer is not None:
+            self._no_sinks_H = torch.full((self._num_heads,), float("-inf"), device=load.device)
+            if index in mla.indexer.layers:
+                self._selector = RowSelector(mla.indexer, mla, hidden, load.under("indexer."))
+        matrices = (self._down, self._queries, self._absorb, self._expand)
+        parts = (*matrices, self._query_norm, self._latent_norm, self._selector)
         self.weight_bytes = self._output.weight_bytes + sum(part.weight_bytes for part in parts if part is not None)
 
     def _mix(
@@ -78,8 +120,18 @@ class MlaAttention(TokenMixer):
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
         assert tables is not None
+        q_THL = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
+        if self._no_sinks_H is not None:
+            rows = LatentInputs(
+                q=q_THL,
+                window_cache=cache.k,
+                window_slots=batch.scratch[_SELECTED],
+                sink_logits=self._no_sinks_H,
+                scale=self._mla.scale,
+            )
+            return self._expand(latent_attention(rows)[..., : self._mla.latent_rank]).flatten(1)
         inputs = PagedInputs(
-            q=self._prepare(x_TN, tables, cache, batch, query_scale_T11),
+            q=q_THL,
             k_cache=cache.k.expand(-1, -1, self._kv_heads, -1),
             v_cache=cache.k[..., : self._mla.latent_rank].expand(-1, -1, self._kv_heads, -1),
             batch=batch,
@@ -97,7 +149,10 @@ class MlaAttention(TokenMixer):
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write this step's rows to the cache; return the absorbed and rotated queries, [T, H, L + R]."""
+        """Write this step's rows to the cache; return the absorbed and rotated queries, [T, H, L + R].
+
+        If the layer has an indexer, also select the rows that queries read, for this layer and later ones without an indexer.
+        """
         mla, down_T = self._mla, self._down(x_TN)
         query_TQ = x_TN if self._query_norm is None else self._query_norm(down_T[:, : mla.query_rank])
         latent_TL = self._latent_norm(down_T[:, mla.query_rank : mla.query_rank + mla.latent_rank])
@@ -115,6 +170,8 @@ class MlaAttention(TokenMixer):
             v_cache=cache.k[..., : mla.latent_rank],
         )
         prepare_qkv(row)
+        if self._selector is not None:
+            batch.scratch[_SELECTED] = self._selector(x_TN, query_TQ, tables, cache.v, batch)
         projected = self._queries(query_TQ)
         queries = QkvInputs(
             q=self._absorb(projected.view(len(x_TN), self._num_heads, projected.shape[1] // self._num_heads)),

@@ -1,7 +1,8 @@
 """Computes the content of a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
 
     rule               which tokens a group keeps (`layer_groups.Rule`)
-    latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
+    latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4); where an indexer selects the
+                       tokens that a query reads (DeepSeek V3.2, GLM-5), its key of the token is stored as V
     compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
     compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
     convolution row    a token's gated input of a short convolution; each rank has the channels that it computes
@@ -133,23 +134,28 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
         Tensor(Role.STATE, 1, coefficient * size, coefficient * size, STATE_DTYPE),
     ]
     if index_size := compression.index_size:
-        index = (index_size + INDEXER_SCALE_BYTES, 0, RAW) if name == "fp8" else (index_size, 0, name)
-        tensors.append(Tensor(Role.INDEXER, 1, *index))
+        tensors.append(Tensor(Role.INDEXER, 1, _index_row(index_size, name), 0, RAW if name == "fp8" else name))
         tensors.append(Tensor(Role.INDEXER_STATE, 1, coefficient * index_size, coefficient * index_size, STATE_DTYPE))
     return tuple(tensors)
 
 
 def _latent_row(layer: LayerAttention, name: str) -> tuple[int, int, str]:
-    """Return (K's width, V's width, dtype) of a latent row. V's width is 0, because the row serves as both.
+    """Return (K's width, V's width, dtype) of a latent row. V is the indexer's key, if there is one, since the row serves as both.
 
     In FP8 the elements with RoPE stay in 16 bits, and the other elements' scales come last. Example, 448 elements without and 64
     with RoPE: 448 + 2 * 64 + 8 (7 scales of a byte, padded to 8) = 584 bytes.
     """
+    index = _index_row(layer.index_size, name)
     if name != "fp8":
-        return layer.head_size, 0, name
+        return layer.head_size, index, name
     num_plain = layer.head_size - layer.rope_size
     num_scales = -(-num_plain // FP8_SCALE_GROUP)
-    return num_plain + 2 * layer.rope_size + -(-num_scales // 8) * 8, 0, RAW
+    return num_plain + 2 * layer.rope_size + -(-num_scales // 8) * 8, index, RAW
+
+
+def _index_row(size: int, name: str) -> int:
+    """Return the width of an indexer's key of `size` numbers. In FP8 its scale follows."""
+    return size + INDEXER_SCALE_BYTES * (size > 0 and name == "fp8")
 
 
 def _group_layout(

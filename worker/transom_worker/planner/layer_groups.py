@@ -173,7 +173,7 @@ def check_runs(groups: Sequence[GroupLayout], dtype: str) -> None:
         if group.format == dtype or group.spec.kind in (GroupKind.COMPRESSOR_STATE, GroupKind.STATE):
             continue
         asked = f"--kv-cache-dtype asks for {group.format} in KV group {group.spec.name}"
-        if tensors.k_offset == tensors.v_offset:
+        if tensors.k_offset == tensors.v_offset or group.spec.kind is GroupKind.LATENT:
             raise ConfigError(
                 f"{asked}, whose rows are keys and values of all heads at once (latent attention); such groups run in the model's "
                 f"format, {dtype}, alone: give auto."

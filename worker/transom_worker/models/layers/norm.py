@@ -41,15 +41,15 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """Normalisation by mean and variance, with a learned weight and no bias."""
+    """Normalisation by mean and variance, with a learned weight, and a bias if the family has one."""
 
-    def __init__(self, weight_N: torch.Tensor, eps: float) -> None:
-        self._weight_N, self._eps = weight_N, eps
-        self.weight_bytes = weight_N.nbytes
+    def __init__(self, weight_N: torch.Tensor, eps: float, bias_N: torch.Tensor | None = None) -> None:
+        self._weight_N, self._bias_N, self._eps = weight_N, bias_N, eps
+        self.weight_bytes = weight_N.nbytes + (0 if bias_N is None else bias_N.nbytes)
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return the normalised rows, [T, N]."""
-        return layer_norm(x_TN, self._weight_N, self._eps)
+        return layer_norm(x_TN, self._weight_N, self._eps, self._bias_N)
 
 
 class AllHeadsQkNorm:

@@ -25,13 +25,15 @@ class RotaryTables:
     """Cosine and sine per token, [T, 1, R]; the sine is negated for the first element of each pair.
 
     The two elements of a pair are R / 2 apart, or neighbours if `interleaved`. `for_sinks` is set in steps with tokens beyond the
-    model's trained length: when a query reads sink tokens, it is rotated as if it were at the end of that length.
+    model's trained length: when a query reads sink tokens, it is rotated as if it were at the end of that length. `for_index` are
+    the tables of an indexer whose pairs are others.
     """
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
     interleaved: bool = False
     for_sinks: RotaryTables | None = None
+    for_index: RotaryTables | None = None
 
 
 class RotaryEmbedding:
