@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 MASKED = -1e38  # scores below it are of tokens that an indexer's query does not see
 
 

@@ -1,5 +1,5 @@
-"""The operator `layer_norm`: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias of each row, in float32. CPUs compute it with a
-kernel, GPUs with torch.
+"""The operator `layer_norm`: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias of each row, in float32. CPUs compute it
+with a kernel, GPUs with torch.
 
 Legend: T rows, N width.
 """

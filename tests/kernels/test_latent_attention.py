@@ -11,8 +11,14 @@ import torch
 
 from tests.matrices import matrix
 from transom_kernels.kv_write.reference import write_rows
-from transom_kernels.latent_attention import latent_attention, pool_rows, reference, select_entries, select_rows
-from transom_kernels.latent_attention import cpu_selection
+from transom_kernels.latent_attention import (
+    cpu_selection,
+    latent_attention,
+    pool_rows,
+    reference,
+    select_entries,
+    select_rows,
+)
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.reference import LatentInputs, latent_attention_reference
 from transom_kernels.launch import prefer

@@ -1,4 +1,4 @@
-"""Latent attention over chosen rows (DeepSeek V3.2 and V4), the pooling of V4's compressed entries, and the indexers that choose."""
+"""Latent attention over chosen rows (DeepSeek V3.2 and V4), the pooling of V4's entries, and the indexers that choose."""
 
 from transom_kernels.latent_attention.op import latent_attention, pool_rows, select_entries, select_rows
 from transom_kernels.latent_attention.reference import LatentInputs

@@ -57,7 +57,8 @@ class SelectArguments(NamedTuple):
 
     paged: PagedArguments
     head_weights: RowArguments  # [T, H]
-    scores: torch.Tensor | None  # [queries at once, N rounded up to UNIT_KEYS] float32; None: every query reads all rows
+    # [queries at once, N rounded up to UNIT_KEYS] float32; None: every query reads all rows
+    scores: torch.Tensor | None
     out: torch.Tensor  # [T, K] int64, contiguous
     first_row: int  # of the queries that are computed now
     num_sequences: int

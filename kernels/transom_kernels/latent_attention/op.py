@@ -115,8 +115,8 @@ def select_entries(
 def select_rows(
     q: torch.Tensor, head_weights: torch.Tensor, key_cache: torch.Tensor, batch: PagedBatch, *, top_k: int
 ) -> torch.Tensor:
-    """Return the slots of the `top_k` best rows that each query sees: [T, min(top_k, N)] int64 in the order of their positions, then
-    -1. N is how many rows the block table has room for.
+    """Return the slots of the `top_k` best rows that each query sees: [T, min(top_k, N)] int64, in the order of positions, and
+    -1 after them. N is how many rows the block table has room for.
 
     `q` is [T, H, D], `head_weights` [T, H] in its dtype, `key_cache` [ids, P, 1, D] has a key for each token. A query sees its
     sequence up to itself; the batch has neither windows nor lower bounds. A row's score is `sum_h head_weights[h] * relu(q_h . k)`,

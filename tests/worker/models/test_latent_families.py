@@ -14,7 +14,9 @@ from tests.worker.models.family_tests import Family
 from tests.worker.models.test_moe_families import CASES, draw_corrections
 
 
-@pytest.fixture(scope="module", params=some_daily(["deepseek_v2", "deepseek_v3", "deepseek_v32"], daily=["deepseek_v32"]))
+@pytest.fixture(
+    scope="module", params=some_daily(["deepseek_v2", "deepseek_v3", "deepseek_v32"], daily=["deepseek_v32"])
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("latent")
     make_checkpoint(folder, case.family, **case.config)

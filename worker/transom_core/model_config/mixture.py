@@ -164,7 +164,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
 
 
 def _deepseek(plain: Mixture, config: Config, num_layers: int) -> Mixture:
-    """Return the experts of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and GLM-5. V2 has softmax scores, the others sigmoid ones."""
+    """Return the experts of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and GLM-5. V2 has softmax scores, the others sigmoids."""
     is_v2 = config["model_type"] == "deepseek_v2"
     method, by_group = str(config["topk_method"]), not is_v2 or config["topk_method"] == "group_limited_greedy"
     methods = ("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",)

@@ -10,9 +10,9 @@ So attention runs as with one KV head whose keys are rows and whose values are t
 query heads of a KV head at once, so at most MOST_HEADS of them share a KV head; several KV heads are then views of the same rows.
 Every rank has all rows, and its own heads.
 
-In DeepSeek V3.2 and GLM-5 a query reads the rows that an *indexer* selects (`RowSelector`): those of the largest scores, which small
-heads compute from a key of each token. The key lies beside the token's row, as the value of the layer's cache. The published code
-multiplies queries and keys by a Hadamard matrix and rounds them to fp8; as in transformers, neither is done here.
+In DeepSeek V3.2 and GLM-5 a query reads the rows that an *indexer* selects (`RowSelector`): those of the largest scores, which
+small heads compute from a key of each token. The key lies beside the token's row, as the value of the layer's cache. The published
+code multiplies queries and keys by a Hadamard matrix and rounds them to fp8; as in transformers, neither is done here.
 
 Sources: the papers of DeepSeek V2 to V3.2, and `models/deepseek_v3`, `deepseek_v32` and `glm_moe_dsa` of transformers.
 

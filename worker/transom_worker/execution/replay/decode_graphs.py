@@ -93,7 +93,7 @@ class DecodeGraphs(DecodeReplay):
         if policy is not None or not self._captured or (is_mixed and not self._may_replay_mixed(arrays)):
             return None
         work_plans = plan_work_by_key(arrays, self._launch_keys, is_mixed=is_mixed)
-        size = self.sizes.smallest_for(size_of(arrays, work_plans, self._launch_keys if is_mixed else ()))
+        size = self.sizes.smallest_for(size_of(arrays, work_plans, self._launch_keys if is_mixed else None))
         captured = None if size is None else self._captured.get(size)
         if captured is None:
             return None

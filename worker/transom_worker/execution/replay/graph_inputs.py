@@ -37,13 +37,16 @@ def plan_work_by_key(
     ]
 
 
-def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan], mixed_keys: Sequence[GroupLaunchKey] = ()) -> StepSize:
-    """Return the sequences, work items and table columns that a step needs; `mixed_keys` are the launch keys, for a mixed step."""
+def size_of(
+    arrays: StepArrays, work_plans: Sequence[WorkPlan], mixed_keys: Sequence[GroupLaunchKey] | None = None
+) -> StepSize:
+    """Return the sequences, work items and table columns that a step needs; `mixed_keys` are the launch keys, for a mixed step.
+    There are none if all layers read the rows that indexers select."""
     return StepSize(
         num_seqs=len(arrays.rows.start_host),
         num_columns=tuple(group.block_table.shape[1] for group in arrays.groups),
-        mixed_tokens=len(arrays.token_ids) if mixed_keys else 0,
-        works=tuple(zip(_launches(mixed_keys, True), work_plans, strict=True)) if mixed_keys else (),
+        mixed_tokens=0 if mixed_keys is None else len(arrays.token_ids),
+        works=() if mixed_keys is None else tuple(zip(_launches(mixed_keys, True), work_plans, strict=True)),
     )
 
 
