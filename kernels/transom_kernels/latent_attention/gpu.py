@@ -39,14 +39,17 @@ class LatentConfig:
 def attend_config(num_heads: int, width: int, element_bytes: int, shared_bytes: int) -> LatentConfig:
     """Return the configuration of `attend_rows` on a device whose programs may have `shared_bytes` of shared memory.
 
-    Rows of 512 16-bit numbers (1 KiB) count as wide: accumulators of 64 heads of that width do not fit in registers.
+    Rows of 512 16-bit numbers (1 KiB) count as wide: accumulators of 64 heads of that width do not fit in registers. Two stages of
+    32 rows of MLA's 576 do not fit into the least shared memory.
     """
     wide = width * element_bytes > 512
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         return LatentConfig(block_h=MIN_DOT_ROWS, block_n=16 if wide else 32, num_warps=8, num_stages=1)
     block_h = min(32 if wide else 64, max(MIN_DOT_ROWS, next_power_of_two(num_heads)))
     has_seven = wide and block_h == MIN_DOT_ROWS and shared_bytes >= SEVEN_STAGES_BYTES
-    return LatentConfig(block_h=block_h, block_n=32 if wide else 64, num_warps=8, num_stages=7 if has_seven else 5)
+    few = width * element_bytes > 1024 and shared_bytes < SEVEN_STAGES_BYTES
+    block_n = 16 if few else 32 if wide else 64
+    return LatentConfig(block_h=block_h, block_n=block_n, num_warps=8, num_stages=7 if has_seven else 5)
 
 
 def score_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:
