@@ -2,9 +2,9 @@
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 
-    python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each|--served] [--loops] [words of names to choose]
+    python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each] [--loops] [words of names to choose]
 
---one-each: one configuration of each kernel; --served: also all that `is_served`; --loops: opcodes of loops.
+--one-each: one configuration of each kernel; --loops: opcodes of loops.
 """
 
 import json
@@ -90,18 +90,11 @@ def main(words: list[str]) -> None:
     chosen = [word for word in words if not word.startswith(("sm_", "--"))]
     for arch in archs:
         cases = all_cases(arch)
-        one_each = {case.kernel: case for case in cases}
-        if "--one-each" in words or "--served" in words:
-            served = "--served" in words
-            cases = [case for case in cases if case is one_each[case.kernel] or (served and is_served(case))]
+        if "--one-each" in words:
+            cases = list({case.kernel: case for case in cases}.values())
         for case in cases:
             if all(word in case.name for word in chosen):
                 print(json.dumps(compile_for(case, arch, "--loops" in words)), flush=True)
-
-
-def is_served(case: Compilation) -> bool:
-    """Whether it is a configuration of the kernels that take the most registers and shared memory, in bfloat16."""
-    return "*bf16" in case.types.values() and bool(re.search("attention|moe|recurrence", case.kernel.__module__))
 
 
 if __name__ == "__main__":

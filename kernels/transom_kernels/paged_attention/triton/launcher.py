@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from transom_kernels.launch import INTERPRETED, capability_of, multiprocessors_of, next_power_of_two, split_width
+from transom_kernels.launch import (
+    INTERPRETED,
+    capability_of,
+    multiprocessors_of,
+    next_power_of_two,
+    shared_bytes,
+    split_width,
+)
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
@@ -52,7 +59,7 @@ class LayerKernels:
             cache_bytes=inputs.k_cache.element_size(),
             multiprocessors=multiprocessors_of(q.device),
         )
-        self._capability = capability_of(q.device)
+        self._device, self._capability = q.device, capability_of(q.device)
         has_sinks = inputs.sink_logits is not None
         self._of_combine = {"GROUP": inputs.group, "E": self.value_width, "HAS_SINK_LOGITS": has_sinks}
         (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(self.value_width)
@@ -84,6 +91,13 @@ class LayerKernels:
                 cache_bytes=key.cache_bytes,
                 capability=self._capability,
             )
+            if key.element_bytes > 2:  # queries beside an iteration's keys and values; 16-bit tiles fit everywhere
+                numbers = (config.block_m + config.block_n) * key.key_size + config.block_n * self.value_width
+                if 0 < (most := shared_bytes(self._device)) < 4 * numbers:
+                    raise ValueError(
+                        f"Attention in float32 over keys of {key.key_size} numbers with {key.group} query heads each takes "
+                        f"{4 * numbers} bytes of shared memory; a program has {most} on this GPU. Choose bfloat16."
+                    )
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
             tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
             blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
