@@ -28,6 +28,9 @@ _chosen: Kernels | None = None
 _pretended: tuple[int, int] | None = None  # the compute capability of an absent GPU; see `absent_device`
 
 MULTIPROCESSORS = 132  # of an H100 and an H200
+# The most registers that a thread can have. Without this limit ptxas, CUDA's assembler, spills one or two of them so that one more
+# program fits on a multiprocessor.
+MAX_REGISTERS = 255
 # compute capability -> bytes of shared memory that a program may have; for devices for which kernels are compiled ahead of time
 SHARED_BYTES = {
     (8, 0): 163 << 10,

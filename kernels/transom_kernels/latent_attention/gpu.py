@@ -10,7 +10,7 @@ import torch
 
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.reference import LatentInputs
-from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes, split_width
+from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two, shared_bytes, split_width
 
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # most memory that the indexer's scores take at a time
@@ -95,7 +95,7 @@ def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
             *window_cache.stride()[:2], *entry_cache.stride()[:2],
             D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
             BLOCK_H=config.block_h, D1=d1, D2=d2, BLOCK_N=config.block_n,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     return out
 

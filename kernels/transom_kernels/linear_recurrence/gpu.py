@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from transom_kernels.launch import INTERPRETED, next_power_of_two, warps_for
+from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two, warps_for
 from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
 from transom_kernels.linear_recurrence.kernel import locate, recur_chunks, recur_tokens, solve_chunks
 from transom_kernels.triton_math import silu
@@ -63,7 +63,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
     if uses_chunks:
         columns = 16 if width * (1 + inputs.is_delta_rule) > 128 else columns  # the delta rule needs more registers
         kinds: dict[str, Any] = {"BLOCK_T": CHUNK, "PRECISION": "tf32", "UPCAST": INTERPRETED}
-        kinds["num_warps"] = min(8, max(4, shape["BLOCK_D"] // 16))
+        kinds |= {"num_warps": min(8, max(4, shape["BLOCK_D"] // 16)), "maxnreg": MAX_REGISTERS}
         solved = mixed
         if inputs.is_delta_rule:
             solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=projected.device)

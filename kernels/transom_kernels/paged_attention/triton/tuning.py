@@ -6,7 +6,7 @@ A *tile* is a group of query tokens of one sequence with the query heads of one 
 
 from dataclasses import dataclass
 
-from transom_kernels.launch import next_power_of_two
+from transom_kernels.launch import MAX_REGISTERS, next_power_of_two
 from transom_kernels.paged_attention.triton.work_items import NO_LIMIT, Tiling
 
 FEW_TOKENS = 4  # sequences with up to this many new tokens have a tiling, and so a smaller tile, of their own
@@ -23,9 +23,7 @@ LONG_PIPELINE_STAGES, DECODE_STAGES = 5, 7
 LONG_PIPELINE_ROUND_BYTES = 32 << 10
 DECODE_ROUND_BYTES = 16 << 10  # of an iteration in decoding: three, for four programs on a multiprocessor of 9.0
 HOPPER = (9, 0)
-# Registers of a thread. Without a limit ptxas, CUDA's assembler, spills one or two of them so that one more program fits on a
-# multiprocessor. With 128, four programs of four warps fit.
-MAX_REGISTERS, DECODE_REGISTERS = 255, 128
+DECODE_REGISTERS = 128  # of a thread: four programs of four warps fit on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

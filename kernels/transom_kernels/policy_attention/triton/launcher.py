@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transom_kernels.launch import INTERPRETED, next_power_of_two
+from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two
 from transom_kernels.policy_attention.reference import PolicyBatch, PolicyInputs
 from transom_kernels.policy_attention.triton.kernel import add_mass, attend_rows
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
@@ -106,9 +106,6 @@ def _tiles(batch: PolicyBatch, config: TileConfig, decodes: bool, device: torch.
 
 MIN_DOT_ROWS = 16
 PROMPT_ROWS = 64
-# The most registers that a thread can have. Without this limit ptxas, CUDA's assembler, spills one or two of them so that one more
-# program fits on a multiprocessor.
-MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
