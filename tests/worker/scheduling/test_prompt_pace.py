@@ -46,6 +46,12 @@ DECODES, PROMPT = step((40, 1)), step((0, 100))
         pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 0.6)], True, 0, 576, id="half of the target"),
         pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 2.0)], True, 0, 1984, id="as much time as decoding"),
         pytest.param(0.1, [(PROMPT, 1000.0)], True, 0, LEAST_TOKENS, id="a chunk that is worth a step"),
+        pytest.param(
+            0.1, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], True, 4096, 32, id="that takes as long after a long context"
+        ),
+        pytest.param(
+            0.1, [(DECODES, 0.1), (PROMPT, 0.1), (step((4096, 100)), 0.4)], True, 4096, 48, id="or twice the fixed part"
+        ),
     ],
 )
 def test_limits_follow_from_measured_steps(target_s, steps, decodes, context, limit):

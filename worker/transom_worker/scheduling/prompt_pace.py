@@ -9,8 +9,9 @@ steps themselves, by context (the number of tokens before a chunk), since attent
 
 Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to
 256. Prompts get at least half of the target, and at least as much time as decoding, so that they make progress even if decode steps
-are slow. A limit is at least `LEAST_TOKENS`, since each step has a cost besides that of its tokens, and a multiple of `ROUNDED_TO`,
-since kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
+are slow. A limit is at least what is worth a step (`least_tokens`), since each step has a cost besides that of its tokens, and
+above `ROUNDED_TO` a multiple of it, since kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has
+been measured.
 
 A step that only decodes `rows` sequences, which read `keys` keys together, takes about
 
@@ -30,6 +31,7 @@ from transom_worker.scheduling.step import StepPlan, StepTimings
 
 WEIGHT = 0.3  # of the newest measurement in the moving averages
 FIRST_TOKENS = LEAST_TOKENS = 128
+LEAST_ROUNDED_TO = 16
 ROUNDED_TO = 64
 LEAST_MEASURED = 16  # a step with fewer prompt tokens says too little about the pace
 CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 to 1,023, 1,024 to 2,047, and so on
@@ -97,7 +99,20 @@ class PromptPace:
             return FIRST_TOKENS
         decode_s = self._decode_s * decodes
         prompt_s = max(self.target_s - decode_s, self.target_s / 2, decode_s)
-        return max(LEAST_TOKENS, int(prompt_s / token_s) // ROUNDED_TO * ROUNDED_TO)
+        return max(self.least_tokens(context), int(prompt_s / token_s) // ROUNDED_TO * ROUNDED_TO)
+
+    def least_tokens(self, context: int) -> int:
+        """Return the fewest prompt tokens that are worth a step: at most `LEAST_TOKENS`, and after a long context as many as take
+        the time of `LEAST_TOKENS` without one, so that no step of others is longer because of a context.
+
+        They take at least twice the fixed part of a step, since their measured time may contain it once.
+        """
+        token_s = self.token_s(context)
+        if not token_s:
+            return LEAST_TOKENS
+        least_s = max(LEAST_TOKENS * self.token_s(0), 2 * self.decode_costs.fixed_s)
+        most = min(LEAST_TOKENS, int(least_s / token_s) // LEAST_ROUNDED_TO * LEAST_ROUNDED_TO)
+        return max(LEAST_ROUNDED_TO, most)
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step. Rows of more than one token are prompts."""

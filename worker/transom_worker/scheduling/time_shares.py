@@ -9,8 +9,9 @@ to wait.
 - *Turns.* The sequences of a client that wants more rows than its share take turns: those go first that have waited for longest.
   The last row may cost more than what is left of the share; that is taken from the next one (`_Account.credit_s`).
 - *Savings.* A client keeps what it does not use of its share for its next prompts, up to that of `SAVED_STEPS` steps, or up to the
-  cost of `LEAST_TOKENS` of its next prompt. So a client that sends a prompt now and then has it computed at once, and one that
-  always has prompts saves for pieces of `LEAST_TOKENS`, between which steps are short. It has a debt if it used more than it had.
+  cost of the least piece of its next prompt (`PromptPace.least_tokens`). So a client that sends a prompt now and then has it
+  computed at once, and one that always has prompts saves for such pieces, between which steps are short. It has a debt if it used
+  more than it had.
 - *Probes.* Once in `PROBE_STEPS` a step *is* as if all clients were ordinary: each computes up to `ORDINARY_ROWS` rows and no
   prompts. So it is known what such a step takes even if the clients never stop sending more.
 - *Guests.* For `GUEST_STEPS` after the last step of several clients, one that is alone makes room as for one sequence more: the
@@ -31,14 +32,14 @@ from heapq import nsmallest
 from transom_core.virtual_time import MAX_ACCOUNTS
 from transom_worker.scheduling.clients import Client
 from transom_worker.scheduling.dividing import divide
-from transom_worker.scheduling.prompt_pace import LEAST_TOKENS, DecodeCosts, PromptPace
+from transom_worker.scheduling.prompt_pace import DecodeCosts, PromptPace
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
 
 ORDINARY_ROWS = 4
 # With 1.5, random clients (`test_step_shares`) made others' mean gaps up to 2.2 times as long, since costs are estimates.
 LONGEST = 1.35
-SAVED_STEPS = 16
+SAVED_STEPS = 12
 GUEST_STEPS = 8
 PROBE_STEPS = 128
 MOST_DEBT_STEPS = 256  # more is forgotten: it may come from a wrong estimate
@@ -189,8 +190,8 @@ class TimeShares:
         weight = sum(work.client.weight for work in works) + (len(works) == 1)
         for work, account in zip(works, accounts, strict=True):
             account.share_s = free_s[1] * work.client.weight / weight
-            # A long prompt's next piece may cost more than many shares: attention makes it slower than its first one.
-            next_s = LEAST_TOKENS * self._pace.token_s(work.prompts[0].scheduled if work.prompts else 0)
+            # A prompt's next piece may cost more than many shares.
+            next_s = self._least_s(work.prompts[0].scheduled if work.prompts else 0)
             account.most_s = max(SAVED_STEPS * account.share_s, next_s)
             account.saved_s = min(account.saved_s, account.most_s)
         return free_s[0], free_s[1]
@@ -223,9 +224,11 @@ class TimeShares:
         return chosen
 
     def _piece_s(self, work: ClientWork) -> float:
-        """Return the cost of the least piece of a client's prompts that is computed: all of them, or `LEAST_TOKENS`."""
-        least_s = LEAST_TOKENS * self._pace.token_s(work.prompts[0].scheduled) if work.prompts else 0.0
-        return min(work.prompt_s, least_s)
+        """Return the cost of the least piece of a client's prompts that is computed: all of them, or what is worth a step."""
+        return min(work.prompt_s, self._least_s(work.prompts[0].scheduled)) if work.prompts else 0.0
+
+    def _least_s(self, context: int) -> float:
+        return self._pace.least_tokens(context) * self._pace.token_s(context)
 
     def _missing_s(self, work: ClientWork, account: _Account) -> float:
         """Return the time that a client lacks to compute anything in this step; below 0 if it can."""
