@@ -22,6 +22,7 @@ from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+KINDS = ["delta", "kda", "mamba2"]
 LIMIT = {F32: 2e-6, BF16: 1e-2, F16: 2e-3}  # of the largest number
 SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
 STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
@@ -37,9 +38,10 @@ def recurrence_case(
     """Inputs for tokens before and in the step, from which `step_of` takes those of a step."""
     heads, key_heads, width, value_width, length = shape
     tokens, channels = sum(map(sum, steps)), 2 * key_heads * width + heads * value_width
-    num_blocks, is_delta = 2 * len(steps) + 1, kind == "delta"
-    slab = torch.randn(tokens, channels + 2 * heads + 5).to(dtype)
-    projected, step_size, strength, _ = torch.split(slab, [channels, heads, heads, 5], dim=1)
+    num_blocks, is_delta = 2 * len(steps) + 1, kind != "mamba2"
+    num_steps = heads * width if kind == "kda" else heads
+    slab = torch.randn(tokens, channels + num_steps + heads + 5).to(dtype)
+    projected, step_size, strength, _ = torch.split(slab, [channels, num_steps, heads, 5], dim=1)
     states = torch.full((num_blocks, 7 + heads * (width * value_width + 3)), float("nan"))
     strides = (states.stride(0), width * value_width + 3, value_width, 1)
     return RecurrenceInputs(
@@ -47,11 +49,10 @@ def recurrence_case(
         weight=(torch.randn(length, channels) / 2).to(dtype),
         bias=None if is_delta else torch.randn(channels).to(dtype),
         step_size=step_size,
-        step_bias=3 * torch.randn(heads),
+        step_bias=3 * torch.randn(num_steps),
         log_rate=torch.randn(heads) - 1,
         strength=strength if is_delta else None,
         skip=None if is_delta else torch.randn(heads),
-        step_limits=(0.0, float("inf")) if is_delta else (0.2, 2.5),
         key_heads=key_heads,
         state=states.as_strided((num_blocks, heads, width, value_width), strides, 7),
         rows=torch.full((num_blocks, length, channels), float("nan")).to(dtype)[:, 1:],
@@ -109,7 +110,7 @@ def check(inputs: RecurrenceInputs, compute: Recurrence) -> None:
     assert got.rows.nan_to_num(7.0).equal(wanted.rows.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(("kind", "shape", "dtype"), matrix(["delta", "mamba2"], SHAPES, [F32, BF16, F16]))
+@pytest.mark.parametrize(("kind", "shape", "dtype"), matrix(KINDS, SHAPES, [F32, BF16, F16]))
 def test_cpu_kernels_against_the_reference_in_float64(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     case = recurrence_case(kind, shape, dtype=dtype)
     assert fits_cpu_kernels(case)
@@ -117,7 +118,7 @@ def test_cpu_kernels_against_the_reference_in_float64(kind: str, shape: tuple[in
         check(middle_step(case, in_place=in_place), linear_recurrence_cpu)
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_has_the_same_bits_however_it_is_cut_and_whatever_is_beside_it(kind: str) -> None:
     """On CPUs at any position, with any number of threads."""
     case = recurrence_case(kind, (4, 2, 24, 40, 4), [(0, 150), (0, 9)])
@@ -139,7 +140,7 @@ def check_cuts(case: RecurrenceInputs, compute: Recurrence, cuts_of_runs: Iterab
         assert case.rows[1].equal(rows)
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(kind: str) -> None:
     check_padding(kind, linear_recurrence_cpu)
     check_padding(kind, linear_recurrence_reference)
@@ -161,7 +162,7 @@ def check_padding(kind: str, compute: Recurrence) -> None:
     assert case.state.isnan().flatten(1).all(1).tolist() == [block != 4 for block in range(len(case.state))]
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_step_reads_its_blocks_anew(kind: str) -> None:
     steps = [(3, 1), (0, 1), (9, 1)]
     case = recurrence_case(kind, (4, 2, 12, 20, 4), steps)
@@ -220,6 +221,6 @@ def check_norm(
 
 
 def small_case() -> None:
-    for kind in ("delta", "mamba2"):
+    for kind in KINDS:
         check(middle_step(recurrence_case(kind, SHAPES[2], dtype=BF16)), linear_recurrence_cpu)
     check_norm(gated_rms_norm_cpu, 60, True, True, False, BF16)

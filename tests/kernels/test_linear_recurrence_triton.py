@@ -7,6 +7,7 @@ from tests.kernels.test_linear_recurrence import (
     BF16,
     F16,
     F32,
+    KINDS,
     NORMS,
     SHAPES,
     check,
@@ -33,7 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape", "dtype", "in_place"),
-    matrix(["delta", "mamba2"], SHAPES, [F32, BF16, F16], [False, True], strength=1),
+    matrix(KINDS, SHAPES, [F32, BF16, F16], [False, True], strength=1),
 )
 def test_against_the_reference_in_float64(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
@@ -45,7 +46,7 @@ def test_against_the_reference_in_float64(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_has_the_same_bits_if_it_is_cut_at_multiples_of_16_and_whatever_is_beside_it(
     kind: str, dtype: torch.dtype
 ) -> None:
@@ -53,7 +54,7 @@ def test_a_prompt_has_the_same_bits_if_it_is_cut_at_multiples_of_16_and_whatever
     check_cuts(case, linear_recurrence_triton, ([16], [32, 48], [1, 6] if dtype == F32 else [16, 32]))
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(kind: str) -> None:
     check_padding(kind, linear_recurrence_triton)
 

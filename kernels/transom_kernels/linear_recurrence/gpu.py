@@ -2,7 +2,8 @@
 
 `convolve` writes silu(convolution) of all tokens, then the cached rows. Then `kernel.py` computes the recurrence, in two ways:
 
-    recur_tokens     token by token: sequences with one token; all sequences in float32, or if tokens are not more than sequences
+    recur_tokens     token by token: sequences with one token; all sequences in float32, where each row of a state has its own decay
+                     (factors e^(c_i - c_j) of pairs would be of rows, too), or if tokens are not more than sequences
     recur_chunks     other sequences with more tokens: `CHUNK` tokens at a time by products of matrices, whose inputs have the 10
                      bits of TF32; the state itself is kept and summed in float32
     solve_chunks     comes before it for the delta rule, where a token's change depends on those of earlier tokens of its chunk
@@ -49,17 +50,18 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         inputs.skip if inputs.skip is not None else inputs.log_rate,
     )  # fmt: skip
     blocks = batch.query_offset, batch.read_block, batch.write_block
-    numbers = (inputs.step_size.stride(0), gates[1].stride(0), *state.stride()[:3], *map(float, inputs.step_limits))
+    numbers = (inputs.step_size.stride(0), gates[1].stride(0), *state.stride()[:3])
     shape = {
         "H": heads, "HK": inputs.key_heads, "D": width, "DV": value_width, "DELTA": inputs.is_delta_rule,
         "HAS_SKIP": inputs.skip is not None, "BLOCK_D": max(16, next_power_of_two(width)),
     }  # fmt: skip
     columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
-    uses_chunks = projected.dtype != torch.float32 and tokens > sequences
+    by_row = inputs.decays_by_row
+    uses_chunks = projected.dtype != torch.float32 and tokens > sequences and not by_row
     warps = max(4, warps_for(shape["BLOCK_D"] * columns) // 2)
     recur_tokens[(sequences, heads, -(-value_width // columns))](
-        mixed, *gates, out, state, *blocks, *numbers, **shape, ONE=uses_chunks, BLOCK_V=columns, num_warps=warps
-    )
+        mixed, *gates, out, state, *blocks, *numbers, **shape, BY_ROW=by_row, ONE=uses_chunks, BLOCK_V=columns, num_warps=warps
+    )  # fmt: skip
     if uses_chunks:
         columns = 16 if width * (1 + inputs.is_delta_rule) > 128 else columns  # the delta rule needs more registers
         kinds: dict[str, Any] = {"BLOCK_T": CHUNK, "PRECISION": "tf32", "UPCAST": INTERPRETED}
@@ -68,7 +70,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         if inputs.is_delta_rule:
             solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=projected.device)
             solve_chunks[(tokens // CHUNK + sequences + 1, heads)](
-                mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2], *numbers[-2:],
+                mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2],
                 H=heads, HK=inputs.key_heads, D=width, DV=value_width, BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES,
                 **kinds | {"num_warps": 4},
             )  # fmt: skip

@@ -4,7 +4,6 @@ Legend: T tokens of a step, B sequences, H heads of values and states, Hk heads 
 heads), D key width, Dv value width, L tokens of the convolution's kernel, C = 2 Hk D + H Dv channels of the convolution.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,12 +49,11 @@ class RecurrenceInputs:
     projected: torch.Tensor  # [T, C]: queries of all key heads, their keys, values of all heads; before the convolution
     weight: torch.Tensor  # [L, C]; the last row belongs to the token itself
     bias: torch.Tensor | None  # [C]
-    step_size: torch.Tensor  # [T, H]
-    step_bias: torch.Tensor  # [H] float32, dt_bias: added before the softplus
+    step_size: torch.Tensor  # [T, H], or [T, H * D] where each row of a state decays by itself (Kimi Linear)
+    step_bias: torch.Tensor  # [H] or [H * D] float32, dt_bias: added before the softplus
     log_rate: torch.Tensor  # [H] float32, A_log
     strength: torch.Tensor | None = None  # [T, H]; its sigmoid is the delta rule's beta
     skip: torch.Tensor | None = None  # [H] float32, D of Mamba-2
-    step_limits: tuple[float, float] = (0.0, math.inf)  # Mamba-2's least and largest step, after the softplus
     key_heads: int  # Hk
     state: torch.Tensor  # [ids, H, D, Dv] float32, Dv contiguous
     rows: torch.Tensor  # [ids, L - 1, C], C contiguous: `projected` of the last tokens, the earliest first
@@ -65,6 +63,11 @@ class RecurrenceInputs:
     def is_delta_rule(self) -> bool:
         """Whether the state is corrected by the delta rule, as in gated delta nets; Mamba-2 only adds to it."""
         return self.strength is not None
+
+    @property
+    def decays_by_row(self) -> bool:
+        """Whether each row of a state has a decay of its own."""
+        return self.is_delta_rule and self.step_bias.numel() > self.state.shape[1]
 
     def check(self) -> None:
         """Raise ValueError unless shapes and dtypes fit together."""
@@ -76,8 +79,9 @@ class RecurrenceInputs:
                 "keys of each key head and values of each head, and a multiple of key heads as heads."
             )
         wanted = {"weight": (length, channels), "rows": (len(self.rows), length - 1, channels)}
-        wanted |= {"bias": (channels,), "step_size": (tokens, heads), "strength": (tokens, heads)}
-        wanted |= dict.fromkeys(("step_bias", "log_rate", "skip"), (heads,))
+        steps = heads * width if self.decays_by_row else heads
+        wanted |= {"bias": (channels,), "step_size": (tokens, steps), "strength": (tokens, heads)}
+        wanted |= {"step_bias": (steps,), "log_rate": (heads,), "skip": (heads,)}
         for name, shape in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:

@@ -43,10 +43,10 @@ def locate(query_offset, program, num_sequences, num_tokens, BLOCK_T: tl.constex
 
 
 @triton.jit
-def _steps(step_size, step_bias, log_rate, at, head, inside, least, most):
-    """Return the steps of tokens, and their log decays; both 0 for tokens that are not inside."""
-    x = tl.load(step_size + at + head, mask=inside, other=0.0).to(tl.float32) + tl.load(step_bias + head)
-    step = tl.where(inside, tl.minimum(tl.maximum(softplus(x), least), most), 0.0)
+def _steps(step_size, step_bias, log_rate, at, head, channel, inside):
+    """Return the steps of tokens, or of one token's channels, and their log decays; both 0 for those that are not inside."""
+    x = tl.load(step_size + at + channel, mask=inside, other=0.0).to(tl.float32)
+    step = tl.where(inside, softplus(x + tl.load(step_bias + channel)), 0.0)
     return step, -tl.exp(tl.load(log_rate + head)) * step
 
 
@@ -68,14 +68,13 @@ def recur_tokens(
     state_stride_b,
     state_stride_h,
     state_stride_d,
-    least,
-    most,
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    BY_ROW: tl.constexpr,  # each row of a state has a step of its own: step_size [T, H * D], step_bias [H * D]
     ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -98,8 +97,13 @@ def recur_tokens(
             query = tl.load(row + head // (H // HK) * D + d, mask=d < D, other=0.0).to(tl.float32)
             key = tl.load(row + (HK + head // (H // HK)) * D + d, mask=d < D, other=0.0).to(tl.float32)
             value = tl.load(row + 2 * HK * D + head * DV + v, mask=v < DV, other=0.0).to(tl.float32)
-            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, True, least, most)
-            own *= tl.exp(log_decay)
+            if BY_ROW:  # rows from D on hold zeros, whatever their decay
+                channel = head * D + tl.minimum(d, D - 1)
+                step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, channel, d < D)
+                own *= tl.exp(log_decay)[:, None]
+            else:
+                step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, head, True)
+                own *= tl.exp(log_decay)
             if DELTA:
                 query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * D**-0.5
                 key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
@@ -135,8 +139,6 @@ def solve_chunks(
     num_tokens,
     step_stride,
     strength_stride,
-    least,
-    most,
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -166,7 +168,7 @@ def solve_chunks(
             key = wide
         length = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         at = (begin + t) * step_stride
-        _, log_decay = _steps(step_size, step_bias, log_rate, at, head, inside, least, most)
+        _, log_decay = _steps(step_size, step_bias, log_rate, at, head, head, inside)
         _, pairs = _pairs(log_decay, t, BLOCK_T)
         at = (begin + t) * strength_stride + head
         beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
@@ -203,8 +205,6 @@ def recur_chunks(
     state_stride_b,
     state_stride_h,
     state_stride_d,
-    least,
-    most,
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -236,7 +236,7 @@ def recur_chunks(
             key = tl.load(rows + (HK + head // (H // HK)) * D + d[None, :], mask=has_key, other=0.0)
             has_value = inside[:, None] & (v < DV)[None, :]
             value = tl.load(rows + 2 * HK * D + head * DV + v[None, :], mask=has_value, other=0.0).to(tl.float32)
-            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, inside, least, most)
+            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, head, inside)
             c, pairs = _pairs(log_decay, t, BLOCK_T)
             last = tl.sum(log_decay, 0)
             if UPCAST:

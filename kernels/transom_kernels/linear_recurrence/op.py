@@ -3,13 +3,15 @@
 `linear_recurrence` is a causal convolution over each channel's last L tokens with silu, then the recurrence of each head. Its state
 S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the convolution's result.
 
-    step = clamp(softplus(step_size + step_bias))        decay = exp(-exp(log_rate) * step)
+    step = softplus(step_size + step_bias)               decay = exp(-exp(log_rate) * step)
 
     gated delta rule (with `strength`)                   Mamba-2
     q, k = q / |q| / sqrt(D), k / |k|
     S = decay * S                                        S = decay * S
     S = S + k (sigmoid(strength) * (v - S^T k))^T        S = S + k (step * v)^T
     out = S^T q                                          out = S^T q + skip * v
+
+In Kimi Linear's delta rule (KDA) each row of S has a step and a decay of its own.
 
 The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens
 as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding, and on CPUs and in

@@ -49,13 +49,13 @@ def _recur(
     if inputs.is_delta_rule:
         query, key = (x * torch.rsqrt((x * x).sum(2, keepdim=True) + 1e-6) for x in (query, key))
         query = query * width**-0.5
-    step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).clamp(*inputs.step_limits)
-    decay = torch.exp(-torch.exp(inputs.log_rate.to(wide)) * step)
+    step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(mixed), heads, -1)
+    decay = torch.exp(-torch.exp(inputs.log_rate.to(wide))[:, None] * step)
     results = torch.empty_like(value)
     for t in range(len(mixed)):
-        state = state * decay[t, :, None, None]
+        state = state * decay[t, :, :, None]
         if inputs.strength is None:
-            change = step[t, :, None] * value[t]
+            change = step[t] * value[t]
         else:
             known = (state * key[t, :, :, None]).sum(1)
             change = torch.sigmoid(inputs.strength[own][t].to(wide))[:, None] * (value[t] - known)

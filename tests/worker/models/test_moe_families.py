@@ -74,6 +74,15 @@ CASES = {
         | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 2},
         mistakes=({"indexer_types": ["full", "shared", "shared", "shared"]}, {"rms_norm_eps": 1e-1}),
     ),
+    "kimi_linear": FamilyCase(
+        family="kimi_linear",
+        config={name: value for name, value in MLA.items() if name != "head_dim"}
+        | {"q_lora_rank": None, "linear_num_heads": 3, "linear_head_dim": 20, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
+        | {"rms_norm_eps": 1e-3, "pad_token_id": 0},
+        mistakes=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"rms_norm_eps": 1e-1}),
+    ),
     "kimi_k2": FamilyCase(
         family="kimi_k2",
         config=MLA

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config import falcon_h1, lfm2, mamba
+from transom_core.model_config import falcon_h1, lfm2, mamba, recurrent
 from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
@@ -51,7 +51,7 @@ RUNNABLE_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
     *("lfm2", "lfm2_moe"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
     *("granitemoehybrid", "nemotron_h", "falcon_h1"),
     "deepseek_v4",
 )
@@ -96,7 +96,7 @@ class Architecture:
     layer_embedding_size: int = 0  # width of Gemma 4's per-layer embeddings; 0: none
     layer_vocab_size: int = 0  # vocabulary size of the per-layer embeddings
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
-    mla: Mla | None = None  # sizes of multi-head latent attention, which all layers or none have
+    mla: Mla | None = None  # sizes of multi-head latent attention, which all attention layers or none have
     mamba: Mamba | None = None  # what the recurrent layers have if they are Mamba-2's
     num_labels: int = 0  # of the head that a classifier has instead of one for tokens; 0: it writes text
 
@@ -138,7 +138,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
         )
     try:
-        config = mamba.with_common_names(lfm2.with_common_names(config))
+        config = recurrent.with_common_names(mamba.with_common_names(lfm2.with_common_names(config)))
         num_labels = _num_labels(config)
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
@@ -164,7 +164,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
             layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
-            mla=read_mla(config, ropes[0]) if ropes[0] is not None else None,
+            mla=read_mla(config, ropes[0]),
             mamba=read_mamba(config),
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             # A classifier's files have no head for tokens; the token that each request ends with means nothing.

@@ -132,7 +132,7 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)
-        case recurrent.LINEAR if config.get("model_type") in recurrent.DELTA_NET_FAMILIES:
+        case recurrent.LINEAR if config.get("model_type") in (*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR):
             return recurrent.delta_net_layer(config)
         case recurrent.LINEAR if config.get("model_type") in mamba.MAMBA_FAMILIES:
             return mamba.mamba_layer(config)
@@ -268,7 +268,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": _full_first_and_every_sixth,
     **dict.fromkeys(MLA_FAMILIES, _always_full),
-    **dict.fromkeys(recurrent.DELTA_NET_FAMILIES, recurrent.layer_type),
+    **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
     **dict.fromkeys(mamba.MAMBA_FAMILIES, _always_recurrent),
     "lfm2": lfm2.layer_type,
     "lfm2_moe": lfm2.layer_type,

@@ -88,6 +88,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 128},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
+    "kimi_linear": _MLA
+    | {
+        **{"q_lora_rank": None, "rms_norm_eps": 1e-5},
+        **{"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+    },
     "deepseek_v32": _INDEXED,
     "kimi_k2": _MLA,
     "glm_moe_dsa": _INDEXED

@@ -45,6 +45,11 @@ _DEFAULTS: dict[str, Config] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "kimi_linear": {
+        **_DEEPSEEK_V3,
+        **{"moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        "routed_scaling_factor": 2.446,
+    },
     "glm_moe_dsa": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {
         **_DEEPSEEK_V3,
@@ -134,7 +139,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
-        case "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa":
+        case "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear":
             return _deepseek(plain, config, num_layers)
         case "nemotron_h":
             return replace(

@@ -14,7 +14,7 @@ from typing import Any
 from transom_core.model_config.rope import Rope, yarn_magnitude
 
 INDEXED_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", *INDEXED_FAMILIES)
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "kimi_linear", *INDEXED_FAMILIES)
 _INDEX_FIELDS = (
     *("index_n_heads", "index_head_dim", "index_topk", "indexer_types", "indexer_rope_interleave"),
     *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -48,8 +48,8 @@ class Mla:
     indexer: Indexer | None = None
 
 
-def read_mla(config: Mapping[str, Any], rope: Rope) -> Mla | None:
-    """Return the sizes of a config; None if its family has no MLA. `rope` is that of all layers.
+def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
+    """Return the sizes of a config; None if its family has no MLA. `rope` is that of all layers; None: nothing rotates.
 
     Raises:
         KeyError, TypeError, ValueError: a value is missing or wrong.
@@ -66,8 +66,8 @@ def read_mla(config: Mapping[str, Any], rope: Rope) -> Mla | None:
         raise ValueError("partial_rotary_factor must be 1, since qk_rope_head_dim says how much of a head rotates")
     plain, rotated = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     # YaRN stretches positions; queries and keys are each multiplied by this magnitude, so scores by its square.
-    all_dim = float(parameters.get("mscale_all_dim") or 0.0) if rope.kind != "default" else 0.0
-    magnitude = yarn_magnitude(rope.factor, all_dim) if all_dim else 1.0
+    all_dim = float(parameters.get("mscale_all_dim") or 0.0) if rope is not None and rope.kind != "default" else 0.0
+    magnitude = yarn_magnitude(rope.factor, all_dim) if rope is not None and all_dim else 1.0
     return Mla(
         query_rank=query_rank,
         latent_rank=sizes["kv_lora_rank"],

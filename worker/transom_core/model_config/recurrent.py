@@ -1,8 +1,8 @@
-"""Reads what only configs with recurrent layers have: the gated delta nets of Qwen3-Next and Qwen3.5. Imports no torch.
+"""Reads what only configs with recurrent layers have: gated delta nets of Qwen3-Next, Qwen3.5 and Kimi Linear. Imports no torch.
 
 A field `linear_*` that is not known here is refused, since it may change what the model computes.
 
-Source: `transformers/models/qwen3_next/configuration_qwen3_next.py`, and those of `qwen3_5` and `qwen3_5_moe`.
+Source: `transformers/models/qwen3_next/configuration_qwen3_next.py`, and those of `qwen3_5`, `qwen3_5_moe` and `kimi_linear`.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,17 @@ Config = Mapping[str, Any]
 
 DELTA_NET_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"  # the layer type
+KIMI_LINEAR = "kimi_linear"
+# transformers' name of a field -> Kimi Linear's
+_KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "scoring_func": "moe_router_activation_func",
+}
+_KIMI_SIZES = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", "linear_conv_kernel_dim": "short_conv_kernel_size"}
 _SIZES = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 
 
@@ -25,16 +36,46 @@ def delta_net_layer(config: Config) -> LayerAttention:
         ModelError: a field is unknown.
         KeyError, TypeError, ValueError: a value is missing or wrong.
     """
+    is_kimi = config.get("model_type") == KIMI_LINEAR
+    known = (*_KIMI_SIZES, "linear_attn_config") if is_kimi else tuple(f"linear_{name}" for name in _SIZES)
     for name in config:
-        if name.startswith("linear_") and name.removeprefix("linear_") not in _SIZES:
+        if name.startswith("linear_") and name not in known:
             raise ModelError(f"config.json has the field {name!r}, which is not known of models with gated delta nets.")
+    if is_kimi:
+        heads, size, length = (int(config[name]) for name in _KIMI_SIZES)
+        return LayerAttention(num_heads=heads, num_kv_heads=heads, head_size=size, value_size=size, recurrent=length)
     heads, key_heads, key_size, value_size, length = (int(config[f"linear_{name}"]) for name in _SIZES)
     return LayerAttention(
         num_heads=heads, num_kv_heads=key_heads, head_size=key_size, value_size=value_size, recurrent=length
     )
 
 
+def with_common_names(config: Config) -> Config:
+    """Return a config of Kimi Linear with transformers' names, and with its layers' types; other configs as they are.
+
+    Raises:
+        KeyError, TypeError, ValueError: a value is missing or wrong.
+    """
+    if config.get("model_type") != KIMI_LINEAR:
+        return config
+    own = dict(config.get("linear_attn_config") or {})
+    layers = {kind: own.pop(name, ()) for kind, name in (("full_attention", "full_attn_layers"), (LINEAR, "kda_layers"))}
+    if unknown := sorted(set(own) - set(_KIMI_SIZES.values())):
+        raise ValueError(f"linear_attn_config has the field {unknown[0]!r}, which is not known")
+    if config.get("mla_use_nope") is False:
+        raise ValueError("mla_use_nope false, attention with rotation, is not supported")
+    names = _KIMI_NAMES | {name: f"linear_attn_config.{field}" for name, field in _KIMI_SIZES.items()}
+    given = config | {f"linear_attn_config.{name}": value for name, value in own.items()}
+    found = {name: given[alias] for name, alias in names.items() if given.get(alias) is not None}
+    types = {int(index) - 1: kind for kind, indices in layers.items() for index in indices}  # published from 1
+    if types and not config.get("layer_types"):
+        found["layer_types"] = [types[index] for index in range(int(config["num_hidden_layers"]))]
+    return {**config, **found}
+
+
 def layer_type(config: Config, index: int) -> str:
     """Return the type of layer `index` of a config without `layer_types`: each n-th layer has full attention."""
+    if config.get("model_type") == KIMI_LINEAR:
+        return "full_attention" if index and index % 4 == 0 else LINEAR
     interval = int(config.get("full_attention_interval") or 4)
     return LINEAR if (index + 1) % interval else "full_attention"

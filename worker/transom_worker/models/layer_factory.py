@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from transom_core.model_config.architecture import Architecture, LayerAttention
+from transom_core.model_config.recurrent import KIMI_LINEAR
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
@@ -54,6 +55,7 @@ def _short_convolution(architecture: Architecture, index: int, load: Loader) -> 
 def _recurrent(architecture: Architecture, index: int, load: Loader) -> RecurrentLayer:
     """Make the recurrent layer `index` with this rank's heads."""
     layer, hidden, mamba = architecture.layers[index], architecture.hidden_size, architecture.mamba
+    is_kimi = architecture.family == KIMI_LINEAR
     assert layer.recurrent is not None
     assert layer.value_size is not None
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
@@ -62,6 +64,12 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     # Names of the parts of the input's projection, the rows of each in the whole model, and this rank's.
     parts = [("q", keys, own_keys), ("k", keys, own_keys), ("v", values, own_values), ("z", values, own_values)]
     parts += [(name, layer.num_heads, heads.queries) for name in ("ba" if mamba is None else "a")]
+    twice = None
+    if is_kimi:  # gates and steps by way of a narrow row, which every rank has whole
+        narrow = layer.value_size
+        parts = [(name, narrow, slice(0, narrow)) if name in "za" else (name, *rest) for name, *rest in parts]
+        second = {"shapes": [(values, narrow)], "rows": [own_values]}
+        twice = load.linear("g_b_proj", **second), load.linear("f_b_proj", **second)
     has_bias = mamba is not None and mamba.projection_bias
     projection = load.linear(
         *(f"in_proj_{name}" for name, _, _ in parts),
@@ -75,10 +83,16 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     channels = 2 * keys + values
 
     def convolution(name: str, *rest: int) -> torch.Tensor:
+        if is_kimi:  # a tensor each
+            tensors = (load.tensor(f"{part}_{name}", shape=(keys, *rest), part=(own_keys,)) for part in "qkv")
+            return torch.cat(list(tensors))
         return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
 
-    def by_head(name: str) -> torch.Tensor:
-        return load.tensor(name, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
+    def by_head(name: str, *, each: int = 1, is_wrapped: bool = False) -> torch.Tensor:
+        shape, part = (layer.num_heads * each,), (_rows(heads.queries, each),)
+        if is_wrapped:
+            return load.tensor(name, torch.float32, shape=(1, 1, *shape, 1), part=(slice(None),) * 2 + part).flatten()
+        return load.tensor(name, torch.float32, shape=shape, part=part)
 
     own_norm = (layer.value_size, slice(None)) if mamba is None else (values, own_values)
     has_norm = mamba is None or mamba.has_norm
@@ -90,13 +104,14 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
         RecurrentWeights(
             convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
             bias_C=convolution("conv1d.bias") if mamba is not None and mamba.convolution_bias else None,
-            step_bias_H=by_head("dt_bias"),
-            log_rate_H=by_head("A_log"),
+            step_bias_H=by_head("dt_bias", each=layer.value_size if is_kimi else 1),
+            log_rate_H=by_head("A_log", is_wrapped=is_kimi),
             skip_H=None if mamba is None else by_head("D"),
             norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
             gates_first=mamba is not None and not mamba.norm_first,
             eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
         ),
+        twice,
     )
 
 

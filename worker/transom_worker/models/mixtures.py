@@ -8,6 +8,7 @@
     deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, glm4_moe_lite, glm_moe_dsa
                     MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
                     routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
+    kimi_linear     gated delta nets and MLA without rotation, both under `self_attn`; experts as deepseek_v3
     qwen3_next, qwen3_5_moe_text
                     as qwen3_5_text, with experts as qwen2_moe
     granitemoehybrid
@@ -53,6 +54,13 @@ def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForwar
 
 def _minimax(architecture: Architecture, index: int, load: Loader) -> FeedForward:
     names, correction = ("w1", "w3", "w2"), "e_score_correction_bias"
+    return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
+
+
+def _kimi(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    if index not in _mixture(architecture).layers:
+        return dense_feed_forward(architecture, index, load)
+    names, correction = ("w1", "w3", "w2"), "gate.e_score_correction_bias"
     return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
 
 
@@ -201,6 +209,7 @@ MIXTURE_STYLES = {
     "deepseek_v32": Style(feed_forward=_mimo),
     "kimi_k2": Style(feed_forward=_mimo),
     "glm_moe_dsa": Style(feed_forward=_mimo),
+    "kimi_linear": Style(feed_forward=_kimi),
     "glm4_moe_lite": Style(feed_forward=_mimo),
     "granitemoehybrid": Style(feed_forward=_granite),
     "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),

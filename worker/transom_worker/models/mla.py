@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5 and Youtu, *absorbed* into latent rows.
+"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5, Youtu and Kimi Linear, *absorbed* into latent rows.
 
 A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
 up_v latent. Neither is ever computed, since both matrices can be multiplied elsewhere:
@@ -119,7 +119,6 @@ class MlaAttention(TokenMixer):
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
-        assert tables is not None
         q_THL = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
         if self._no_sinks_H is not None:
             rows = LatentInputs(
@@ -144,7 +143,7 @@ class MlaAttention(TokenMixer):
     def _prepare(
         self,
         x_TN: torch.Tensor,
-        tables: RotaryTables,
+        tables: RotaryTables | None,
         cache: LayerCache,
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
@@ -157,7 +156,8 @@ class MlaAttention(TokenMixer):
         query_TQ = x_TN if self._query_norm is None else self._query_norm(down_T[:, : mla.query_rank])
         latent_TL = self._latent_norm(down_T[:, mla.query_rank : mla.query_rank + mla.latent_rank])
         rotated_T1R = down_T[:, None, mla.query_rank + mla.latent_rank :]
-        cos_sin, how = (tables.cos, tables.signed_sin), Preparation(interleaved=tables.interleaved)
+        cos_sin = None if tables is None else (tables.cos, tables.signed_sin)
+        how = Preparation(interleaved=tables is not None and tables.interleaved)
         # The operator rotates what it writes as keys and not what it writes as values: here the row's two parts.
         row = QkvInputs(
             q=rotated_T1R[:, :0],
@@ -170,7 +170,7 @@ class MlaAttention(TokenMixer):
             v_cache=cache.k[..., : mla.latent_rank],
         )
         prepare_qkv(row)
-        if self._selector is not None:
+        if self._selector is not None and tables is not None:
             batch.scratch[_SELECTED] = self._selector(x_TN, query_TQ, tables, cache.v, batch)
         projected = self._queries(query_TQ)
         queries = QkvInputs(

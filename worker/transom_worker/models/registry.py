@@ -64,7 +64,7 @@ def build_model(
     )
     if architecture.family in FUSED_FAMILIES:
         load = replace(load, weights=FusedProjections(weights, architecture))
-    if (rename := renaming(architecture)) is not None:
+    if (rename := renaming(architecture, weights.names)) is not None:
         load = replace(load, weights=RenamedWeights(weights, rename))
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
         load = replace(load, weights=SplitProjections(load.weights, architecture))

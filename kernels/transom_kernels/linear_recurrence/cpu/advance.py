@@ -28,7 +28,7 @@ from transom_kernels.cpu.vector_code import (
 )
 
 
-def make_advance(dtype: str, num_vectors: int, *, delta: bool) -> Any:
+def make_advance(dtype: str, num_vectors: int, *, delta: bool, by_row: bool) -> Any:
     """Build the function that computes one token for `num_vectors` vectors of columns, or for the first `count` of one vector.
 
     S = decay * S + k (factor * v)^T, or with `delta` decay * S + k (factor * (v - decay * S^T k))^T; out = S^T q + skip * v.
@@ -37,16 +37,16 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool) -> Any:
         source, source_stride    the state before: address of its first row, and stride from row to row
         target, target_stride    the state after, which may be at the same place
         depth                    D
-        query, key               D float32 each
+        query, key, decays       D float32 each; with `by_row`, `decays` are those of the state's rows, instead of `decay`
         value, out               the columns' numbers of the value and of the result, in `dtype`
         decay, factor, skip      vectors, all lanes alike
         count                    columns, if there are fewer than 16
     """
 
-    @emits(NOTHING, *[INT] * 9, *[FLOATS] * 3, INT)
+    @emits(NOTHING, *[INT] * 10, *[FLOATS] * 3, INT)
     def advance(
-        b, source, source_stride, target, target_stride, depth, query, key, value, out, decay, factor, skip, count
-    ):
+        b, source, source_stride, target, target_stride, depth, query, key, decays, value, out, decay, factor, skip, count
+    ):  # fmt: skip
         def loads(address: ir.Value, kind: str) -> list[ir.Value]:
             if num_vectors == 1:
                 return [emit_load_part(b, address, count, kind)]
@@ -68,13 +68,14 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool) -> Any:
             return broadcast(b, load(b, row(numbers, int64(4), d), F32, 4), F32_16)
 
         def recall(d: ir.Value, known: list[ir.Value]) -> list[ir.Value]:
-            k = number(key, d)
+            k = b.fmul(number(key, d), number(decays, d)) if by_row else number(key, d)
             state = loads(row(source, source_stride, d), "f32")
             return [multiply_add(b, s, k, total) for s, total in zip(state, known, strict=True)]
 
         def update(d: ir.Value, results: list[ir.Value]) -> list[ir.Value]:
             k, q = number(key, d), number(query, d)
-            state = [b.fmul(decay, s) for s in loads(row(source, source_stride, d), "f32")]
+            own = number(decays, d) if by_row else decay
+            state = [b.fmul(own, s) for s in loads(row(source, source_stride, d), "f32")]
             state = [multiply_add(b, k, add, s) for add, s in zip(changes, state, strict=True)]
             stores(row(target, target_stride, d), state, "f32")
             return [multiply_add(b, s, q, total) for s, total in zip(state, results, strict=True)]
@@ -83,7 +84,8 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool) -> Any:
         wanted = values
         if delta:
             known = Loop(b, depth, 1, zeros, recall).results
-            wanted = [b.fsub(v, b.fmul(decay, total)) for v, total in zip(values, known, strict=True)]
+            known = known if by_row else [b.fmul(decay, total) for total in known]
+            wanted = [b.fsub(v, total) for v, total in zip(values, known, strict=True)]
         changes = [b.fmul(factor, w) for w in wanted]
         results = Loop(b, depth, 1, zeros, update).results
         stores(out, [multiply_add(b, skip, v, total) for v, total in zip(values, results, strict=True)], dtype)

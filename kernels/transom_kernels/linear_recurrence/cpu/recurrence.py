@@ -23,6 +23,7 @@ from transom_kernels.cpu.simd import (
     lane_sum,
     load_f32,
     load_i32,
+    load_part_f32,
     load_scalar_f32,
     log1p,
     row_access,
@@ -32,7 +33,6 @@ from transom_kernels.cpu.simd import (
     store_f32,
     vector_abs,
     vector_max,
-    vector_min,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
 from transom_kernels.linear_recurrence.cpu.advance import make_advance
@@ -76,9 +76,9 @@ class RecurArguments(NamedTuple):
 
     batch: BatchArguments
     mixed: torch.Tensor  # [T, C], contiguous
-    step_size: RowArguments  # [T, H]
+    step_size: RowArguments  # [T, H] or [T, H * D]
     strength: RowArguments  # [T, H]
-    step_bias: torch.Tensor  # [H]
+    step_bias: torch.Tensor  # [H] or [H * D]
     log_rate: torch.Tensor  # [H]
     skip: torch.Tensor | None  # [H]
     state: torch.Tensor  # [ids, H, D, Dv]
@@ -91,8 +91,6 @@ class RecurArguments(NamedTuple):
     heads: int  # H
     width: int  # D
     value_width: int  # Dv
-    least: float  # step
-    most: float  # step
     query_scale: float
 
 
@@ -138,7 +136,7 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
         ),
     )
     launch(
-        cpu_kernel(_MODULE, "make_recur", dtype=name, delta=inputs.is_delta_rule),
+        cpu_kernel(_MODULE, "make_recur", dtype=name, delta=inputs.is_delta_rule, by_row=inputs.decays_by_row),
         sequences * heads * -(-value_width // COLUMNS),
         RecurArguments(
             batch=batch,
@@ -158,11 +156,9 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
             heads=heads,
             width=width,
             value_width=value_width,
-            least=float(inputs.step_limits[0]),
-            most=float(inputs.step_limits[1]),
             query_scale=width**-0.5,
         ),
-        scratch_bytes=(2 * 4 * _padded(width)) + width * _STRIDE,
+        scratch_bytes=(3 * 4 * _padded(width)) + width * _STRIDE,
     )
     return out
 
@@ -243,10 +239,10 @@ def make_convolve(dtype: str) -> Any:
     return convolve
 
 
-def make_recur(dtype: str, delta: bool) -> Any:
+def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
     """Build the kernel. A work item is COLUMNS columns of a head's state in a sequence."""
     (load, _, size), load_scalar = row_access(dtype), LOAD_SCALAR[dtype]
-    advance, advance_part = (make_advance(dtype, vectors, delta=delta) for vectors in (COLUMNS // 16, 1))
+    advance, advance_part = (make_advance(dtype, count, delta=delta, by_row=by_row) for count in (COLUMNS // 16, 1))
 
     @helper
     def widen(x, width, out, scale):
@@ -262,13 +258,28 @@ def make_recur(dtype: str, delta: bool) -> Any:
                 store_f32(out + d * 4, load_f32(out + d * 4) * factor)
 
     @helper
+    def softplus(x):
+        """Return max(x, 0) + log1p(exp(-|x|))."""
+        return keep_nan(vector_max(x, splat(0.0)) + log1p(exp(splat(0.0) - vector_abs(x))), x)
+
+    @helper
+    def decay_of(step, rate):
+        return keep_nan(exp(splat(0.0) - rate * step), step)
+
+    @helper
     def step_of(arguments, token, head):
-        """Return clamp(softplus(step_size + step_bias)), where softplus(x) = max(x, 0) + log1p(exp(-|x|))."""
+        """Return the step of a head."""
         given = load_scalar(row_address(arguments, RECUR.step_size, token) + head * size)
-        x = splat(given + load_scalar_f32(argument(arguments, RECUR.step_bias) + 4 * head))
-        step = vector_max(x, splat(0.0)) + log1p(exp(splat(0.0) - vector_abs(x)))
-        least, most = float_argument(arguments, RECUR.least), float_argument(arguments, RECUR.most)
-        return keep_nan(vector_min(vector_max(step, splat(least)), splat(most)), x)
+        return softplus(splat(given + load_scalar_f32(argument(arguments, RECUR.step_bias) + 4 * head)))
+
+    @helper
+    def store_decays(arguments, token, first, width, rate, out):
+        """Store the decays of the rows of a head's state, whose first row is `first`."""
+        given = row_address(arguments, RECUR.step_size, token) + first * size
+        bias = argument(arguments, RECUR.step_bias) + 4 * first
+        for d in range(0, width, 16):
+            step = softplus(load(given + d * size, width - d) + load_part_f32(bias + 4 * d, min(16, width - d)))
+            store_f32(out + 4 * d, decay_of(step, rate))
 
     @helper
     def state_at(arguments, block, head):
@@ -288,7 +299,8 @@ def make_recur(dtype: str, delta: bool) -> Any:
         write = load_i32(argument(arguments, RECUR.batch.write_block) + 4 * sequence)
         query = scratch(thread)
         key = query + 4 * ((width + 15) // 16 * 16)
-        own = key + (key - query)
+        decays = key + (key - query)
+        own = decays + (key - query)
         state_row = argument(arguments, RECUR.state_row)
         source, source_stride = own, _STRIDE
         if read >= 0:
@@ -308,9 +320,12 @@ def make_recur(dtype: str, delta: bool) -> Any:
             key_head = mixed + head // (heads // key_heads) * width * size
             widen(key_head, width, query, float_argument(arguments, RECUR.query_scale))
             widen(key_head + key_heads * width * size, width, key, 1.0)
-            step = step_of(arguments, token, head)
-            decay = keep_nan(exp(splat(0.0) - rate * step), step)
-            factor = step
+            factor, decay = splat(0.0), splat(0.0)
+            if by_row:
+                store_decays(arguments, token, head * width, width, rate, decays)
+            else:
+                factor = step_of(arguments, token, head)
+                decay = decay_of(factor, rate)
             if delta:
                 given = splat(load_scalar(row_address(arguments, RECUR.strength, token) + head * size))
                 factor = keep_nan(sigmoid(given), given)
@@ -319,12 +334,12 @@ def make_recur(dtype: str, delta: bool) -> Any:
             out = argument(arguments, RECUR.out) + token * heads * value_width * size + at
             if columns == COLUMNS:
                 advance(
-                    source, source_stride, target, target_stride, width, query, key, value, out, decay, factor, skip, 0
-                )
+                    source, source_stride, target, target_stride, width, query, key, decays, value, out, decay, factor, skip, 0
+                )  # fmt: skip
             else:
                 for column in range(0, columns, 16):
                     advance_part(
-                        source + 4 * column, source_stride, target + 4 * column, target_stride, width, query, key,
+                        source + 4 * column, source_stride, target + 4 * column, target_stride, width, query, key, decays,
                         value + column * size, out + column * size, decay, factor, skip, min(16, columns - column),
                     )  # fmt: skip
             source, source_stride = target, target_stride

@@ -3,7 +3,7 @@ which several of them are fused.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.falcon_h1 import FALCON_H1
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
+from transom_core.model_config.recurrent import KIMI_LINEAR
 from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
@@ -38,7 +39,17 @@ _GRANITE_HYBRID = {
     ".block_sparse_moe.shared_experts.": ".shared_mlp.",
     ".mlp.": ".shared_mlp.",
 }
-OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID}
+_KIMI_LINEAR = {
+    **{f".linear_attn.in_proj_{part}.": f".self_attn.{part}_proj." for part in ("q", "k", "v", "b")},
+    **{".linear_attn.in_proj_z.": ".self_attn.g_a_proj.", ".linear_attn.in_proj_a.": ".self_attn.f_a_proj."},
+    **{".linear_attn.out_proj.": ".self_attn.o_proj.", ".linear_attn.norm.": ".self_attn.o_norm."},
+    ".linear_attn.": ".self_attn.",
+}
+OWN_NAMES = {
+    **dict.fromkeys(LFM2_FAMILIES, _LFM2),
+    "granitemoehybrid": _GRANITE_HYBRID,
+    KIMI_LINEAR: _KIMI_LINEAR,
+}
 _FALCON = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 _NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f."}
 _IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")
@@ -72,8 +83,13 @@ def text_decoder(weights: Weights) -> Weights:
     return weights
 
 
-def renaming(architecture: Architecture) -> Callable[[str], str] | None:
-    """Return the function from other families' names of tensors to those of this one; None if they are the same."""
+def renaming(architecture: Architecture, names: Collection[str] = ()) -> Callable[[str], str] | None:
+    """Return the function from other families' names of tensors to those of this one; None if they are the same.
+
+    `names` are the checkpoint's: transformers saves the dense layers of Kimi Linear under the name of layers with experts.
+    """
+    if architecture.family == KIMI_LINEAR and not any(".mlp." in name for name in names):
+        return partial(_own_name, _KIMI_LINEAR | {".mlp.": ".block_sparse_moe."})
     if architecture.family == NEMOTRON_H:
         return partial(_block_name, blocks_of_layers(architecture.num_feed_forwards))
     if architecture.family == FALCON_H1:
