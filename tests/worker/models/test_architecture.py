@@ -309,6 +309,34 @@ def test_falcon_h1_as_published() -> None:
         check_size(architecture, 2)
 
 
+def test_kimi_linear_as_published() -> None:
+    """Layers are numbered from 1; transformers has other names of fields. Nothing rotates."""
+    published = CONFIGS["kimi-linear-48b"]
+    architecture = runnable(read_architecture(published))
+    saved = read_architecture(AutoConfig.for_model(**published).to_dict())
+    assert (architecture.layers, architecture.mla, architecture.ropes) == (saved.layers, saved.mla, (None,) * 27)
+    assert architecture.mixture == saved.mixture
+    first = architecture.layers[0]
+    assert (first.num_heads, first.num_kv_heads, first.head_size, first.value_size, first.recurrent) == (
+        32,
+        32,
+        128,
+        128,
+        4,
+    )
+    assert [index for index, layer in enumerate(architecture.layers) if layer.latent] == [3, 7, 11, 15, 19, 23, 26]
+    own = published["linear_attn_config"]
+    for wrong, message in (
+        ({"linear_rate": 2}, "the field 'linear_rate'"),
+        ({"linear_attn_config": own | {"gate_lower_bound": -5.0}}, "the field 'gate_lower_bound'"),
+        ({"linear_attn_config": own | {"kda_layers": [1]}}, "no size or number|lacks 1"),
+        ({"mla_use_nope": False}, "mla_use_nope false"),
+        ({"moe_router_activation_func": "softmax"}, "scoring_func 'softmax'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(published | wrong)
+
+
 def test_families_that_run_have_a_class() -> None:
     assert set(RUNNABLE_FAMILIES) == set(FAMILIES)
     assert runnable(read_architecture(SMALL)).num_layers == 6

@@ -18,7 +18,7 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from tests.worker.models.test_dense_families import CASES
+from tests.worker.models.test_moe_families import ALL_CASES
 from transom_worker.engine.engine import Engine
 
 NUM_TOKENS = 6
@@ -29,10 +29,10 @@ LONGEST_REPLAY = {"deepseek_v4": 96, "lfm2": 16}
 
 
 def make(name: str, folder: Path) -> Path:
-    return make_checkpoint(folder, CASES[name].family, **CASES[name].config)
+    return make_checkpoint(folder, ALL_CASES[name].family, **ALL_CASES[name].config)
 
 
-RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h", "falcon_h1")
+RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h", "falcon_h1", "kimi_linear")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v4": make_deepseek_v4,
     **{name: partial(make, name) for name in RECURRENT},

@@ -37,6 +37,7 @@ LATENT = (
     "glm4_moe_lite",
     "deepseek_v32",
     "glm_moe_dsa",
+    "kimi_linear",
 )  # latent rows are in the model's format alone
 NAMES = [name for name in CASES if " in " not in name and name not in LATENT]
 # Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.

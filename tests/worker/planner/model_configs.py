@@ -40,6 +40,20 @@ def _mla(model_type: str, layers: int, heads: int, length: int, **sizes: Any) ->
     return _config(model_type, layers, heads, heads, 64, length, **experts, **sizes)
 
 
+_KIMI: Any = {
+    **{
+        "hidden_size": 2304,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "moe_renormalize": True,
+        "mla_use_nope": True,
+    },
+    **{"q_lora_rank": None, "num_shared_experts": 1, "num_expert_group": 1, "moe_router_activation_func": "sigmoid"},
+    "linear_attn_config": {
+        **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4, "full_attn_layers": [*range(4, 28, 4), 27]},
+        "kda_layers": [index for index in range(1, 27) if index % 4],
+    },
+}
 _NEMOTRON_3_NANO: Any = {
     **{"hidden_size": 2688, "mamba_num_heads": 64, "vocab_size": 131_072, "n_routed_experts": 128},
     **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
@@ -94,6 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
     "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),
+    "kimi-linear-48b": _config("kimi_linear", 27, 32, 32, 72, 1_048_576, **_KIMI),
     "deepseek-v2-lite": _mla("deepseek_v2", 27, 16, 163_840, q_lora_rank=None),
     "deepseek-v3": _mla("deepseek_v3", 61, 128, 163_840),
     "deepseek-v3.2": _mla("deepseek_v32", 61, 128, 163_840),

@@ -51,6 +51,7 @@ def test_lfm2_keeps_two_rows_of_4096_bytes_in_a_convolution(name: str, convoluti
         ("granite-4.0-h-small", 4, 36, 4 * 128 * 64 * 128 + 2 * 3 * 8448, 16_384),
         ("nemotron-3-nano-30b-a3b", 6, 23, 2_134_016, 6_144),
         ("falcon-h1-0.5b", 36, 36, 4 * 24 * 64 * 128 + 2 * 3 * 1792, 18_432),
+        ("kimi-linear-48b", 20, 7, 2_170_880, 8_064),
         ("falcon-h1-7b", 44, 44, 4 * 24 * 128 * 256 + 2 * 3 * 3584, 45_056),
     ],
 )

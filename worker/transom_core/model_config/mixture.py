@@ -139,7 +139,9 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
-        case "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear":
+        case (
+            "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear"
+        ):
             return _deepseek(plain, config, num_layers)
         case "nemotron_h":
             return replace(

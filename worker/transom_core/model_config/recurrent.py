@@ -25,7 +25,11 @@ _KIMI_NAMES = {
     "n_shared_experts": "num_shared_experts",
     "scoring_func": "moe_router_activation_func",
 }
-_KIMI_SIZES = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim", "linear_conv_kernel_dim": "short_conv_kernel_size"}
+_KIMI_SIZES = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
 _SIZES = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 
 
@@ -59,7 +63,9 @@ def with_common_names(config: Config) -> Config:
     if config.get("model_type") != KIMI_LINEAR:
         return config
     own = dict(config.get("linear_attn_config") or {})
-    layers = {kind: own.pop(name, ()) for kind, name in (("full_attention", "full_attn_layers"), (LINEAR, "kda_layers"))}
+    layers = {
+        kind: own.pop(name, ()) for kind, name in (("full_attention", "full_attn_layers"), (LINEAR, "kda_layers"))
+    }
     if unknown := sorted(set(own) - set(_KIMI_SIZES.values())):
         raise ValueError(f"linear_attn_config has the field {unknown[0]!r}, which is not known")
     if config.get("mla_use_nope") is False:
