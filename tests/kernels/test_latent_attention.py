@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 from tests.matrices import matrix
 from transom_kernels.kv_write.reference import write_rows
 from transom_kernels.latent_attention import (
@@ -22,7 +23,6 @@ from transom_kernels.latent_attention import (
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.reference import LatentInputs, latent_attention_reference
 from transom_kernels.launch import prefer
-from transom_kernels.paged_attention.inputs import PagedBatch
 
 IDS, SIZE = 50, 3  # blocks of a cache, and rows of a block
 
@@ -140,45 +140,35 @@ def test_selected_entries(top_k: int, tile: int, monkeypatch: pytest.MonkeyPatch
         assert sorted(entries) == sorted([*best, *[-1] * (len(entries) - len(best))])
 
 
-def batch_of(counts: list[int], starts: list[int], size: int, columns: int) -> PagedBatch:
-    """Sequences of `counts` new tokens after `starts` others, in blocks of `size` tokens anywhere in a cache of IDS blocks."""
-    table, ids, begin = torch.full((len(counts), columns), -1, dtype=torch.int32), torch.randperm(IDS), 0
-    for row, count, start in zip(table, counts, starts, strict=True):
-        end = begin + -(-(start + count) // size)
-        row[: end - begin], begin = ids[begin:end].int(), end
-    offsets = torch.tensor([0, *counts]).cumsum(0)
-    return PagedBatch(
-        block_size=size, block_table=table, query_offset=offsets.int(), start=torch.tensor(starts, dtype=torch.int32),
-        count_host=counts, num_sink_blocks=0, first_block=torch.zeros(len(counts), dtype=torch.int32),
-        attend_from=torch.zeros(len(counts), dtype=torch.int32), slots=torch.zeros(sum(counts), dtype=torch.int64),
-        block_table_host=[], first_block_host=[0] * len(counts), attend_from_host=[0] * len(counts), start_host=starts,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 18, 29, 400])
-@pytest.mark.parametrize("size", [3, 16])
-def test_selected_rows(size: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "last"), [(3, 7), (16, 270)])
+def test_selected_rows(size: int, last: int, top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots in the order of positions: all that a query sees, up to `top_k`; then those of the best scores."""
-    last = 270 if size == 16 else 7
-    batch = batch_of([5, 0, 1, 2], [0, 0, 28, last], size, columns=20 if size == 16 else 11)
-    q, weights, keys = (torch.randn(*shape).to(dtype) for shape in ((8, 9, 20), (8, 9), (IDS, size, 1, 20)))
-    chosen = select_rows(q, weights, keys, batch, top_k=top_k)
-    sequences, visible = [0, 0, 0, 0, 0, 2, 3, 3], [1, 2, 3, 4, 5, 29, last + 1, last + 2]
-    for t, (sequence, count) in enumerate(zip(sequences, visible, strict=True)):
-        slots = [int(batch.block_table[sequence, n // size]) * size + n % size for n in range(count)]
-        rows = torch.stack([keys[slot // size, slot % size, 0].double() for slot in slots])
-        scores = (weights[t].double() @ (q[t].double() @ rows.T).relu()).tolist()
-        best = sorted(sorted(range(count), key=lambda n: -scores[n])[:top_k])
-        assert chosen[t].tolist() == [slots[n] for n in best] + [-1] * (chosen.shape[1] - len(best))
+    case = rows_case([(0, 5), (0, 0), (28, 1), (last, 2)], size, dtype)
+    batch, weights = case.batch, torch.randn(8, 9).to(dtype)
+    chosen, t = select_rows(case.q, weights, case.k_cache, batch, top_k=top_k), 0
+    for table, keys, start in zip(batch.block_table_host, case.keys, batch.start_host, strict=True):
+        for count in range(start + 1, len(keys) + 1):
+            scores = (weights[t].double() @ (case.q[t].double() @ keys[:count, 0].double().T).relu()).tolist()
+            best = sorted(sorted(range(count), key=lambda n: -scores[n])[:top_k])
+            slots = [table[n // size] * size + n % size for n in best]
+            assert chosen[t].tolist() == slots + [-1] * (chosen.shape[1] - len(best))
+            t += 1
     with prefer("reference"):
-        assert select_rows(q, weights, keys, batch, top_k=top_k).equal(chosen)
+        assert select_rows(case.q, weights, case.k_cache, batch, top_k=top_k).equal(chosen)
     monkeypatch.setattr(cpu_selection, "MAX_SCORE_BYTES", 3 * 4 * 512)  # a few queries at a time
-    assert select_rows(q, weights, keys, batch, top_k=top_k).equal(chosen)
-    first = select_rows(q, weights, torch.zeros_like(keys), batch, top_k=top_k)  # of equal scores
-    assert first[5].tolist() == [
-        int(batch.block_table[2, n // size]) * size + n % size for n in range(min(top_k, 29))
-    ] + [-1] * (first.shape[1] - min(top_k, 29))
+    assert select_rows(case.q, weights, case.k_cache, batch, top_k=top_k).equal(chosen)
+    first = select_rows(case.q, weights, case.k_cache.zero_(), batch, top_k=top_k)[5]  # of equal scores
+    assert first.tolist()[:top_k] == [
+        batch.block_table_host[2][n // size] * size + n % size for n in range(min(29, top_k))
+    ] + [-1] * (len(first) - min(29, top_k))
+
+
+def rows_case(sequences: list[tuple[int, int]], size: int, dtype: torch.dtype = torch.float32) -> Case:
+    """An indexer's queries: sequences of (start, new tokens) in blocks of `size` tokens."""
+    shape = Shape(heads=9, kv_heads=1, size=20, block_size=size, dtype=dtype)
+    return make_case([Sequence(start=start, count=count) for start, count in sequences], shape)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -196,7 +186,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             latent_attention(replace(good, **changes))
     with pytest.raises(ValueError, match="a weight per query head in q's dtype"):
-        select_rows(torch.zeros(2, 4, 8), torch.zeros(2, 3), cache, batch_of([2], [0], SIZE, 1), top_k=1)
+        select_rows(torch.zeros(2, 4, 8), torch.zeros(2, 3), cache, rows_case([(0, 2)], SIZE).batch, top_k=1)
     with pytest.raises(ValueError, match="as many series as groups"):
         pool_rows(cache, cache, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 8))
     with pytest.raises(ValueError, match="must be float32"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_latent_attention import batch_of, filled_cache, latent_inputs, random_slots
+from tests.kernels.test_latent_attention import filled_cache, latent_inputs, random_slots, rows_case
 from tests.matrices import matrix
 from transom_kernels.latent_attention import gpu, select_rows
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
@@ -69,8 +69,8 @@ def test_entries_are_the_same_however_scores_are_cut(
 
 @pytest.mark.parametrize("top_k", [5, 29, 40])
 def test_select_rows(top_k: int) -> None:
-    batch = batch_of([4, 0, 2], [0, 0, 28], 3, columns=11)
-    inputs = (torch.randn(6, 9, 20), torch.randn(6, 9), torch.randn(50, 3, 1, 20), batch)
+    case = rows_case([(0, 4), (0, 0), (28, 2)], 3)
+    inputs = (case.q, torch.randn(6, 9), case.k_cache, case.batch)
     with prefer("reference"):
         wanted = select_rows(*inputs, top_k=top_k)
     assert select_rows(*inputs, top_k=top_k).equal(wanted)

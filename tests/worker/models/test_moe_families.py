@@ -44,6 +44,12 @@ SHARED = {
 }
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 INDEXED = MLA | EXPERTS | {"index_n_heads": 17, "index_head_dim": 20, "index_topk": 40, "first_k_dense_replace": 1}
+KIMI = {
+    **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"linear_num_heads": 3, "linear_head_dim": 20, "linear_conv_kernel_dim": 3, "num_key_value_heads": 4},
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"rms_norm_eps": 1e-3, "pad_token_id": 0},
+}
 CASES = {
     "deepseek_v2": FamilyCase(
         family="deepseek_v2",
@@ -76,11 +82,7 @@ CASES = {
     ),
     "kimi_linear": FamilyCase(
         family="kimi_linear",
-        config={name: value for name, value in MLA.items() if name != "head_dim"}
-        | {"q_lora_rank": None, "linear_num_heads": 3, "linear_head_dim": 20, "linear_conv_kernel_dim": 3}
-        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
-        | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
-        | {"rms_norm_eps": 1e-3, "pad_token_id": 0},
+        config=KIMI | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
         mistakes=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"rms_norm_eps": 1e-1}),
     ),
     "kimi_k2": FamilyCase(

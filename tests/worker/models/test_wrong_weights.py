@@ -21,6 +21,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
 from tests.worker.models.test_dense_families import BIASES
+from tests.worker.models.test_moe_families import EXPERTS, INDEXED, KIMI, MLA
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import eos_token_ids, resolve_model
@@ -54,16 +55,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_rms_norm": True},
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-    "deepseek_v3": {
-        **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-        **{"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
-        **{"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-    },
-    "glm_moe_dsa": {
-        **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-        **{"head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 32, "first_k_dense_replace": 1, "index_n_heads": 3, "index_head_dim": 16},
-    },
+    "deepseek_v3": MLA | EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    "glm_moe_dsa": INDEXED | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "kimi_linear": KIMI | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4},
     "llama4_text": {
         "num_local_experts": 4,
         "intermediate_size_mlp": 80,

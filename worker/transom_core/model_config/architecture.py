@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config import falcon_h1, lfm2, mamba, recurrent
-from transom_core.model_config.attention_layers import attention_layers
+from transom_core.model_config.attention_layers import LAYER_TYPES, attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
 from transom_core.model_config.layer_attention import LayerAttention
@@ -32,29 +32,8 @@ __all__ = [
     "with_windows",
 ]
 
-# `models.registry` can build each of these; other families can only be planned.
-RUNNABLE_FAMILIES = (
-    *(
-        "llama",
-        "smollm3",
-        "mistral",
-        "ministral",
-        "ministral3",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "olmo2",
-        "olmo3",
-    ),
-    *("cohere2", "exaone4", "granite", "phi3", "seed_oss", "gemma4_text"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "llama4_text", "mimo_v2_flash"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
-    *("lfm2", "lfm2_moe"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
-    *("granitemoehybrid", "nemotron_h", "falcon_h1"),
-    "deepseek_v4",
-)
+# `models.registry` can build each of these; the others can only be planned.
+RUNNABLE_FAMILIES = tuple(family for family in LAYER_TYPES if family != "gemma")
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
 _ACTIVATIONS: dict[str, _Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED_ACTIVATIONS: dict[str, _Activation] = {"relu2": "relu2"}

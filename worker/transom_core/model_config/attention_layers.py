@@ -34,12 +34,12 @@ def attention_layers(config: Config) -> tuple[LayerAttention, ...]:
         KeyError, TypeError, ValueError: a value is missing or wrong.
     """
     family = str(config.get("model_type", ""))
-    if family not in _LAYER_TYPES:
-        raise ModelError(f"config.json says model_type {family!r}; known are {', '.join(sorted(_LAYER_TYPES))}.")
+    if family not in LAYER_TYPES:
+        raise ModelError(f"config.json says model_type {family!r}; known are {', '.join(sorted(LAYER_TYPES))}.")
     num_layers = int(config["num_hidden_layers"])
     if not 0 < num_layers <= _MAX_LAYERS:
         raise ModelError(f"config.json says num_hidden_layers {str(num_layers)[:20]}; 1 to {_MAX_LAYERS} are possible.")
-    types = config.get("layer_types") or [_LAYER_TYPES[family](config, index) for index in range(num_layers)]
+    types = config.get("layer_types") or [LAYER_TYPES[family](config, index) for index in range(num_layers)]
     if len(types) != num_layers:
         raise ModelError(f"config.json lists {len(types)} layer_types for num_hidden_layers {num_layers}.")
     own = _own_sizes(config, types)
@@ -240,37 +240,22 @@ def _by_ratio(config: Config, index: int) -> str:
 
 
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
-_LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
-    "llama": _always_full,
-    "smollm3": _sliding_where_not_rotary,
-    "mistral": _sliding_if_set,
-    "ministral": _sliding_if_set,
-    "ministral3": _sliding_if_set,
-    "phi3": _sliding_if_set,
-    "mixtral": _sliding_if_set,
-    "qwen2": _sliding_from_max_window_layers,
-    "qwen2_moe": _sliding_from_max_window_layers,
-    "qwen3": _sliding_from_max_window_layers,
-    "qwen3_moe": _sliding_if_used,
-    "glm4_moe": _always_full,
-    "minimax_m2": _always_full,
-    "granite": _always_full,
-    "seed_oss": _always_full,
-    "olmo2": _always_full,
-    "gemma": _always_full,
-    "gemma2": _every_other,
-    "gemma3_text": _full_every_nth(6),
-    "gemma4_text": _full_every_sixth_and_last,
-    "olmo3": _full_every_nth(4),
-    "cohere2": _full_every_nth(4),
-    "exaone4": _full_every_nth_if_sliding(4),
-    "gpt_oss": _every_other,
-    "llama4_text": _chunked_where_rotary,
-    "mimo_v2_flash": _full_first_and_every_sixth,
+LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
+    **dict.fromkeys(("llama", "glm4_moe", "minimax_m2", "granite", "seed_oss", "olmo2", "gemma"), _always_full),
     **dict.fromkeys(MLA_FAMILIES, _always_full),
+    **dict.fromkeys(("mistral", "ministral", "ministral3", "phi3", "mixtral"), _sliding_if_set),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _sliding_from_max_window_layers),
+    **dict.fromkeys(("gemma2", "gpt_oss"), _every_other),
+    **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
     **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
     **dict.fromkeys(mamba.MAMBA_FAMILIES, _always_recurrent),
-    "lfm2": lfm2.layer_type,
-    "lfm2_moe": lfm2.layer_type,
+    **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
+    "smollm3": _sliding_where_not_rotary,
+    "qwen3_moe": _sliding_if_used,
+    "gemma3_text": _full_every_nth(6),
+    "gemma4_text": _full_every_sixth_and_last,
+    "exaone4": _full_every_nth_if_sliding(4),
+    "llama4_text": _chunked_where_rotary,
+    "mimo_v2_flash": _full_first_and_every_sixth,
     "deepseek_v4": _by_ratio,
 }

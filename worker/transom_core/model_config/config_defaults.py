@@ -38,9 +38,8 @@ _MAMBA = {
     **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe_text": _DELTA_NET,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
     "granitemoehybrid": {
         **_MAMBA,
         **{"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
@@ -86,15 +85,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "minimax_m2": {"head_dim": 128},
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
     "kimi_linear": _MLA
     | {
         **{"q_lora_rank": None, "rms_norm_eps": 1e-5},
         **{"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
     },
     "deepseek_v32": _INDEXED,
-    "kimi_k2": _MLA,
     "glm_moe_dsa": _INDEXED
     | {
         **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "index_n_heads": 32},

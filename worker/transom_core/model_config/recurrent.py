@@ -71,7 +71,7 @@ def with_common_names(config: Config) -> Config:
     if config.get("mla_use_nope") is False:
         raise ValueError("mla_use_nope false, attention with rotation, is not supported")
     names = _KIMI_NAMES | {name: f"linear_attn_config.{field}" for name, field in _KIMI_SIZES.items()}
-    given = config | {f"linear_attn_config.{name}": value for name, value in own.items()}
+    given = {**config} | {f"linear_attn_config.{name}": value for name, value in own.items()}
     found = {name: given[alias] for name, alias in names.items() if given.get(alias) is not None}
     types = {int(index) - 1: kind for kind, indices in layers.items() for index in indices}  # published from 1
     if types and not config.get("layer_types"):

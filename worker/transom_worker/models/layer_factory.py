@@ -4,6 +4,7 @@ Legend: H query heads and KV heads, D head width.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -67,9 +68,10 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     twice = None
     if is_kimi:  # gates and steps by way of a narrow row, which every rank has whole
         narrow = layer.value_size
-        parts = [(name, narrow, slice(0, narrow)) if name in "za" else (name, *rest) for name, *rest in parts]
-        second = {"shapes": [(values, narrow)], "rows": [own_values]}
-        twice = load.linear("g_b_proj", **second), load.linear("f_b_proj", **second)
+        whole = narrow, slice(0, narrow)
+        parts = [(name, *(whole if name in "za" else (rows, own))) for name, rows, own in parts]
+        second = partial(load.linear, shapes=[(values, narrow)], rows=[own_values])
+        twice = second("g_b_proj"), second("f_b_proj")
     has_bias = mamba is not None and mamba.projection_bias
     projection = load.linear(
         *(f"in_proj_{name}" for name, _, _ in parts),

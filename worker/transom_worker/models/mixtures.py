@@ -197,6 +197,9 @@ def _mixture(architecture: Architecture) -> Mixture:
 
 
 MIXTURE_STYLES = {
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), Style(feed_forward=_mimo)
+    ),
     "mixtral": Style(feed_forward=_mixtral),
     "qwen2_moe": Style(feed_forward=_qwen),
     "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen),
@@ -205,12 +208,7 @@ MIXTURE_STYLES = {
     "glm4_moe": Style(qk_norm="each", feed_forward=_mimo),
     "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
     "deepseek_v2": Style(feed_forward=_qwen),
-    "deepseek_v3": Style(feed_forward=_mimo),
-    "deepseek_v32": Style(feed_forward=_mimo),
-    "kimi_k2": Style(feed_forward=_mimo),
-    "glm_moe_dsa": Style(feed_forward=_mimo),
     "kimi_linear": Style(feed_forward=_kimi),
-    "glm4_moe_lite": Style(feed_forward=_mimo),
     "granitemoehybrid": Style(feed_forward=_granite),
     "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),

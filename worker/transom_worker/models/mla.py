@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5, Youtu and Kimi Linear, *absorbed* into latent rows.
+"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi, GLM-4.7-Flash, GLM-5 and Youtu, *absorbed* into latent rows.
 
 A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
 up_v latent. Neither is ever computed, since both matrices can be multiplied elsewhere:

@@ -20,12 +20,7 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.renamed_weights import (
-    FUSED_FAMILIES,
-    FusedProjections,
-    RenamedWeights,
-    renaming,
-)
+from transom_worker.models.weights.renamed_weights import RenamedWeights, renaming
 from transom_worker.models.weights.scaled_weights import ScaledWeights
 from transom_worker.models.weights.split_projections import SplitProjections
 
@@ -62,11 +57,9 @@ def build_model(
         quantization=quantization,
         parallel=parallel or Parallel(),
     )
-    if architecture.family in FUSED_FAMILIES:
-        load = replace(load, weights=FusedProjections(weights, architecture))
     if (rename := renaming(architecture, weights.names)) is not None:
         load = replace(load, weights=RenamedWeights(weights, rename))
-    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES):
+    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, "phi3"):
         load = replace(load, weights=SplitProjections(load.weights, architecture))
     if architecture.scales.projections:
         load = replace(load, weights=ScaledWeights(load.weights, architecture.scales.projections))

@@ -89,18 +89,21 @@ _NORMS_AFTER = Style(
     norm_after_mlp="post_feedforward_layernorm",
 )
 _OLMO = replace(_NORMS_AFTER, norm_wide=True, qk_norm="all")
+_PLAIN = (
+    "llama",
+    "smollm3",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "granite",
+    "phi3",
+    "seed_oss",
+    "qwen2",
+    "youtu",
+    "falcon_h1",
+)
 DENSE_STYLES = {
-    "llama": Style(),
-    "smollm3": Style(),
-    "mistral": Style(),
-    "ministral": Style(),
-    "ministral3": Style(),
-    "granite": Style(),
-    "phi3": Style(),
-    "seed_oss": Style(),
-    "qwen2": Style(),
-    "youtu": Style(),
-    "falcon_h1": Style(),
+    **dict.fromkeys(_PLAIN, Style()),
     "qwen3": Style(qk_norm="each"),
     "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
     "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),

@@ -5,7 +5,7 @@ Gated delta nets (Qwen3-Next, Qwen3.5), whose norm is over each head:
     mixed, gate, strength, step = projections of x
     out = output projection of rms_norm(linear_recurrence(mixed, strength, step)) * silu(gate)
 
-In Kimi Linear's, gate and step are projected twice, through a width of D, each row of a state has a step, and the gate is a sigmoid.
+In Kimi Linear's, two projections give the gate, a sigmoid, and a step for each row of a state.
 
 Mamba-2 (Granite 4, Nemotron-H), whose norm is over the heads that a key head serves; Falcon-H1 has none, or gates after it:
 

@@ -1,9 +1,10 @@
-"""Reads projections that hold several things (Qwen3-Next, Qwen3.5, Granite 4) under the names of separate ones.
+"""Reads projections that hold several things (Qwen3-Next, Qwen3.5, Granite 4, Phi 3) under the names of separate ones.
 
     q_proj [2 H D, N]              of each query head: rows of q_proj, then of q_gate
     in_proj_qkvz, in_proj_ba       of each key head: rows of in_proj_q, _k, _v and _z, or of in_proj_b and _a (Qwen3-Next)
     in_proj_qkv                    rows of in_proj_q, then of in_proj_k, then of in_proj_v (Qwen3.5)
     in_proj                        rows of in_proj_z, in_proj_v, in_proj_k, in_proj_q and in_proj_a (Mamba-2: z, x, B, C and dt)
+    qkv_proj, gate_up_proj         rows of q_proj, k_proj and v_proj; of gate_proj and up_proj (Phi 3 and 4)
     input_linear, output_linear    rows of gate_proj, then of up_proj; rows of down_proj (Granite 4)
 
 Legend: H query heads, D head width, N hidden width.
@@ -36,7 +37,12 @@ class SplitProjections(WeightsView):
         self._parts: dict[str, _Split] = {}
         for layer in architecture.layers:
             size, values = layer.head_size, layer.num_heads // layer.num_kv_heads * (layer.value_size or 0)
-            if architecture.mamba is not None:
+            if architecture.family == "phi3":
+                keys, inner = layer.num_kv_heads * size, architecture.intermediate_size
+                widths = {"q_proj": layer.num_heads * size, "k_proj": keys, "v_proj": keys}
+                self._add("self_attn.", "qkv_proj", widths)
+                self._add("mlp.", "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+            elif architecture.mamba is not None:
                 self._add_mamba(architecture, layer)
             elif layer.recurrent is None:
                 self._add("self_attn.", "q_proj", {"q_proj": size, "q_gate": size})
