@@ -159,10 +159,9 @@ def test_selected_rows(size: int, last: int, top_k: int, dtype: torch.dtype, mon
         assert select_rows(case.q, weights, case.k_cache, batch, top_k=top_k).equal(chosen)
     monkeypatch.setattr(cpu_selection, "MAX_SCORE_BYTES", 3 * 4 * 512)  # a few queries at a time
     assert select_rows(case.q, weights, case.k_cache, batch, top_k=top_k).equal(chosen)
-    first = select_rows(case.q, weights, case.k_cache.zero_(), batch, top_k=top_k)[5]  # of equal scores
-    assert first.tolist()[:top_k] == [
-        batch.block_table_host[2][n // size] * size + n % size for n in range(min(29, top_k))
-    ] + [-1] * (len(first) - min(29, top_k))
+    slots = [batch.block_table_host[2][n // size] * size + n % size for n in range(min(29, top_k))]
+    chosen = select_rows(case.q, weights, case.k_cache.zero_(), batch, top_k=top_k)[5]
+    assert chosen.tolist() == slots + [-1] * (len(chosen) - len(slots))  # the first of equal scores
 
 
 def rows_case(sequences: list[tuple[int, int]], size: int, dtype: torch.dtype = torch.float32) -> Case:

@@ -21,6 +21,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_sharded_families import CASES, make_folder
 from transom_core.errors import ConfigError
+from transom_core.model_config.mla import MLA_FAMILIES
 from transom_kernels.launch import prefer
 from transom_kernels.quantised_kv import dequantise_rows
 from transom_worker.engine.engine import Engine
@@ -29,17 +30,7 @@ LENGTHS = (5, 41, 90, 200)
 FORMATS = ("fp8", "int8", "int4")
 BOUNDS = {"fp8": 0.25, "int8": 0.01, "int4": 2.5}
 BOUNDS_WITH_EXPERTS = {"fp8": 1.0, "int8": 0.2, "int4": 4.0}
-LATENT = (
-    "youtu",
-    "deepseek_v2",
-    "deepseek_v3",
-    "kimi_k2",
-    "glm4_moe_lite",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "kimi_linear",
-)  # latent rows are in the model's format alone
-NAMES = [name for name in CASES if " in " not in name and name not in LATENT]
+NAMES = [name for name in CASES if " in " not in name and name not in MLA_FAMILIES]
 # Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.
 KINDS = ("llama3", "gemma3", "gemma4", "gemma4 with experts", "gpt_oss", "llama4", "mimo_v2_flash")
 DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(KINDS)]
@@ -84,7 +75,7 @@ def test_every_family_stays_near_its_logits(folder: Path, asked: str, request: p
     assert 0 < divergence(folder, exact, kv_cache_dtype=asked) < bound
 
 
-@pytest.mark.parametrize("folder", some_daily(LATENT, daily=["deepseek_v2"]), indirect=True)
+@pytest.mark.parametrize("folder", some_daily(MLA_FAMILIES, daily=["deepseek_v2"]), indirect=True)
 def test_latent_rows_in_other_formats_are_refused(folder: Path) -> None:
     log_probabilities(folder)  # also computes a step without rows, the last one of each request
     with pytest.raises(ConfigError, match=r"asks for int8 in KV group latent"):

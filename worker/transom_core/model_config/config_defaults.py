@@ -85,15 +85,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "minimax_m2": {"head_dim": 128},
-    "kimi_linear": _MLA
-    | {
-        **{"q_lora_rank": None, "rms_norm_eps": 1e-5},
+    "kimi_linear": {
+        **{**_MLA, "q_lora_rank": None, "rms_norm_eps": 1e-5},
         **{"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
     },
     "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED
-    | {
-        **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "index_n_heads": 32},
+    "glm_moe_dsa": {
+        **{**_INDEXED, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        **{"rms_norm_eps": 1e-5, "index_n_heads": 32},
     },
     "glm4_moe_lite": _MLA | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
     "youtu": _MLA | {"tie_word_embeddings": True},

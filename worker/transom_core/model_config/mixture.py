@@ -42,9 +42,7 @@ _DEFAULTS: dict[str, Config] = {
         **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0},
         **{"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"},
     },
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _DEEPSEEK_V3),
     "kimi_linear": {
         **_DEEPSEEK_V3,
         **{"moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},

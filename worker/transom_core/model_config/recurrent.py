@@ -63,19 +63,16 @@ def with_common_names(config: Config) -> Config:
     if config.get("model_type") != KIMI_LINEAR:
         return config
     own = dict(config.get("linear_attn_config") or {})
-    layers = {
-        kind: own.pop(name, ()) for kind, name in (("full_attention", "full_attn_layers"), (LINEAR, "kda_layers"))
-    }
+    full, others = (own.pop(name, ()) for name in ("full_attn_layers", "kda_layers"))
     if unknown := sorted(set(own) - set(_KIMI_SIZES.values())):
         raise ValueError(f"linear_attn_config has the field {unknown[0]!r}, which is not known")
     if config.get("mla_use_nope") is False:
         raise ValueError("mla_use_nope false, attention with rotation, is not supported")
-    names = _KIMI_NAMES | {name: f"linear_attn_config.{field}" for name, field in _KIMI_SIZES.items()}
-    given = {**config} | {f"linear_attn_config.{name}": value for name, value in own.items()}
-    found = {name: given[alias] for name, alias in names.items() if given.get(alias) is not None}
-    types = {int(index) - 1: kind for kind, indices in layers.items() for index in indices}  # published from 1
-    if types and not config.get("layer_types"):
-        found["layer_types"] = [types[index] for index in range(int(config["num_hidden_layers"]))]
+    found = {name: config[alias] for name, alias in _KIMI_NAMES.items() if config.get(alias) is not None}
+    found |= {name: own[field] for name, field in _KIMI_SIZES.items() if field in own}
+    if full and not config.get("layer_types"):
+        types = dict.fromkeys(full, "full_attention") | dict.fromkeys(others, LINEAR)  # numbers from 1
+        found["layer_types"] = [types[number] for number in range(1, int(config["num_hidden_layers"]) + 1)]
     return {**config, **found}
 
 

@@ -90,11 +90,8 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
             return torch.cat(list(tensors))
         return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
 
-    def by_head(name: str, *, each: int = 1, is_wrapped: bool = False) -> torch.Tensor:
-        shape, part = (layer.num_heads * each,), (_rows(heads.queries, each),)
-        if is_wrapped:
-            return load.tensor(name, torch.float32, shape=(1, 1, *shape, 1), part=(slice(None),) * 2 + part).flatten()
-        return load.tensor(name, torch.float32, shape=shape, part=part)
+    def by_head(name: str, shape: tuple[int, ...] = (layer.num_heads,), part: slice = heads.queries) -> torch.Tensor:
+        return load.tensor(name, torch.float32, shape=shape, part=(*[slice(None)] * (len(shape) // 2), part)).flatten()
 
     own_norm = (layer.value_size, slice(None)) if mamba is None else (values, own_values)
     has_norm = mamba is None or mamba.has_norm
@@ -106,14 +103,14 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
         RecurrentWeights(
             convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
             bias_C=convolution("conv1d.bias") if mamba is not None and mamba.convolution_bias else None,
-            step_bias_H=by_head("dt_bias", each=layer.value_size if is_kimi else 1),
-            log_rate_H=by_head("A_log", is_wrapped=is_kimi),
+            step_bias_H=by_head("dt_bias", (values,), own_values) if is_kimi else by_head("dt_bias"),
+            log_rate_H=by_head("A_log", (1, 1, layer.num_heads, 1) if is_kimi else (layer.num_heads,)),
             skip_H=None if mamba is None else by_head("D"),
             norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
             gates_first=mamba is not None and not mamba.norm_first,
             eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
+            twice=twice,
         ),
-        twice,
     )
 
 

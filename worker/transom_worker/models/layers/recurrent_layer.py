@@ -41,6 +41,7 @@ class RecurrentWeights:
     norm: torch.Tensor | None  # [Dv] for all heads, or Mamba-2's [H * Dv]; None: gates alone
     gates_first: bool  # gates multiply what the norm reads
     eps: float
+    twice: tuple[Linear, Linear] | None  # Kimi Linear's second projections of gates and steps
 
     @property
     def num_bytes(self) -> int:
@@ -52,28 +53,20 @@ class RecurrentWeights:
 class RecurrentLayer(TokenMixer):
     """Fused projection, causal convolution, gated delta rule or Mamba-2's recurrence, gated norm, output projection."""
 
-    def __init__(
-        self,
-        projection: Linear,
-        output: Linear,
-        layer: LayerAttention,
-        weights: RecurrentWeights,
-        twice: tuple[Linear, Linear] | None = None,
-    ) -> None:
+    def __init__(self, projection: Linear, output: Linear, layer: LayerAttention, weights: RecurrentWeights) -> None:
         """`projection` gives, of this rank's heads: queries, keys, values, the output's gate, strengths of a delta rule, and steps;
-        `layer` counts these heads. `twice` are Kimi Linear's second projections of gates and steps."""
+        `layer` counts these heads."""
         super().__init__(output)
         assert layer.value_size is not None
         self._projection, self._layer, self._weights = projection, layer, weights
         self._value_size, self._is_mamba = layer.value_size, weights.skip_H is not None
         by_head = (layer.num_heads,) * (1 if self._is_mamba else 2)
         self._widths = (weights.convolution_LC.shape[1], layer.num_heads * layer.value_size, *by_head)
-        self._twice = twice
-        if twice is not None:
+        if weights.twice is not None:
             self._widths = (self._widths[0], layer.value_size, layer.num_heads, layer.value_size)
         heads_of_norm = layer.num_heads // layer.num_kv_heads if self._is_mamba else 1
         self._norm_width = heads_of_norm * layer.value_size
-        linears = (projection, output, *(twice or ()))
+        linears = (projection, output, *(weights.twice or ()))
         self.weight_bytes = sum(linear.weight_bytes for linear in linears) + weights.num_bytes
 
     def _mix(
@@ -87,8 +80,8 @@ class RecurrentLayer(TokenMixer):
         """Return the gated results of all heads, [T, H * Dv], and write each sequence's state to the cache."""
         layer, weights = self._layer, self._weights
         mixed, gate, *strength, step = self._projection(x_TN).split_with_sizes(self._widths, dim=1)
-        if self._twice is not None:
-            gate, step = self._twice[0](gate), self._twice[1](step)
+        if weights.twice is not None:
+            gate, step = weights.twice[0](gate), weights.twice[1](step)
         inputs = RecurrenceInputs(
             projected=mixed,
             weight=weights.convolution_LC,
@@ -106,7 +99,7 @@ class RecurrentLayer(TokenMixer):
             ),
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
-        first, by_sigmoid = weights.gates_first, self._twice is not None
+        first, by_sigmoid = weights.gates_first, weights.twice is not None
         return gated_rms_norm(
             out_TN, gate, weights.norm, weights.eps, group=width, gates_first=first, by_sigmoid=by_sigmoid
         )

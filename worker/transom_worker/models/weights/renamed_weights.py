@@ -42,11 +42,7 @@ _KIMI_LINEAR = {
     **{".linear_attn.out_proj.": ".self_attn.o_proj.", ".linear_attn.norm.": ".self_attn.o_norm."},
     ".linear_attn.": ".self_attn.",
 }
-OWN_NAMES = {
-    **dict.fromkeys(LFM2_FAMILIES, _LFM2),
-    "granitemoehybrid": _GRANITE_HYBRID,
-    KIMI_LINEAR: _KIMI_LINEAR,
-}
+OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID, KIMI_LINEAR: _KIMI_LINEAR}
 _FALCON = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 _NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f."}
 _IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")
