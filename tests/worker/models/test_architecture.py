@@ -328,7 +328,7 @@ def test_kimi_linear_as_published() -> None:
     for wrong, message in (
         ({"linear_rate": 2}, "the field 'linear_rate'"),
         ({"linear_attn_config": own | {"gate_lower_bound": -5.0}}, "the field 'gate_lower_bound'"),
-        ({"linear_attn_config": own | {"kda_layers": [1]}}, "no size or number|lacks 1"),
+        ({"linear_attn_config": own | {"kda_layers": [1]}}, "lacks 2"),
         ({"mla_use_nope": False}, "mla_use_nope false"),
         ({"moe_router_activation_func": "softmax"}, "scoring_func 'softmax'"),
     ):
