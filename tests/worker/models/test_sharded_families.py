@@ -38,7 +38,7 @@ NINE_HEADS = {
 BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
 NINE = FamilyCase(family="llama", config=NINE_HEADS)
 # As many key heads (Mamba: groups) as the most ranks; three ranks have two, one and one of them.
-FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "mamba_n_groups": 4}
+FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_num_heads": 4, "mamba_n_groups": 4}
 FOUR_KEY_HEADS = {
     name: replace(case, config=case.config | {field: value for field, value in FOUR.items() if field in case.config})
     for name, case in (DENSE | MIXTURES).items()
