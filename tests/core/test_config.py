@@ -67,7 +67,14 @@ def test_the_wires_settings_are_variables_of_ucx() -> None:
         ({"swap_space": 1, "worker_group": ["preemption_mode=swap"]}, "preemption_mode is not a setting"),
         ({"kv_policy": '{"type": ["window"]}'}, "its type must be one of full, window, adaptive, heavy"),
         ({"kv_policy": '["window"]'}, "its type must be one of full, window, adaptive, heavy"),
+        ({"kv_policy": '{"type": "lru"}'}, "its type must be one of full, window, adaptive, heavy"),
         ({"kv_policy": "window"}, "--kv-policy is not JSON"),
+        ({"kv_policy": '{"type": "window"}'}, "--kv-policy window: missing 1 required keyword-only argument: 'window'"),
+        ({"kv_policy": '{"type": "window", "window": 0}'}, "kv_policy.window is 0; it must be a whole number of at"),
+        (
+            {"kv_policy": '{"type": "adaptive", "min_window": 1, "max_window": 9, "threshold": NaN}'},
+            "kv_policy.threshold is nan",
+        ),
         ({"kv_policy": '{"type": "window", "window": 8, "sink": 4}'}, "unexpected keyword argument 'sink'"),
     ],
 )

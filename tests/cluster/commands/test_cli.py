@@ -63,7 +63,6 @@ def test_flags_are_settings(served_settings):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--dtype", "int3"], "dtype"),
         (["--kv-cache-memory-bytes", "much"], "512MiB"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-num-seqs", "many"], "--max-num-seqs"),
@@ -98,7 +97,6 @@ def test_a_missing_model_or_a_taken_port_is_refused_before_ray_starts():
         (["--max-model-len", "100000"], "8192"),
         (["--quantization", "int8", "--device", "cuda"], "--quantization int8"),
         (["--host", "203.0.113.1"], "203.0.113.1"),
-        (["--api-key", ""], "--api-key is empty"),
         (["--tensor-parallel-size", "12"], "9 query heads"),
         (["--device", "cuda", "--replicas", "99"], "--device cuda: "),
     ],

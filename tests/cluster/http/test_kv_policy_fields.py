@@ -9,8 +9,6 @@ from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, KvQuality, OutputEvent, Usage, WindowPolicy
 from transom_core.contract.kv_policy import MAX_LONG_PROMPT_TOKENS, MAX_STREAM_TOKENS
-from transom_core.errors import ConfigError
-from transom_core.settings.settings import Settings
 
 WINDOW = {"type": "window", "sinks": 2, "window": 64}
 
@@ -138,20 +136,3 @@ async def test_other_apis_have_quality_and_weight_updates_in_their_usage(path: s
         *_, usage = (found for event in told if (found := event.get("response", event).get("usage")))
         assert (usage["kv_quality"]["compared_tokens"], usage["kv_quality"]["top_token_agreement"]) == (2, 0.5)
         assert usage["weight_updates"] == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("window", "--kv-policy is not JSON"),
-        ('{"type": "lru"}', "its type must be one of full, window, adaptive, heavy"),
-        ('{"type": "window"}', "--kv-policy window: missing 1 required keyword-only argument: 'window'"),
-        ('{"type": "window", "window": 3, "size": 4}', "unexpected keyword argument 'size'"),
-        ('{"type": "window", "window": 0}', "kv_policy.window is 0; it must be a whole number of at least 1"),
-        ('{"type": "adaptive", "min_window": 1, "max_window": 9, "threshold": NaN}', "kv_policy.threshold is nan"),
-    ],
-)
-def test_a_wrong_default_is_refused_at_the_start(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Settings.parse(model="smollm2", kv_policy=text)
-    assert message in str(caught.value)

@@ -44,14 +44,6 @@ def blame(*attempts: Attempt, report: LossReport = STRONG, most: int = 3) -> Los
     return assign_blame(attempts, report, max_lost_workers=most).culprit
 
 
-def test_alone_on_three_lost_workers():
-    one = Attempt()
-    assert [blame(one) for _ in range(2)] == [None, None]
-    assert one.record.is_suspect
-    assert one.record.is_on_trial(3)
-    assert blame(one) is one.record
-
-
 def test_the_suspect_is_named_and_the_others_are_cleared():
     attempts = [Attempt() for _ in range(32)]
     first = assign_blame(attempts, STRONG, max_lost_workers=2)

@@ -77,11 +77,6 @@ def test_groups_of_workers_share_the_cores_and_other_settings():
     assert alone.workers_per_node == 3
 
 
-def test_wrong_settings_are_refused_before_anything_is_deployed():
-    with pytest.raises(ConfigError, match="no_such_flag"):
-        app.build_app({"model": "smollm2", "no_such_flag": 1})
-
-
 @pytest.mark.parametrize("name", app.SERVE_PROXY_SETTINGS)
 def test_settings_of_serves_proxies_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is a setting of Serve's proxies"):
