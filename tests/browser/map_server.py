@@ -53,11 +53,6 @@ class MapServer:
         """Close every open stream."""
         self._put(CLOSE)
 
-    @property
-    def num_streams(self) -> int:
-        """Streams that are open."""
-        return len(self._streams)
-
     def _put(self, text: str | None) -> None:
         assert self.loop is not None
 

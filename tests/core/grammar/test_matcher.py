@@ -6,22 +6,10 @@ import random
 import pytest
 
 from tests.core.grammar.hostile_schemas import LARGE, grammar
-from tests.core.grammar.vocabularies import allowed, json_grammar, tiny, tiny_vocabulary, walk
+from tests.core.grammar.vocabularies import PERSON, allowed, tiny, tiny_vocabulary, walk
 from tests.how_many import num_examples
 from transom_core.errors import RequestError, StepFailed
 from transom_core.grammar import MAX_GRAMMAR_BYTES, GrammarMasks, compile_grammar, masks
-
-PERSON = json_grammar(
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 5},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-)
 
 
 def test_a_copy_goes_on_alone_and_a_replayed_matcher_allows_the_same() -> None:

@@ -31,6 +31,20 @@ def json_grammar(schema: Any) -> str:
     return "start: %json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 
+PERSON = json_grammar(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+)
+
+
 def allowed(masks: GrammarMasks, matcher: GrammarMatcher) -> list[int]:
     """The token ids that the row of a matcher allows."""
     row = np.frombuffer(masks.plan_mask([(0, matcher)], 1), np.uint8)

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLParserLimits
 
 from tests.core.grammar.random_schemas import random_schema
-from tests.core.grammar.vocabularies import json_grammar
+from tests.core.grammar.vocabularies import PERSON, json_grammar
 from tests.engine_driver import drain, make_engine, make_hooked_engine, make_request, run
 from tests.how_many import num_examples
 from tests.worker.conftest import Start
@@ -22,17 +22,6 @@ from transom_core.grammar import GrammarMatcher, compile_grammar
 from transom_worker.engine.engine import Engine
 
 BATCH = 10
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-GRAMMAR = json_grammar(SCHEMA)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +66,9 @@ def test_a_row_waits_for_its_token_and_the_others_do_not(tiny_model: Path) -> No
     plans: list[tuple[int, bool]] = []
     submit = executor.submit
     executor.submit = lambda plan: (plans.append((len(plan.seq_ids), plan.grammar_mask is not None)), submit(plan))[1]  # type: ignore[method-assign, func-returns-value]
-    run(engine, [make_request("warm", [5], grammar=GRAMMAR, max_tokens=1)])
+    run(engine, [make_request("warm", [5], grammar=PERSON, max_tokens=1)])
     plans.clear()
-    held = make_request("held", [32, 33], grammar=GRAMMAR, max_tokens=10, temperature=1.0)
+    held = make_request("held", [32, 33], grammar=PERSON, max_tokens=10, temperature=1.0)
     run(engine, [make_request("free", [30, 31], max_tokens=100), held])
     engine.shutdown()
     assert all(is_masked == (num_rows == 2) for num_rows, is_masked in plans)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from canitoolcall.results import ParsedToolCall, ParseResult
 
-from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, call_arguments, read_answer
+from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, parse_result, read_answer
 from transom_core.text.markup.context import AnswerContext, ToolSpec
 from transom_core.text.markup.families.harmony import MARKERS, HarmonyFormat
 from transom_core.text.markup.formats import answer_format
@@ -43,30 +44,20 @@ def _cut(text: str) -> list[tuple[str, int]]:
     ]
 
 
-def _said(parts: list[AnswerPart]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, message and complete calls."""
-    names = {part.index: part.name for part in parts if isinstance(part, CallBegin)}
-    complete = [part.index for part in parts if isinstance(part, CallEnd) and part.is_complete]
-    return (
-        "".join(part.text for part in parts if isinstance(part, ReasoningText)),
-        "".join(part.text for part in parts if isinstance(part, MessageText)),
-        [(names[index], call_arguments(parts, index)) for index in complete],
-    )
-
-
-def _said_by_the_library(messages: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]]]:
+def _said_by_the_library(messages: list[dict[str, Any]]) -> ParseResult:
     calls = [message for message in messages if message["recipient"]]
     others = [message for message in messages if not message["recipient"]]
-    return (
-        "\n".join(message["text"] for message in others if message["channel"] == "analysis" and message["text"]),
-        "".join(message["text"] for message in others if message["channel"] != "analysis"),
-        [(message["recipient"].removeprefix("functions."), message["text"]) for message in calls],
+    thoughts = [message["text"] for message in others if message["channel"] == "analysis" and message["text"]]
+    return ParseResult(
+        content="".join(message["text"] for message in others if message["channel"] != "analysis") or None,
+        reasoning_content="\n".join(thoughts) or None,
+        tool_calls=tuple(ParsedToolCall(one["recipient"].removeprefix("functions."), one["text"]) for one in calls),
     )
 
 
 def test_answers_are_read_as_openais_library_reads_them() -> None:
     for answer in ANSWERS:
-        assert _said(_read(answer["pieces"], _context())) == _said_by_the_library(answer["messages"]), answer
+        assert parse_result(_read(answer["pieces"], _context())) == _said_by_the_library(answer["messages"]), answer
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,6 @@ class Watch:
         self.number += 1
         return self.map
 
-    def settle(self) -> Map:
-        self.map.take(self.encoder.again(0.0).numbered(self.number))
-        self.number += 1
-        return self.map
-
 
 def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
     """What a map without evictions must show, asked block by block."""
