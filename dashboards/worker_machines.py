@@ -3,23 +3,9 @@
 from dashboards.colors import MEMORY
 from dashboards.panels import Panel, bars, high_is_bad, lines, rows
 from dashboards.queries import WORKER, rate, ratio, split, total
+from transom_worker.telemetry.metrics.identity import CONFIG_LABELS
 
-CONFIG_COLUMNS = (
-    "model",
-    "worker",
-    "dtype",
-    "kv_cache_dtype",
-    "device",
-    "tensor_parallel_size",
-    "block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "scheduling_policy",
-    "prefix_caching",
-    "hybrid_kv_cache",
-    "kernels",
-)
+CONFIG_COLUMNS = ("model", "worker", *(label for label in CONFIG_LABELS if label != "identity"))
 
 
 def info(metric: str, labels: str, columns: tuple[str, ...]) -> str:
