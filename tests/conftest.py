@@ -73,6 +73,5 @@ def fast_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
     monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 8)
     monkeypatch.setattr(ReadMeter, "made", lambda *_: None)
-    monkeypatch.setattr(
-        RateMeter, "loaded", lambda *_: None
-    )  # a load from the host that was slow once would be computed next time
+    # a load from the host that was slow once would be computed next time
+    monkeypatch.setattr(RateMeter, "loaded", lambda *_: None)

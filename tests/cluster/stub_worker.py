@@ -145,9 +145,8 @@ class StubWorker:
     watch_failure: Exception | None = None
     watch_periods_s: list[float] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)  # checkpoints, by updates of the weights
-    watchers: list[asyncio.Queue[bytes | Exception]] = field(
-        default_factory=list
-    )  # put frames, or an error, into these
+    # put frames, or an error, into these
+    watchers: list[asyncio.Queue[bytes | Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerMessage | Exception] | None = None

@@ -116,9 +116,8 @@ def ray_address(server: Server) -> str:
 def assert_ended_cleanly(server: Server, code: int) -> None:
     """Exit code 0, nothing but a word in the log, no process left."""
     lines = server.log.read_text().splitlines(keepends=True)
-    log = "".join(
-        line for line in lines if "(raylet)" not in line and not line.startswith("\t(")
-    )  # Ray's words on workers that a test has killed, and on a slow machine, at any time; they may go on over lines
+    # Ray's words on workers that a test has killed, and on a slow machine, at any time; they may go on over lines
+    log = "".join(line for line in lines if "(raylet)" not in line and not line.startswith("\t("))
     assert code == 0, log[-4000:]
     assert log.endswith("Stopping.\n"), log[-4000:]
     assert "Traceback" not in log

@@ -120,9 +120,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         wait_for(self, sequence, producer, num_hash_blocks)
 
     monkeypatch.setattr(in_flight_prefixes, "MIN_SHARED_TOKENS", 8)
-    monkeypatch.setattr(
-        fair_preemption, "SLICE_STEPS", 4
-    )  # clients claim slots and memory from each other in short runs, too
+    # clients claim slots and memory from each other in short runs, too
+    monkeypatch.setattr(fair_preemption, "SLICE_STEPS", 4)
     monkeypatch.setattr(in_flight_prefixes.InFlightPrefixes, "wait_for", noted)
     return waited
 

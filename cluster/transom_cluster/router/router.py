@@ -51,9 +51,8 @@ from transom_core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.router")
 
-_CLAUDE_NAME = re.compile(
-    r"claude-.{1,93}"
-)  # with `--serve-claude-names`: up to 100 characters, since answers repeat it
+# with `--serve-claude-names`: up to 100 characters, since answers repeat it
+_CLAUDE_NAME = re.compile(r"claude-.{1,93}")
 _STOPPING = "This router is being stopped; send the request again."
 
 

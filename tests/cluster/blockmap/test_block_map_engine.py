@@ -89,9 +89,8 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
 async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) -> None:
     async with frames_of(server) as frames:
         await anext(frames)
-        await until(
-            lambda: len(server.replica.block_map._watchers) == 1
-        )  # the test before has left, which takes a moment
+        # the test before has left, which takes a moment
+        await until(lambda: len(server.replica.block_map._watchers) == 1)
     registry = server.replica.engine.scheduler.cache.registry
     await until(lambda: not server.replica.block_map._watchers and not registry.watches_changes)
     await ask(server, "Without a watcher.", 4)

@@ -125,9 +125,8 @@ def test_a_broken_list_of_batches_is_a_usage_error():
 
 
 def test_offline_figures_as_json(tiny_model, monkeypatch):
-    monkeypatch.setattr(
-        "transom_worker.execution.setup.model_setup.set_threads", lambda _, **ranks: None
-    )  # for the other tests' sake
+    # for the other tests' sake
+    monkeypatch.setattr("transom_worker.execution.setup.model_setup.set_threads", lambda _, **ranks: None)
     sizes = ("--batches", "1,2", "--output-tokens", "3", "--repeats", "1", "--json")
     result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "20", *sizes)
     assert result.exit_code == 0, result.output

@@ -160,9 +160,8 @@ def test_the_weights_of_each_rank(tmp_path: Path) -> None:
     weights = json.loads(plan(*arguments, "cpu", "--json").output)["weights"]
     assert weights["device"] == "cpu"
     assert len(weights["rank_bytes"]) == 2
-    assert (
-        0.99 < sum(weights["rank_bytes"]) / weights["file_bytes"] < 1.01
-    )  # both hold the norms, and the file a header
+    # both hold the norms, and the file a header
+    assert 0.99 < sum(weights["rank_bytes"]) / weights["file_bytes"] < 1.01
     text = plan(*arguments, "cuda").output.replace("\n", " ")
     assert f"Weights on CUDA, bytes of each rank: {weights['rank_bytes'][0]:,} (" in text
     assert "--weights is disk; give cpu or cuda" in plan(*arguments, "disk").output

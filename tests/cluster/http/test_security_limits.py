@@ -377,9 +377,8 @@ async def test_who_comes_back_at_once_waits_for_further_refusals(monkeypatch):
             for _ in range(2):
                 await api.client.get("/v1/models")
                 await api.client.post("/tokenize", json={"prompt": "a"})
-    assert (
-        pauses == [client_limits.SLOW_REFUSAL_S] * 4
-    )  # 6 of a's 8 requests were refused, 2 of them at once, and 2 of b's
+    # 6 of a's 8 requests were refused, 2 of them at once, and 2 of b's
+    assert pauses == [client_limits.SLOW_REFUSAL_S] * 4
 
 
 async def test_costly_gets_have_a_limit_of_their_own():

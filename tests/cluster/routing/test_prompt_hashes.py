@@ -11,9 +11,8 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300).map(tuple)
 
 @given(
     TOKENS,
-    st.sampled_from(
-        [1, 2, 3, 7, 8, 16, 23, 24, 25, 32, 57, 64]
-    ),  # around whole steps of the hash, which are 24 and 56 tokens
+    # around whole steps of the hash, which are 24 and 56 tokens
+    st.sampled_from([1, 2, 3, 7, 8, 16, 23, 24, 25, 32, 57, 64]),
     st.lists(st.integers(0, 300), max_size=3),
 )
 def test_digests_are_the_workers_in_whatever_pieces(

@@ -35,9 +35,8 @@ def test_sentencepiece_tokens_have_our_bytes(decoder: decoders.Decoder) -> None:
     vocabulary = GrammarVocabulary(tokenizer, vocab_size=320, eos_token_ids=(1,))
     library = vocabulary.library_tokenizer
     assert library.vocab_size == 320
-    known = [
-        i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) != b"\xff"
-    ]  # that is the library's mark
+    # that is the library's mark
+    known = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) != b"\xff"]
     assert [library.decode_bytes([i]) for i in known] == [tokenizer.token_bytes(i) for i in known]
     special = {tokenizer.token(i) for i in range(tokenizer.vocab_size) if library.is_special_token(i)}
     assert special == {"</s>", "<tool_call>", "[CALL]"}

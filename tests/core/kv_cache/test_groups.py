@@ -97,9 +97,8 @@ def test_a_window_builds_nothing_for_each_block(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GroupSpec, "live", counted)
     retention = Retention(group(GroupKind.FULL).with_window(sinks=0, window=100))
     assert retention.peak_blocks(1_000_000) == 8
-    assert (
-        retention.next_change(1_000_000) == 1_000_003
-    )  # when token 999,904, the first of a block, is the first live one
+    # when token 999,904, the first of a block, is the first live one
+    assert retention.next_change(1_000_000) == 1_000_003
     assert retention.largest_free_boundary(62_500) == 0
     assert find_hit([retention], [set()], [bytes(32)] * 62_500, 62_500, window_repair=False).start == 0
     assert num_calls < 20

@@ -171,9 +171,8 @@ def test_an_answer_whose_grammar_others_have_filled_can_go_on(engine: Engine, mo
     assert error is not None
     assert (error.kind, error.loss_cause, token_ids) == ("WorkerLost", "stopped", whole.token_ids[: len(token_ids)])
     assert token_ids + end(engine, replace(ask, resumed_output_ids=token_ids)).token_ids == whole.token_ids
-    for i in range(
-        9
-    ):  # all at once with a new grammar: together they fill it again, which ends some, and none begins anew
+    # all at once with a new grammar: together they fill it again, which ends some, and none begins anew
+    for i in range(9):
         engine.add(replace(ask, request_id=f"r{i}", resumed_output_ids=token_ids))
     assert "WorkerLost" not in {event.error.kind for event in drain(engine) if event.error is not None}
     if isinstance(filled := compiler._entries.get(text), GrammarMatcher):

@@ -206,9 +206,8 @@ def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
             hand.step({0: 1, 1: 1})
         hand.decode(0, 120)
     assert max(len(row.blocks[0]) for row in hand.sequences.values()) <= 15
-    check_greedy(
-        model, hand.sequences[0].tokens[:64], 50, window_mask(20, 6)
-    )  # below the trained length: the ordinary mask
+    # below the trained length: the ordinary mask
+    check_greedy(model, hand.sequences[0].tokens[:64], 50, window_mask(20, 6))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
     check_greedy(model, hand.sequences[0].tokens, 50, window_mask(20, 6))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", plain)

@@ -116,9 +116,8 @@ def test_layers_hold_what_kernels_can(tmp_path: Path, name: str) -> None:
     format = FORMATS[name].held
     assert held(build(packed)) == [format] * (8 if format else 0)
     assert held(build(packed, rank=1, size=2)) == [format] * (6 if format else 0)  # downs are cut within a group
-    assert held(build(packed, rank=1, size=3)) == [format] * (
-        6 if format else 0
-    )  # the output's, by heads of 16 columns
+    # the output's, by heads of 16 columns
+    assert held(build(packed, rank=1, size=3)) == [format] * (6 if format else 0)
 
 
 def test_experts_are_held_too(tmp_path: Path) -> None:

@@ -103,9 +103,8 @@ def test_a_shorter_and_a_longer_prefix_share_what_both_load(
     begin(driver, PROMPT, second)
     driver.run()
     assert num_loaded(driver) - before == len(copies) == len(set(copies))
-    assert (
-        host_tokens(driver)["1"][0] > host_tokens(driver)["1"][1]
-    )  # the second request found what the first one loaded
+    # the second request found what the first one loaded
+    assert host_tokens(driver)["1"][0] > host_tokens(driver)["1"][1]
     driver.check_idle()
 
 
@@ -217,9 +216,8 @@ def test_what_a_request_that_has_ended_would_load_is_not_loaded() -> None:
     driver.add(request("anew", [ord("a")] * 40, 2))
     driver.run()
     assert driver.outputs["anew"][0].num_host_tokens == 36
-    assert (
-        sum(cache.tiers.loads.num_loaded) == driver.executor.num_loaded
-    )  # blocks that were never sent are not counted
+    # blocks that were never sent are not counted
+    assert sum(cache.tiers.loads.num_loaded) == driver.executor.num_loaded
     driver.check_idle()
 
 

@@ -91,9 +91,8 @@ def random_run(
         if rng.random() < 0.03 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
         loading = [name for name, one in scheduler.by_request.items() if one.status is SequenceStatus.LOADING]
-        if (
-            loading and rng.random() < 0.3
-        ):  # if it has output, it was preempted: a later prompt goes on after this output
+        # if it has output, it was preempted: a later prompt goes on after this output
+        if loading and rng.random() < 0.3:
             driver.abort(name := rng.choice(loading))
             prompt = [*driver.requests[name].prompt_token_ids, *driver.tokens[name]]
         if rng.random() < 0.01:

@@ -495,9 +495,8 @@ class KvCache:
     ) -> list[list[int]] | None:
         """Do what `_allocate` does, without blocks that imports hold."""
         if reserve:  # what fits with the reserve fits without it, too
-            is_state = [
-                retention.spec.is_state for retention in self.retentions
-            ]  # running sequences need no more of these
+            # running sequences need no more of these
+            is_state = [retention.spec.is_state for retention in self.retentions]
             needed = [need if state else need + reserve for need, state in zip(needs, is_state, strict=True)]
             if self.allocator.pages_needed(needed) is None:
                 return None

@@ -113,9 +113,8 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
     if layer.convolution is not None:
         return (Tensor(Role.KV, heads, size, 0, name),)
     if layer.recurrent is not None:
-        values = (
-            layer.num_heads // layer.num_kv_heads * (layer.value_size or size)
-        )  # of the heads that a key head serves
+        # of the heads that a key head serves
+        values = layer.num_heads // layer.num_kv_heads * (layer.value_size or size)
         state = Tensor(Role.RECURRENT, heads, size * values, 0, STATE_DTYPE)
         of_token = Tensor(Role.CONVOLVED, heads, size, size, name), Tensor(Role.CONVOLVED, heads, values, 0, name)
         return (state, *of_token * (layer.recurrent - 1))

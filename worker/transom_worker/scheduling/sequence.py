@@ -130,9 +130,8 @@ class Sequence:
     sampled_row: int = -1  # the row of that plan
     cached_prompt: CachedPrompt | None = None  # None before the first admission
     prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
-    hidden_sum: list[float] = field(
-        default_factory=list
-    )  # of the prompt tokens that its embedding counts, as far as computed
+    # of the prompt tokens that its embedding counts, as far as computed
+    hidden_sum: list[float] = field(default_factory=list)
     has_output: bool = False
     admitted_step: int = 0  # steps that had been planned at the last admission
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache

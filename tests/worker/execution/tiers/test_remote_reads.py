@@ -179,9 +179,8 @@ def test_a_connection_that_is_not_used_for_long_is_closed(case: Case, monkeypatc
     case.read()
     assert case.ends.of("r") == ""
     time.sleep(0.02)
-    case.memories = tuple(
-        replace(one, agent=one.agent + b" again") for one in case.memories
-    )  # the source was started again
+    # the source was started again
+    case.memories = tuple(replace(one, agent=one.agent + b" again") for one in case.memories)
     case.read()
     assert case.ends.of("r") == ""
     assert sorted(case.agent.told) == ["disconnect 0", "disconnect 1"]

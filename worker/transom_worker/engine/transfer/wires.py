@@ -230,9 +230,8 @@ class MemoryWire:
             await asyncio.wait([ended], timeout=LOOK_S)
             # Ranks in processes of their own report when the engine listens, which it does in a step anyway.
             look = asyncio.ensure_future(self._on_engine(self._store.take_read_ends))
-            look.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # if the ranks end, so does the read
+            # if the ranks end, so does the read
+            look.add_done_callback(lambda done: done.cancelled() or done.exception())
             waits: list[asyncio.Future[Any]] = [ended, look]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 

@@ -181,9 +181,8 @@ class ModelSetup:
                 pool_bytes=layout.slab_bytes if device.type == "cpu" else 0,
                 ranks_on_host=self._ranks_on_host,
             )
-            host_slab = fetch_with_progress(
-                allocate, lambda *_: self._on_busy()
-            )  # pinning takes 0.1 s a gigabyte or more
+            # pinning takes 0.1 s a gigabyte or more
+            host_slab = fetch_with_progress(allocate, lambda *_: self._on_busy())
             memories[TIER_HOST] = TierMemory(host_layout, host_slab)
         folder = None
         if self._config.cache.disk_cache is not None:
