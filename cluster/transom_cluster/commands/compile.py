@@ -1,6 +1,7 @@
 """`transom compile`: compiles a model's kernels and the router's prefix index before the first start.
 
-The kernels are compiled for this machine's processor, or for GPUs; the machine itself needs no GPU.
+The kernels are compiled for this machine's processor, or for GPUs; the machine itself needs no GPU. Functions import the router and
+the engine themselves, so that commands which do not need them start fast.
 """
 
 import re
@@ -10,7 +11,7 @@ import typer
 
 from transom_cluster.commands.flags import usage_errors
 
-CAPABILITY = re.compile(r"(\d+)\.(\d)")
+CAPABILITY = re.compile(r"(\d+)\.(\d)")  # major.minor
 
 
 def compile_kernels(
@@ -27,14 +28,14 @@ def compile_kernels(
 ) -> None:
     """Compile a model's kernels and the router's prefix index now, so that the first start does not have to.
 
-    The code of CPU kernels is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version, that
-    of GPU kernels in Triton's (TRITON_CACHE_DIR), and the router's beside its sources (or in NUMBA_CACHE_DIR).
+    The code of CPU kernels is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version, the
+    code of GPU kernels in Triton's directory (or TRITON_CACHE_DIR), and the router's beside its sources (or in NUMBA_CACHE_DIR).
     """
     from transom_cluster.routing.fleet_index import FleetPrefixIndex
     from transom_core.errors import ConfigError
     from transom_worker.precompile import precompile, precompile_for_gpu
 
-    FleetPrefixIndex()  # a process's first index has its code compiled
+    FleetPrefixIndex()  # Numba compiles the code of a process's first index
     options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     with usage_errors():
         if device == "cuda":

@@ -1,5 +1,11 @@
 """The routes that run a model: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages (and its count_tokens), and
-/v1/embeddings, /v1/rerank and /v1/score, whose requests are completions of one token that the client does not get."""
+/v1/embeddings, /v1/rerank and /v1/score, whose prompts run as completions of one token that the client does not get.
+
+A handler makes engine requests (`contract.Request`, one per prompt and choice) and a writer from a body, and returns the response
+that runs them. Long work goes to `threads.run`, away from the event loop; clients take turns there. `num_chars` says how much work
+it is, and up to `inline_chars` it runs on the event loop. Bodies of other APIs become a chat or a completion (`converted`), and
+`named_errors` and `renamed_errors` give the fields in errors the names that the client has used.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -60,7 +66,7 @@ _COUNT_TOKENS = BodyParser(CountTokensRequest, MESSAGES_RULES)
 
 
 class OpenAiRoutes:
-    """Route handlers for one router. They, not FastAPI, parse the bodies (of any content type), so that errors can name fields."""
+    """Route handlers for one router. They parse bodies (of any content type) instead of FastAPI, so that errors can name fields."""
 
     def __init__(self, router: Router, threads: RequestThreads, work: WorkLimits) -> None:
         self._router = router
@@ -93,7 +99,7 @@ class OpenAiRoutes:
             self._router.tokenizer,
             include_usage=body.include_usage,
             num_top_logprobs=chat.params.logprobs,
-            answers=chat.answers if chat.is_parsed else (),
+            answers=chat.answers if chat.is_parsed else (),  # a plain answer needs no parser
         )
         return self._response(asked, chat.requests, writer, stream=bool(body.stream))
 
@@ -103,54 +109,56 @@ class OpenAiRoutes:
         body = await asked.parse(_RESPONSES)
         body.check_stateless()
         run = functools.partial(asked.threads.run, num_chars=body.num_bytes, inline_chars=SMALL_BODY_BYTES)
-        form = await run(lambda: chat_form(body))
-        with form.named_errors():
-            chat = await asked.chat(form.chat)
+        converted = await run(lambda: chat_form(body))
+        with converted.named_errors():
+            chat = await asked.chat(converted.chat)
         echo = await run(lambda: request_echo(body, chat.params))
         options = ItemOptions(
             response_id=asked.metadata.id,
-            names=form.tool_names,
+            names=converted.tool_names,
             tokenizer=self._router.tokenizer,
             num_top_logprobs=chat.params.logprobs,
             includes_encrypted_reasoning=body.includes_encrypted_reasoning,
         )
         (answer,) = chat.answers
         writer = ResponsesWriter(asked.metadata, chat.requests, answer, options, echo)
-        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=form.headers)
+        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=converted.headers)
 
     async def messages(self, request: Request) -> Response:
         """Answer a chat in the form of Anthropic's Messages API."""
         asked = PromptRequest(self._router, self._threads, request, id_prefix="msg_")
         body = await asked.parse(_MESSAGES)
-        form = await self._messages_chat(asked, body)
-        if form.chat.messages[-1].role == "assistant":
+        converted = await self._messages_chat(asked, body)
+        if converted.chat.messages[-1].role == "assistant":
             reason = "this server does not continue one (prefill); end with a user's message"
             raise RequestError(f"messages ends with a message of the assistant; {reason}.", param="messages")
-        with form.named_errors():
-            chat = await asked.chat(form.chat, cuts_max_tokens=True)
+        with converted.named_errors():
+            # Clients may ask for more tokens than fit the model's length; the answer then ends at that length.
+            chat = await asked.chat(converted.chat, cuts_max_tokens=True)
         (sent,), (answer,), limits = chat.requests, chat.answers, self._router.limits.current
-        keeps_blocks = limits.caches_prefixes and sent.reads_prefix_cache
+        # The prefix cache keeps whole blocks of the prompt, if it keeps any.
+        is_cached = limits.caches_prefixes and sent.reads_prefix_cache
         writer = MessagesWriter(
             asked.metadata,
             chat.requests,
             answer,
-            num_cacheable_tokens=sent.num_prompt_tokens // limits.block_size * limits.block_size if keeps_blocks else 0,
+            num_cacheable_tokens=sent.num_prompt_tokens // limits.block_size * limits.block_size if is_cached else 0,
             omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
         )
-        writer.prompt_only = body.max_tokens == 0
-        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=form.headers)
+        writer.prompt_only = body.max_tokens == 0  # the engine computes one token, which the client does not get
+        return self._response(asked, chat.requests, writer, stream=bool(body.stream), headers=converted.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of the prompt that a request to /v1/messages with this body would have."""
         asked = PromptRequest(self._router, self._threads, request)
         body = await asked.parse(_COUNT_TOKENS)
-        form = await self._messages_chat(asked, body)
+        converted = await self._messages_chat(asked, body)
         limits = self._router.limits.current
-        with form.named_errors():
-            check_tokenize_bytes(sum(one.num_chars for one in form.chat.messages), limits, param="messages")
+        with converted.named_errors():
+            check_tokenize_bytes(sum(one.num_chars for one in converted.chat.messages), limits, param="messages")
             check = functools.partial(check_tokenize_tokens, limits=limits, param="messages")
-            _, prompt = await asked.rendered(form.chat, check_length=check)
-        return JSONResponse(MessageTokensCount(input_tokens=len(prompt.token_ids)), headers=form.headers)
+            _, prompt = await asked.rendered(converted.chat, check_length=check)
+        return JSONResponse(MessageTokensCount(input_tokens=len(prompt.token_ids)), headers=converted.headers)
 
     async def _messages_chat(self, asked: PromptRequest, body: CountTokensRequest) -> MessagesChat:
         strips = self._router.config.strip_billing_header
@@ -158,7 +166,7 @@ class OpenAiRoutes:
         return await asked.threads.run(convert, num_chars=body.num_bytes, inline_chars=SMALL_BODY_BYTES)
 
     async def completions(self, request: Request) -> Response:
-        """Continue one or several prompts."""
+        """Continue one or several prompts, as plain text: without reasoning and tool calls."""
         asked = PromptRequest(self._router, self._threads, request, id_prefix="cmpl-")
         body = await asked.parse(_COMPLETION)
         tokenizer, params = self._router.tokenizer, body.params()
@@ -209,7 +217,7 @@ class OpenAiRoutes:
     async def _scored(
         self, asked: PromptRequest, body: PooledRequest, pairs: Sequence[tuple[str, str]], *, param: str
     ) -> list[contract.Request]:
-        """Return the engine requests that score pairs of texts; `param` is the field that has most of them."""
+        """Return the engine requests that score pairs of texts. Errors about a pair name the client's field `param`."""
         completion, params = body.completion(), body.params("score")
         with renamed_errors({"prompt": param}.get):
             limits = asked.limits(completion, params)
@@ -221,9 +229,9 @@ class OpenAiRoutes:
     async def _prompts(
         self, asked: PromptRequest, body: CompletionRequest, params: SamplingParams
     ) -> tuple[Sequence[str] | Sequence[list[int]], list[Prompt], ModelLimits]:
-        """Return a completion's prompts as the client sent them, and in tokens, and the request's limits."""
+        """Return a completion's prompts as the client sent them (texts or token ids), their tokens, and the request's limits."""
         limits = asked.limits(body, params)
-        num_bytes = len(memoryview(body.prompt))
+        num_bytes = len(memoryview(body.prompt))  # the field `prompt` is JSON text, which `prompts` reads
         given = await asked.threads.run(
             lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES
         )
@@ -239,6 +247,7 @@ class OpenAiRoutes:
         *,
         num_chars: int,
     ) -> list[Prompt]:
+        """Tokenise texts or pairs of texts; token ids stay as they are."""
         encode = functools.partial(
             encode_prompts, self._router.tokenizer, given, limits=limits, add_special_tokens=body.add_special_tokens
         )

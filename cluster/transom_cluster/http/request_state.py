@@ -27,17 +27,17 @@ class RequestState:
     x_request_id: str  # the header that the client or Ray Serve sent; empty if there was none
     trace: RequestTrace | None  # None: the request has no span
     arrival_s: float = field(default_factory=time.monotonic)  # when this object was created (monotonic clock)
-    outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    client: str = ONLY_CLIENT  # the API key's owner, which may see the timeline
-    sharer: str = ""  # takes turns with other sharers: the client, or the address if there are no keys; empty: unknown
-    weight: float = 1.0  # the sharer's share of the turns is proportional to its weight
+    outcome: RequestOutcome = field(default_factory=RequestOutcome)  # how the response ended; metrics read it
+    client: str = ONLY_CLIENT  # the API key's owner, who may see the timeline; without keys one client for all
+    sharer: str = ""  # who takes turns in queues: the API key's owner, or a digest of the address; empty: unknown
+    weight: float = 1.0  # the sharer's share of a queue's turns is proportional to its weight
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None
 
     @property
     def counted_as(self) -> str:
-        """Return the client whose limits hold: the API key's owner, or the address if there are no keys."""
+        """Return the caller whose limits count this request: the sharer, or `ONLY_CLIENT` if the address is unknown."""
         return self.sharer or self.client
 
     @property
@@ -56,7 +56,7 @@ def routed_path(scope: Scope) -> str:
     """Return a request's path in the form that route patterns match.
 
     The result excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`). It excludes a final line feed, too,
-    because patterns end in `$`, which matches before one.
+    because patterns end in `$`, which also matches before a final line feed.
     """
     path: str = scope["path"]
     inside = path.removeprefix(scope.get("root_path", ""))

@@ -1,4 +1,4 @@
-"""Completes the OpenAPI document with what FastAPI cannot derive: request bodies, response bodies, errors and keys.
+"""Completes the OpenAPI document with what FastAPI cannot derive: request bodies, response bodies, errors and API keys.
 
 FastAPI knows only the routes' paths, since handlers parse bodies themselves and return finished responses.
 """
@@ -35,7 +35,7 @@ from transom_cluster.openai.responses.object_types import ResponseObject
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 
 POST_ENDPOINTS: dict[str, tuple[type[BodyModel], FieldRules, type[Any]]] = {
-    # path of a POST route: its request body, the rules for fields that the body's class lacks, its response body
+    # path of a POST route -> its request body, the rules for fields that the body's class lacks, its response body
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES, response_types.ChatCompletion),
     "/v1/completions": (CompletionRequest, COMPLETION_RULES, response_types.Completion),
     "/v1/responses": (ResponsesRequest, RESPONSES_RULES, ResponseObject),
@@ -54,7 +54,7 @@ _GET_RESPONSES: dict[str, type[Any]] = {
     "/v1/models/{model_id}": response_types.ModelCard,
 }
 _METRICS_PATHS = ("/metrics", "/metrics/process")
-_ERRORS = {
+_ERRORS = {  # status -> description; only routes below /v1/messages send `OVERLOADED_STATUS`
     400: "Malformed, a field that is wrong or not supported, or a prompt that is too long.",
     401: "No API key, or a wrong one.",
     404: "Another model than the served one.",
@@ -78,7 +78,10 @@ _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"
 def complete_openapi_document(
     document: dict[str, Any], *, needs_key: bool, open_paths: frozenset[str], admin_paths: frozenset[str] = frozenset()
 ) -> None:
-    """Add bodies, responses and errors to FastAPI's document, in place. `admin_paths` need an admin key."""
+    """Add bodies, responses, errors and API keys to FastAPI's `document`, in place.
+
+    With `needs_key` every path needs an API key, except `open_paths`. `admin_paths` need an admin key. Both have only GET routes.
+    """
     schemas: dict[str, Any] = {}
     document["components"] = {"schemas": schemas}
     for path, operations in document["paths"].items():
@@ -99,6 +102,7 @@ def complete_openapi_document(
 
 
 def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return an operation's responses by status. A route that no table above has declares its own response bodies."""
     if path in POST_ENDPOINTS:
         content = _json(_add(POST_ENDPOINTS[path][2], schemas))
     elif path in _GET_RESPONSES:
@@ -122,6 +126,7 @@ def _responses(path: str, method: str, operation: Mapping[str, Any], schemas: di
 
 
 def _statuses(path: str, method: str) -> list[int]:
+    """Return the statuses of an operation's errors. A path with a parameter, such as a model's name, may name none (404)."""
     statuses = {*(_ERRORS if method == "post" else _GET_ERRORS), *([404] if "{" in path else [])}
     return sorted(statuses if is_messages_path(path) else statuses - {OVERLOADED_STATUS})
 
@@ -154,7 +159,8 @@ def _schema(model: type[Any]) -> Mapping[str, Any]:
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a request body's schema. It lists ignored fields, and unsupported fields with the only values that they may have."""
+    """Add a request body's schema, and return a reference to it. The schema lists ignored fields, and unsupported fields with their
+    neutral values, which ask for the default behaviour and are the only ones that the server accepts."""
     model, rules, _ = POST_ENDPOINTS[path]
     reference, added = _body_schemas(model)
     properties = dict(added[model.__name__]["properties"])

@@ -7,10 +7,11 @@ have text. An output event has token ids and text, but does not say which text b
 come with a later event, because a worker holds back the bytes of an unfinished character, and text that could be the beginning of a
 stop string. A found stop string is cut from the text after the router has received its tokens.
 
-The reader detokenises the same ids as the worker, so it knows how many characters each token has. It gives a token to the parser
-once all characters of the token are final. Example, with the stop string `END`:
+The reader detokenises the same ids as the worker, so it knows how many characters each token has. Text that an event brings is
+final: no stop string cuts it later. The reader gives a token to the parser once all characters of the token are final. Example,
+with events of one token each, and the stop string `END`:
 
-    event          final text   tokens read
+    token          final text   tokens read
     `It`           `It`         `It`
     ` E`           ` `          -            `E` is held back: it could be the beginning of `END`
     `ast`          `East`       ` E`, `ast`
@@ -53,10 +54,10 @@ string has cut."""
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Counts the tool calls of an answer by outcome. `num_calls` counts the calls that have begun, whose names are known.
+    """Counts the tool calls of an answer by outcome. `num_calls` calls have begun, so their names are known.
 
     `num_parsed` calls were read to their end, `num_malformed` pieces of markup break the rules of the model's call format, and
-    `num_incomplete` calls were unfinished when the answer ended. `has_degraded`: the client got malformed markup as text.
+    `num_incomplete` calls were unfinished when the answer ended. `has_degraded`: the parser made text of malformed markup.
     """
 
     num_calls: int = 0
@@ -72,14 +73,15 @@ class AnswerTally:
                 self.num_calls += 1
             elif isinstance(part, CallEnd) and part.is_complete:
                 self.num_parsed += 1
+            elif isinstance(part, CallEnd | MalformedMarkup) and has_ended:
+                self.num_incomplete += 1
             elif isinstance(part, CallEnd | MalformedMarkup):
-                self.num_incomplete += has_ended
-                self.num_malformed += not has_ended
-                self.has_degraded |= isinstance(part, MalformedMarkup) and not has_ended
+                self.num_malformed += 1
+                self.has_degraded |= isinstance(part, MalformedMarkup)
 
 
 class AnswerReader:
-    """Reads one choice, event by event.
+    """Reads one choice. Its writer calls `read` for each event, and then may call `shown_logprobs` or `message_logprobs`, not both.
 
     `reasoning_spans` and `message_spans` are the output positions of reasoning tokens and of message tokens, as ranges in ascending
     order; the markers around them belong to neither. `num_reasoning_tokens` counts the reasoning tokens. `num_read` counts the
@@ -142,7 +144,8 @@ class AnswerReader:
     def shown_logprobs(self, event: OutputEvent) -> Iterable[TokenLogprobs]:
         """Return the log-probabilities that the client gets with an event that was read. They include those of markup tokens.
 
-        If the client gets no reasoning, an entry waits until its token is read, and is left out if the token is reasoning.
+        If the client gets no reasoning, an entry waits until its token is read, and is left out if the token is reasoning. With
+        the last event, tokens that a stop string has cut count as read.
         """
         if self._include_reasoning:
             return event.logprobs or ()
@@ -183,7 +186,8 @@ class AnswerReader:
         has_ended = event.finish_reason is not None
         text, begin = self._unread_text + event.text, 0
         parts: list[AnswerPart] = []
-        while len(unread) > has_ended:  # `_read_end` reads the answer's last token
+        num_left = 1 if has_ended else 0  # `_read_end` reads the answer's last token
+        while len(unread) > num_left:
             token_id, token_text = unread[0]
             end = begin + len(token_text)
             if end > len(text):
@@ -193,6 +197,7 @@ class AnswerReader:
             begin = end
         self._unread_text = text[begin:]
         if has_ended:
+            # A stop string has cut the text if the text ends before the last token begins, or if `stop_reason` is a string.
             parts += self._read_end(is_cut=len(unread) > 1 or isinstance(event.stop_reason, str))
         self.tally.add(parts, has_ended=False)
         if has_ended:
@@ -228,11 +233,12 @@ class AnswerReader:
             if len(own) < len(text) and text.endswith(own):
                 yield from self._parser.push(NO_TOKEN_ID, text[: len(text) - len(own)])
                 text = own
-        state = self._parser.state
+        state = self._parser.state  # a marker changes it, and so counts as neither reasoning nor message
         yield from self._parser.push(token_id, text)
         if state == self._parser.state == "reasoning":
             self.num_reasoning_tokens += 1
             self._add_to(self.reasoning_spans)
+        # A special token that is skipped, such as the end of the turn, has no text and is not a part of the message.
         elif state == self._parser.state == "message" and (text or not self._tokenizer.is_special(token_id)):
             self._add_to(self.message_spans)
         self.num_read += 1

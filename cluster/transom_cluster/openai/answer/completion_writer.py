@@ -26,13 +26,13 @@ class EchoedPrompt:
 class CompletionWriter(ChunkWriter):
     """Writes text completions.
 
-    `num_top_logprobs` and `num_prompt_logprobs` are the numbers of alternatives for each token. With None the response has no
-    log-probabilities, or no field `prompt_logprobs`. `echoed` has one prompt per choice, or is None without `echo`. With
-    `echo_only` (`echo` and `max_tokens` 0) the engine computes one token, and the writer leaves it out.
+    `num_top_logprobs` and `num_prompt_logprobs` are the numbers of alternatives for each token in the fields `logprobs` and
+    `prompt_logprobs`; with None the first is null, and the second is absent. `echoed` has one prompt per choice; None: no `echo`.
+    With `echo_only` (`echo` and `max_tokens` 0) the engine computes one token, and the writer leaves it out.
     """
 
     kind = chunk_kind = "text_completion"
-    text_field = ('"text":', "")
+    text_field = ('"text":', "")  # the JSON before and after a chunk's text
 
     def __init__(
         self,
@@ -54,26 +54,26 @@ class CompletionWriter(ChunkWriter):
         self._logprobs = None
         if num_top_logprobs is not None:
             self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
-        # Choice -> number of its prompt, counted from 1: every prompt's first choice has index 0.
+        # Choice -> number of its prompt, from 1: a choice with index 0 is the first one of the next prompt.
         self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))
         self._prompt_logprobs: dict[int, LogprobTable] = {}  # prompt -> the log-probabilities of its tokens
-        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # prompt -> (choice, event) of its other choices
+        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # prompt -> (choice, event) that wait for these
 
     def add(self, index: int, event: OutputEvent) -> None:
-        """Keep one event of choice `index` for `body`."""
+        """Keep one event of choice `index` for the plain response (`body`)."""
         self._take_prompt_logprobs(index, event)
         super().add(index, event)
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """Yield chunks with text and finish reason. The first chunk of a choice begins with the echoed prompt.
 
-        The prompt's log-probabilities come with the events of the prompt's first choice only, so the other choices' events wait
-        until they have come.
+        The prompt's log-probabilities come with an event of its first choice only. If the response echoes them, events of its other
+        choices wait for that event.
         """
-        self._take_usage()
+        self._take_usage()  # if every chunk shows the usage so far
         prompt = self._prompt_of[index]
         self._take_prompt_logprobs(index, event)
-        if self._shows_prompt_logprobs and prompt not in self._prompt_logprobs:
+        if self._echoes_logprobs and prompt not in self._prompt_logprobs:
             self._waiting.setdefault(prompt, []).append((index, event))
             return
         yield from self._chunks(index, event)
@@ -81,7 +81,7 @@ class CompletionWriter(ChunkWriter):
             yield from self._chunks(waiting_index, waiting_event)
 
     def _choice(self, index: int, output: ChoiceOutput) -> TextChoice:
-        logprobs: TextLogprobs | None = None
+        logprobs: TextLogprobs | None = None  # also if the choice has no tokens
         if self._logprobs is not None and next(self._positions(index, output), None) is not None:
             logprobs = self._logprobs[index].all_tokens(lambda: self._positions(index, output))
         text = output.text if self._echoed is None else self._echoed[index].text + output.text
@@ -97,7 +97,7 @@ class CompletionWriter(ChunkWriter):
         return choice
 
     def _chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """Yield the chunks of one event: several if it has many tokens with log-probabilities. The first chunk has the text, the
+        """Yield the chunks of one event: one per batch of log-probabilities, or one without them. The first chunk has the text, the
         last one the finish reason."""
         text, positions = event.text, output_positions(event.logprobs or ())
         if not self._has_started[index]:
@@ -105,18 +105,19 @@ class CompletionWriter(ChunkWriter):
             if self._echoed is not None:
                 text = self._echoed[index].text + text
                 positions = chain(self._prompt_positions(index), positions)
-        later = batches(positions) if self._logprobs is not None else iter(())
-        batch = next(later, None)
+        batches_left = batches(positions) if self._logprobs is not None else iter(())
+        batch = next(batches_left, None)
         if self._logprobs is None or batch is None:
             if text or event.finish_reason is not None:
                 yield self._chunk(index, text, None, event.finish_reason)
             return
         while batch is not None:
-            logprobs, batch = self._logprobs[index].next_tokens(batch), next(later, None)
+            logprobs, batch = self._logprobs[index].next_tokens(batch), next(batches_left, None)
             yield self._chunk(index, text, logprobs, event.finish_reason if batch is None else None)
             text = ""
 
     def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None, reason: contract.FinishReason | None) -> str:
+        """Return one chunk: its text between the constant JSON that `ChunkWriter` has made for the choice."""
         if logprobs is None and reason is None:
             return self._text_openings[index] + json.dumps(text) + self._text_closing
         return (
@@ -125,7 +126,7 @@ class CompletionWriter(ChunkWriter):
         )
 
     @property
-    def _shows_prompt_logprobs(self) -> bool:
+    def _echoes_logprobs(self) -> bool:
         return self._echoed is not None and self._logprobs is not None
 
     def _take_prompt_logprobs(self, index: int, event: OutputEvent) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-VALUES_PER_PIECE = 64  # a piece of log-probabilities takes some milliseconds: a position has up to 21 entries
-PIECE_CHARS = 65_536  # pieces are joined up to this size before they are sent
+VALUES_PER_PIECE = 64  # writing 64 positions takes some milliseconds: a position has up to 21 log-probabilities
+PIECE_CHARS = 65_536  # pieces are joined until they have this size, and then sent
 
 
 class LazyList(list[T]):
@@ -53,7 +53,7 @@ def json_pieces(value: Any, *, is_ascii: bool = False) -> Iterator[str]:
             yield f"{',' if at else '{'}{_dumps(name, is_ascii)}:"
             yield from json_pieces(member, is_ascii=is_ascii)
         yield "}" if value else "{}"
-    elif isinstance(value, list) and any(isinstance(member, dict) for member in value):
+    elif isinstance(value, list) and any(isinstance(member, dict) for member in value):  # others have no LazyList
         for at, member in enumerate(value):
             yield "," if at else "["
             yield from json_pieces(member, is_ascii=is_ascii)
@@ -86,7 +86,7 @@ def batches(values: Iterable[T]) -> Iterator[list[T]]:
 def _lazy_pieces(values: LazyList[Any], is_ascii: bool) -> Iterator[str]:
     yield "["
     for at, batch in enumerate(batches(values.make())):
-        yield ("," if at else "") + _dumps(batch, is_ascii)[1:-1]
+        yield ("," if at else "") + _dumps(batch, is_ascii)[1:-1]  # without the batch's brackets
     yield "]"
 
 

@@ -12,7 +12,7 @@ from transom_cluster.openai.answer.response_types import UsageExtensions
 
 MESSAGES_PATH = "/v1/messages"
 OVERLOADED_STATUS = 529  # Anthropic's; its clients wait and try again
-_TYPES = {  # the other statuses below 500 are `invalid_request_error`, those from 500 on `api_error`
+_ERROR_TYPES = {  # by status; the other statuses below 500 are `invalid_request_error`, those from 500 on `api_error`
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -28,22 +28,22 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 class MessagesUsage(UsageExtensions):
     """Token counts. The prompt has three parts: tokens that were found in the prefix cache (`cache_read_input_tokens`), tokens that
-    fill whole blocks which the cache now has (`cache_creation_input_tokens`), and the rest."""
+    fill whole blocks which the cache now has (`cache_creation_input_tokens`), and the rest (`input_tokens`)."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     cache_creation: None
     output_tokens: int
-    output_tokens_details: dict[str, int]
+    output_tokens_details: dict[str, int]  # `thinking_tokens`
     server_tool_use: None
     service_tier: None
     inference_geo: None
 
 
 class MessageObject(TypedDict):
-    """The answer to a request. Its blocks have the types `text`, `thinking` and `tool_use`; the input of a call that was cut off is
-    empty. Where the client wants thinking omitted, it is empty, and its `signature` has the text, encoded."""
+    """The answer to a request. Its blocks have the types `text`, `thinking` and `tool_use`. A call that was cut off has an empty
+    input. If the client wants thinking omitted, a thinking block has no text, and its `signature` holds the text, encoded."""
 
     id: str
     type: Literal["message"]
@@ -77,9 +77,9 @@ def is_messages_path(path: str) -> bool:
 
 
 def messages_error(error: WireError, request_id: str) -> tuple[int, MessagesErrorBody]:
-    """Return the status and the body of an error; `request_id` is empty if the request has none."""
-    status = OVERLOADED_STATUS if error.type == "overloaded_error" else error.status
-    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    """Return the status and the body of an error in Anthropic's form; `request_id` is empty if the request has none."""
+    status = OVERLOADED_STATUS if error.type == "overloaded_error" else error.status  # OpenAI's form has 503
+    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     message = error.body["error"]["message"]
     if error.code == "context_length_exceeded":
         message = _TOO_LONG + message

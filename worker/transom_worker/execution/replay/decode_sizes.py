@@ -1,24 +1,21 @@
 """The sizes that steps are padded to, so that few CUDA graphs serve all of them. Integers only.
 
-A step replays the graph of the smallest size that it fits into: *padding* sequences and tokens fill it up. A decode size has two
-parts:
+A step replays the graph of the smallest size that it fits into; *padding* sequences and tokens take the room that the step leaves.
+A decode size has two parts:
 
 - num_seqs: how many sequences, out of 1, 2, 4, 8, 16, 24, 32, 48, ...
-- level: how long their contexts are. It sets how wide block tables are, and how many work items an attention layer has.
+- level: how long their contexts are. It sets how wide block tables are, and how many work items an attention layer has. Level 0
+  reaches up to 1,024 tokens, and the next ones up to 8,192, 32,768 and 131,072, which are the lengths of many models.
 
-- work item: what one program of an attention kernel computes, per KV head: a tile of one sequence's queries over a range of keys.
-  A sequence of many keys is split into several work items, whose partial results are combined afterwards. There are only as many as
-  fill the device (`work_items.Tiling.num_splits`), so a decode size has room for all steps whose contexts its tables hold.
+Terms of attention; a graph has room for a fixed number of work items, partial results and combine items (`DecodeSizes.room`):
 
-Level 0 reaches up to `SHORT_TOKENS`, 1,024 tokens; level 1 up to 2 x 1,024 x 4 = 8,192, level 2 up to 32,768.
+- work item: what one program of a kernel computes, per KV head: a tile of one sequence's query tokens over a range of its keys. A
+  tile of many keys has several work items (*splits*), only as many as fill the device (`work_items.Tiling.num_splits`).
+- partial result: the result of a query token in one split. A *combine item* merges the partial results of one tile.
+- tiling: the tile size of sequences with one, a few or many new tokens (`tuning.tilings`). Each tiling is a launch of its own.
 
 *Mixed* steps, which compute prompt chunks beside decodes or alone, have sizes with a third part, the number of tokens
-(`MIXED_TOKENS`), and with few numbers of sequences, since padding sequences cost hardly anything there. Attention has a launch for
-each tiling (`tuning.tilings`), and each launch has room for a fixed number of work items (`DecodeSizes.room`):
-
-- sequences with one new token: as in a decode size with this level and number of sequences;
-- with a few: as in a decode size of `FEW_SEQS` sequences, for each tile that such a sequence has;
-- with many: as many tiles as the step's tokens can have, padding tokens included, and the splits of `FEW_SEQS` sequences.
+(`MIXED_TOKENS`), and only two numbers of sequences, because their padding sequences have no tokens and cost almost nothing.
 """
 
 from collections.abc import Sequence
@@ -32,15 +29,15 @@ from transom_core.kv_cache.groups import GroupSpec
 from transom_kernels.paged_attention.triton.launches import LaunchKey
 from transom_kernels.paged_attention.triton.work_items import Tiling, WorkPlan
 
-SHORT_TOKENS = 1024  # the contexts of level 0
-LEVEL_FACTOR = 4  # each level reaches this many times as far as the level below; level 1 twice that
+SHORT_TOKENS = 1024  # the longest context of level 0
+LEVEL_FACTOR = 4  # a level above 1 reaches this many times as far as the level below, level 1 twice this many times
 # Tokens of mixed steps. Up to some 256 tokens a step takes as long as reading the weights, so padding is nearly free: an H100
 # computes 295 bfloat16 operations in the time of reading a byte, and a token needs one for each byte of weights. Above, padding
 # takes time, so sizes are closer. A step of over 512 tokens keeps the device busy for longer than the host takes to launch it.
 MIXED_TOKENS = (128, 256, 384, 512)
 MIXED_SEQS = 32  # sequences of the smaller mixed sizes; the larger ones have as many as the engine may run
-# The most long sequences with several new tokens in a mixed step: a prompt's last chunk, or what a cached prefix leaves. Hardly any
-# step has two.
+# A mixed size has room for up to this many sequences with a few new tokens, and for the splits of this many long ones with many: a
+# prompt's last chunk, or what a cached prefix leaves. Few steps have even two.
 FEW_SEQS = 8
 
 
@@ -62,7 +59,7 @@ class DecodeSize:
         return f"{self.num_seqs} sequences{mixed} at level {self.level}"
 
 
-# index of a group, the key of one kind of its attention layers, and a tiling: one launch of each of these layers
+# (KV cache group, key, tiling): one launch of each attention layer in this group that has this launch key
 AskedLaunch = tuple[int, LaunchKey, Tiling]
 
 
@@ -90,7 +87,7 @@ class DecodeSizes:
     def __init__(
         self, groups: Sequence[GroupSpec], *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
     ) -> None:
-        self._groups, self._max_model_len, self._most_new = tuple(groups), max_model_len, max_num_batched_tokens
+        self._groups, self._max_model_len, self._max_new_tokens = tuple(groups), max_model_len, max_num_batched_tokens
         self._rooms: dict[tuple[DecodeSize, AskedLaunch], Room] = {}
         self.num_seqs = _buckets(max_num_seqs)
         # (tokens, sequences) of mixed steps in ascending order. At least one sequence has two tokens; else it is a decode step.
@@ -153,11 +150,13 @@ class DecodeSizes:
     def room(self, size: DecodeSize, launch: AskedLaunch) -> Room:
         """Return the room of a size for an attention launch.
 
-        For one new token: each sequence may have all splits of the longest; padding has one. For a few: `FEW_SEQS` sequences.
+        For one new token, all sequences may be as long as the level reaches; each then has the most splits. For a few new tokens,
+        `FEW_SEQS` sequences may be as long, and have the most tiles.
 
         For many new tokens: a tile has t tokens, or fewer if it is a sequence's last one. A sequence of x tokens has
         ceil(x / t) < x / t + 1 tiles, so n sequences have at most tokens // t + n. The padding tokens count as one more sequence.
-        There are no more such sequences than fit with `min_new_tokens` each, and no more tiles than tokens. Splits come on top.
+        There are no more such sequences than fit with `min_new_tokens` each, and no more tiles than tokens. The splits of
+        `FEW_SEQS` long sequences are added, up to the partial results of one eager launch (`most_partials`).
         """
         if (size, launch) not in self._rooms:
             self._rooms[size, launch] = self._room(size, *launch)
@@ -166,7 +165,9 @@ class DecodeSizes:
     def _room(self, size: DecodeSize, group: int, key: LaunchKey, tiling: Tiling) -> Room:
         keys = self.num_columns(size, group) * self._groups[group].block_size
         if visible := key.rule.window or key.rule.chunk:
+            # Each further query of a tile sees one more key, and the first split begins at a multiple of `split_unit`.
             keys = min(keys, visible + tiling.tile_tokens + tiling.split_unit)
+        # A sequence has 1 to `most_tiles` tiles; for each of these numbers, `splits` says how many splits each of its tiles has.
         most_tiles = -(-min(tiling.max_new_tokens, size.num_tokens) // tiling.tile_tokens)
         tiles = np.arange(1, most_tiles + 1)
         splits = tiling.num_splits(tiles, keys)
@@ -178,12 +179,14 @@ class DecodeSizes:
             num_prompts = min(size.num_seqs, size.mixed_tokens // tiling.min_new_tokens)
             num_tiles = min(size.mixed_tokens, size.mixed_tokens // tiling.tile_tokens + num_prompts + 1)
             num_split = min(num_split, key.most_partials // tiling.tile_tokens)
+            # A combine item merges two splits or more; a split has up to `tile_tokens` partial results.
             return Room(num_tiles + num_split, num_split // 2, num_split * tiling.tile_tokens)
+        # A tile is either one work item, or as many as it has splits.
         return Room(max(num_tiles, num_split), num_tiles if is_split else 0, num_split * tiling.tile_tokens)
 
     def has_room(self, size: DecodeSize, num_tokens: int, launch: AskedLaunch, work: WorkPlan) -> bool:
-        """Return whether a mixed size has room for a launch's work items, and for the tiles of the tokens that it adds."""
-        room, tiling = self.room(size, launch), launch[2]
+        """Return whether a mixed size has room for a launch's work items, and for the tiles of the padding tokens."""
+        room, (_, _, tiling) = self.room(size, launch), launch
         padding = size.mixed_tokens - num_tokens if tiling.is_for_prompts else 0
         needed = len(work.items) + -(-padding // tiling.tile_tokens), len(work.combine_items), work.num_partials
         return all(map(le, needed, room))
@@ -195,9 +198,9 @@ class DecodeSizes:
             return 1
         columns = -(-self.reach_tokens(size.level) // spec.block_size)
         if not spec.keeps_everything:
-            # The group keeps the tokens that queries read and a step's new tokens; at both ends this range may begin inside a
-            # block.
-            kept = (spec.window or spec.chunk) + self._most_new
+            # The group keeps the tokens that queries read and a step's new tokens. This range may begin and end inside a block, so
+            # it may touch two more blocks.
+            kept = (spec.window or spec.chunk) + self._max_new_tokens
             columns = min(columns, -(-kept // spec.block_size) + 2)
         return columns + spec.num_sink_blocks
 
@@ -208,9 +211,9 @@ class DecodeSizes:
             for level in range(self.num_levels)
             for tokens, num_seqs in reversed(shapes)
         )
-        return tuple(size for size in every if self._adds(size))
+        return tuple(size for size in every if self._has_wider_tables(size))
 
-    def _adds(self, size: DecodeSize) -> bool:
+    def _has_wider_tables(self, size: DecodeSize) -> bool:
         """Return whether a size has wider tables than the size with as many sequences one level below."""
         return size.level == 0 or self._columns(size) != self._columns(replace(size, level=size.level - 1))
 
