@@ -291,8 +291,7 @@ class WorkerReplica:
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """Return the timeline events of a response's requests at this worker, as JSON values; empty if the worker does not know
-        (or no longer knows) the requests.
-        """
+        (or no longer knows) the requests."""
         return self.engine.timelines.events_of(request_id)
 
     async def watch_blocks(self, router_id: str, period_s: float) -> AsyncIterator[bytes]:
@@ -310,8 +309,7 @@ class WorkerReplica:
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Describe the present state of one block of a tier ("device" or "host") as JSON values; only `error` is set if there is
-        no such block.
-        """
+        no such block."""
         return await self.block_map.describe(group, block, tier)
 
     def check_health(self) -> None:

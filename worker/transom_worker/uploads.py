@@ -72,8 +72,7 @@ class PinnedUploads:
 
     def __init__(self, device: torch.device, *, per_step: int = 1) -> None:
         """`per_step` is how many calls of `tensors` a step makes. Two steps may be in flight, so there are `2 * per_step` buffers,
-        used in turn: when a buffer's turn comes again, the device has usually read it, and the host need not wait.
-        """
+        used in turn: when a buffer's turn comes again, the device has usually read it, and the host need not wait."""
         self.device = device
         self._buffers = cycle([_PinnedBuffer() for _ in range(2 * per_step)])
 
@@ -113,8 +112,7 @@ def uploads_to(device: torch.device, *, per_step: int = 1) -> Uploads:
 
 def packed_views(fields: Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return views of arrays that lie one after the other in a buffer. The buffer's size is a multiple of `ALIGNMENT` and at least
-    `packed_bytes(fields)`.
-    """
+    `packed_bytes(fields)`."""
     return _views(_layout(fields)[0], buffer)
 
 

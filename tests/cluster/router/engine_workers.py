@@ -67,9 +67,8 @@ def start_replica(
     if num_ranks is not None:
         engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
     replica = WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
-    replica.engine.scheduler._rates = (
-        None  # so that this machine's speed does not decide what is loaded and what computed
-    )
+    # so that this machine's speed does not decide what is loaded and what computed
+    replica.engine.scheduler._rates = None
     return replica
 
 

@@ -30,9 +30,8 @@ class GrammarMatcher:
         self.vocabulary = vocabulary
         self.num_consumed = 0
         self._num_copies = [0]  # of the compiled grammar; all copies share this list
-        self._may_go_on = (
-            True  # with a new grammar, once: answers that fill that one together as well would do so for ever
-        )
+        # with a new grammar, once: answers that fill that one together as well would do so for ever
+        self._may_go_on = True
 
     def copy(self) -> GrammarMatcher:
         """Return a matcher at the same position, which takes about 10 kB of its own. All copies share the compiled grammar and the

@@ -81,8 +81,7 @@ class GroupSpec:
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the window, the last run of live blocks, when `n` tokens are processed; at least
-        `num_sink_blocks`.
-        """
+        `num_sink_blocks`."""
         ranges = self.live(n)
         begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
         return max(self.num_sink_blocks, begin // self.block_size)

@@ -19,8 +19,7 @@ LEAST_READ_TOKENS = 128  # a hit on the disk must save this many: reading holds 
 
 class LoadRates(NamedTuple):
     """Nanoseconds to compute one prompt token, to load one block of each group from the host, and to read one of each group from
-    the disk into the host's memory; empty without a disk tier.
-    """
+    the disk into the host's memory; empty without a disk tier."""
 
     token_ns: int
     block_ns: tuple[int, ...]
@@ -45,6 +44,5 @@ class LoadRates(NamedTuple):
 
     def are_worth_reading(self, spared_tokens: int, *, more_ns: int) -> bool:
         """Return whether a hit that needs the disk is better than one that does not: it spares `spared_tokens` more tokens, and its
-        loads and reads take `more_ns` longer.
-        """
+        loads and reads take `more_ns` longer."""
         return spared_tokens >= LEAST_READ_TOKENS and spared_tokens * self.token_ns >= more_ns

@@ -78,8 +78,7 @@ class Retention:
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
         """Return how many blocks a sequence holds while token `n` is computed and the last `lag` tokens before it are still in
-        flight. A state needs one block; the sequence keeps further snapshots only if there is room.
-        """
+        flight. A state needs one block; the sequence keeps further snapshots only if there is room."""
         if self.spec.is_state:
             return 1
         last = n // self.block_size

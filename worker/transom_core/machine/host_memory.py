@@ -39,8 +39,7 @@ CGROUPS = (
 
 def available_host_bytes() -> int:
     """Return how much memory this process could still take: the smaller of what the machine has available and what the control
-    group's limit leaves.
-    """
+    group's limit leaves."""
     available = _meminfo_available()
     for group in CGROUPS:
         try:
@@ -88,8 +87,7 @@ def _keep_returning() -> None:
 
 def _reclaimable_bytes(group: ControlGroup) -> int:
     """Return the bytes of file cache that count as used memory, such as weights that were just read; the kernel frees them when a
-    process needs memory.
-    """
+    process needs memory."""
     try:
         lines = (group.folder / "memory.stat").read_text().splitlines()
     except OSError:

@@ -34,8 +34,7 @@ MAX_CACHE_MARKS = 4  # the latest ones of a request; Anthropic allows as many
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A prompt as token ids. A chat's prompt also has the rendered `text`, the `turn_boundaries`: the ascending token positions
-    at which messages end, and the token positions of the client's `cache_marks`.
-    """
+    at which messages end, and the token positions of the client's `cache_marks`."""
 
     token_ids: tuple[int, ...]
     turn_boundaries: tuple[int, ...] = ()

@@ -66,8 +66,7 @@ class Tokenizer:
         model_type: str = "",
     ) -> None:
         """`eos_token_ids` end a text, as the named eos_token does. `tool_template` is the template for chats with tools, if the
-        model has two templates. `model_type` is that of the model's config, because families differ in their answers' markup.
-        """
+        model has two templates. `model_type` is that of the model's config, because families differ in their answers' markup."""
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust

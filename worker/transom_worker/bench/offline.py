@@ -17,8 +17,7 @@ from transom_worker.engine.engine import Engine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
     """The decode speed at one batch size: tokens per second of the whole batch, milliseconds per step, and the part of these that
-    the step spends outside the model's forward pass.
-    """
+    the step spends outside the model's forward pass."""
 
     batch: int
     context_tokens: int

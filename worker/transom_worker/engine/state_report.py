@@ -1,6 +1,5 @@
 """Reports a worker's state: its recent speed (`StepRates`), its load for routers and the autoscaler (`worker_load`), and all
-figures that its metrics page reads at a scrape (`worker_state`).
-"""
+figures that its metrics page reads at a scrape (`worker_state`)."""
 
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import RankReport

@@ -76,8 +76,7 @@ def _feed_forward_width(architecture: Architecture) -> int:
 
 def process_memory_bytes(device: torch.device) -> int:
     """Return this process's memory in bytes: what torch has reserved on a GPU, else resident memory; 0 if the system does not
-    report it.
-    """
+    report it."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     try:

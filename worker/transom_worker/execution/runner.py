@@ -209,8 +209,7 @@ class ModelRunner:
 
     def _needs_tokens(self, plan: StepPlan) -> bool:
         """Return whether a step needs the last step's tokens on the host before it is launched. It does if the penalties of a row
-        count these tokens, or if a row's sequence has a KV policy.
-        """
+        count these tokens, or if a row's sequence has a KV policy."""
         if self._last_sampled.known is not None or self._reading_seqs.isdisjoint(plan.seq_ids):
             return False
         rows = zip(plan.input_row, plan.seq_ids, strict=True)

@@ -250,8 +250,7 @@ class KvCache:
 
     def finish_load(self, ticket: int) -> Load | None:
         """Note that the ranks have made a load, so that searches find its blocks on the device; return the load, or None for an
-        unknown ticket.
-        """
+        unknown ticket."""
         load = self.tiers.loads.finish(ticket)
         if load is not None and load.blocks.base_node is not None:
             self.checkpoints.promote(load.blocks.base_node)
@@ -304,8 +303,7 @@ class KvCache:
 
     def advance(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Note that the KV of `processed` tokens is computed: publish full blocks, place checkpoints, and free blocks that no query
-        will read again.
-        """
+        will read again."""
         blocks.processed = processed
         if processed < blocks.next_event_at:
             return
@@ -377,8 +375,7 @@ class KvCache:
 
     def evict_all(self) -> None:
         """Evict every cached block of both tiers, and withdraw active blocks from the index. Blocks that running loads bring are
-        not published.
-        """
+        not published."""
         self.eviction.drop_all()
         self.evict_unpinned("reset")
         for pool in self.pools:
@@ -483,8 +480,7 @@ class KvCache:
         self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool
     ) -> list[list[int]] | None:
         """Return `needs[group]` blocks of each group on the device, if possible after block `near[group]`; None if memory is short
-        (`extend`).
-        """
+        (`extend`)."""
         taken = self._taken(needs, near, reserve=reserve, compact=compact)
         if taken is None and self.tiers.imports.leave_device():
             taken = self._taken(needs, near, reserve=reserve, compact=compact)

@@ -18,8 +18,7 @@ MAX_ROWS_PER_PASS = 64
 
 def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     """Return, for each row, the natural log-probability and rank of the chosen token and of the row's `num_top` likeliest tokens,
-    best first. A rank is one plus the number of tokens with a strictly larger logit.
-    """
+    best first. A rank is one plus the number of tokens with a strictly larger logit."""
     result: list[TokenLogprobs] = []
     for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
         part = slice(first, first + MAX_ROWS_PER_PASS)

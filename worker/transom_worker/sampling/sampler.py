@@ -131,8 +131,7 @@ class Sampler:
         self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
     ) -> torch.Tensor | None:
         """Return the next tokens on the device, int64 [S], without waiting for them; None if a row requests log-probabilities,
-        for which the host needs the tokens.
-        """
+        for which the host needs the tokens."""
         rows = self._rows_of(seq_ids)
         return None if rows.logprob_rows else self._token_ids(logits_SV, rows, grammar_mask)
 

@@ -20,8 +20,7 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Return the types that `schema` allows: those that its own keywords, its `$ref`, each of `anyOf` and `oneOf` (in any branch)
-    and all parts of `allOf` allow. If these contradict each other, return all types. References point into the document `root`.
-    """
+    and all parts of `allOf` allow. If these contradict each other, return all types. References point into the document `root`."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return JSON_TYPES
     types = _own_types(schema)

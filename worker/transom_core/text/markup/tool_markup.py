@@ -134,8 +134,7 @@ class ToolMarkup(ABC):
     @abstractmethod
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return a grammar's expression for what follows the opener, up to the end of the call (of all calls if `separator` is
-        None).
-        """
+        None)."""
 
     def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return a grammar's expression for a message that consists of calls: one, or several if `parallel`."""
@@ -161,8 +160,7 @@ class BareToolMarkup(ToolMarkup):
 
     def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for calls, with or without a marker, or for text that neither begins like calls nor contains a
-        marker.
-        """
+        marker."""
         body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
         text = lark.text_without(self.openers, begins=rf"[^{re.escape(self.starters)} \t\r\n]")
         opener = f"{lark.marker(self.openers[0])}? " if self.openers else ""

@@ -99,8 +99,7 @@ class BlockTables:
 
     def gather(self, rows: Ints, end: Ints) -> tuple[NDArray[np.int32], Ints]:
         """Return the tables [B, N] and first blocks [B] of `rows`, with only the columns of blocks that begin below position
-        `end` [B].
-        """
+        `end` [B]."""
         length, first = self._length[rows], self._first[rows]
         num_logical = (end + self.block_size - 1) // self.block_size
         # The columns of blocks below `end`: those of the run, and those of the sink blocks.
@@ -134,8 +133,7 @@ class BlockTables:
 
     def columns(self, logical: Ints, first: Ints) -> Ints:
         """Return the column of each logical block, given its row's first block; the column is out of range if the row has no such
-        block.
-        """
+        block."""
         run = logical - first + self.num_sink_blocks
         if self.num_sink_blocks == 0:
             return run

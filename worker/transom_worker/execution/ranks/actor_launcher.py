@@ -51,8 +51,7 @@ class RankActors(Launcher):
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
         """Start every rank's actor. Raises ConfigError if this process runs in no placement group with a bundle for each
-        rank, or if a bundle does not have the GPU that its rank needs.
-        """
+        rank, or if a bundle does not have the GPU that its rank needs."""
         group = _placement_group(len(setups))
         setups = [replace(setup, config=_with_bundle(setup, group.bundle_specs[1 + setup.rank])) for setup in setups]
         for setup in setups:

@@ -1,6 +1,5 @@
 """Runs a rank, in a process of its own: it connects to the other ranks, loads its part of the model, and executes plans until it is
-killed. `messages` lists, in order, the messages that a rank exchanges with the executor.
-"""
+killed. `messages` lists, in order, the messages that a rank exchanges with the executor."""
 
 import ctypes
 import gc

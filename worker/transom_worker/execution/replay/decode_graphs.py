@@ -139,8 +139,7 @@ class DecodeGraphs(DecodeReplay):
         self, inputs: GraphInputs, graph: Replayable, sums: torch.Tensor, second: StepArrays
     ) -> int | None:
         """Return the first layer whose sums in a replay over a second step differ from those in its forward pass; None if none
-        differ. `record` has captured the graph with `sums`.
-        """
+        differ. `record` has captured the graph with `sums`."""
         self._load_planned(inputs, second)
         graph.replay()
         replayed = sums.clone()

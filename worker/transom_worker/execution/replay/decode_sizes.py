@@ -107,8 +107,7 @@ class DecodeSizes:
     @property
     def all(self) -> tuple[DecodeSize, ...]:
         """Every size, in the order of capture: decode sizes first; then low levels first, since they are used most, and the largest
-        of each level first, because smaller graphs reuse its memory.
-        """
+        of each level first, because smaller graphs reuse its memory."""
         return (*self.decodes, *self.mixed)
 
     @property

@@ -349,8 +349,7 @@ class _RandomSteps:
         random: np.random.Generator,
     ) -> None:
         """Give a sequence the blocks that its group would keep for new tokens [start, end): random ones that all sequences share,
-        and its own block as the last.
-        """
+        and its own block as the last."""
         tables, spec, own = store.tables[group], self._specs[group], self._blocks[group]
         shared = own[num_seqs:] or own
         (start, end), live_ranges = new, spec.live(new[0])

@@ -117,8 +117,7 @@ def worst_case_step(
     start: int,
 ) -> StepResult:
     """Run one whole step over sequences like those of `dummy_run`, each of which asks for everything that takes memory: filters,
-    penalties, and log-probabilities of every position of prompt and output.
-    """
+    penalties, and log-probabilities of every position of prompt and output."""
     plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING)
     plan.logits_from = list(plan.start)
     for seq_id, (first, count) in enumerate(zip(plan.start, counts, strict=True)):

@@ -69,8 +69,7 @@ def compile_progress(on_compiled: Callable[[int], None] | None = None) -> Iterat
 
 class ProgressWeights(WeightsView):
     """An open checkpoint that reports how much of it was read: the share of its tensors, and their bytes, at most once a
-    second.
-    """
+    second."""
 
     def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
         super().__init__(weights)

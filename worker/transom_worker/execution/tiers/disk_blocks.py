@@ -78,8 +78,7 @@ class DiskTier:
 
     def wants(self, num_bytes: int) -> bool:
         """Return whether a block of `num_bytes` should be stored, which depends on whether the thread keeps up. Only the thread
-        checks whether the block has a file already, since a step must not wait for the disk.
-        """
+        checks whether the block has a file already, since a step must not wait for the disk."""
         if self._paused_until_s is not None and self._now_s() < self._paused_until_s:
             return False
         if self._queued_bytes + num_bytes > QUEUED_BYTES:
@@ -107,8 +106,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Write the queued blocks, and end the threads; idempotent. It waits at most `CLOSE_S`: the process may then end, and a
-        later process removes files that were left unfinished.
-        """
+        later process removes files that were left unfinished."""
         self._is_closed = True
         self._writes.put(None)
         self._fetches.put(None)

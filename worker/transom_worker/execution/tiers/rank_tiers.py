@@ -65,8 +65,7 @@ class RankTiers:
 
     def compile_copies(self) -> None:
         """Copy block 0 of each group onto itself, and to the host tier and back, before anything is stored, so that copy kernels
-        are compiled now and no request waits for that.
-        """
+        are compiled now and no request waits for that."""
         host = self._memories.get(TIER_HOST)
         for group in range(len(self.device.layout.groups)):
             rows = self._rows(TIER_DEVICE, group)

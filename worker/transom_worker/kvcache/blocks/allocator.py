@@ -61,8 +61,7 @@ class BlockAllocator:
 
     def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
         """Return how many usable pages each group must take to get `num_blocks[group]` more blocks; None if there are too few
-        pages.
-        """
+        pages."""
         pages = [
             -(-max(0, count - pool.slack) // self._arena.blocks_per_page[group])
             for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))

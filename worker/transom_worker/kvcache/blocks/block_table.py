@@ -280,8 +280,7 @@ class GappedBlockTable(BlockTable):
 
     def _append_all(self) -> None:
         """Let the next delta give the ranks every logical block that was ever in the table, and let the next removals name those
-        that have left it. In the delta these have the id `HOLE`, unless they are aside.
-        """
+        that have left it. In the delta these have the id `HOLE`, unless they are aside."""
         held = dict(zip(self.logicals, self.run, strict=True))
         gaps = [logical for logical in range(self.first_block, self.end) if logical not in held]
         run = range(self.first_block, self.end)
@@ -292,8 +291,7 @@ class GappedBlockTable(BlockTable):
 @dataclass(slots=True)
 class StateTable(BlockTable):
     """The snapshots of a group of recurrent layers: `ends[i]` is the number of tokens after which `run[i]` was not written any
-    more. The last block has no end, unless a snapshot is all that the table has yet. Ends are multiples of `block_size`.
-    """
+    more. The last block has no end, unless a snapshot is all that the table has yet. Ends are multiples of `block_size`."""
 
     block_size: int = 0  # tokens of a hash block
     ends: list[int] = field(default_factory=list)

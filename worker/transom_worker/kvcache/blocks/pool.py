@@ -99,8 +99,7 @@ class GroupPool:
 
     def take_new_pages(self, pages: range, count: int) -> list[int]:
         """Add consecutive pages that the arena has just leased to this group, and make their first `count` blocks active, with one
-        reference each; return these blocks. The pages before the last one are filled.
-        """
+        reference each; return these blocks. The pages before the last one are filled."""
         per_page = self.blocks_per_page
         count = min(count, len(pages) * per_page)
         num_full = count // per_page

@@ -208,8 +208,7 @@ class SequenceBlocks:
 
     def live_blocks(self) -> list[list[int]]:
         """Return, by group, the blocks on the device that a sequence needs to continue: the blocks of its tables up to the last
-        processed token, and those aside.
-        """
+        processed token, and those aside."""
         return [table.live(end) for table, end in self._ends()]
 
     def tables_with_holes(self) -> list[BlockTable]:

@@ -51,8 +51,7 @@ class PrefixIndex:
 
     def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
         """Return how many digests in a row, from index `begin` on and below `end`, are in the index of any group, or were evicted
-        recently.
-        """
+        recently."""
         maps = [found for groups in self.tiers for found in groups]
         for at in range(begin, end):
             digest = digests[at]

@@ -61,8 +61,7 @@ class OutcomeCounts:
         self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
     ) -> dict[str, int]:
         """Count a request's prompt tokens at its first admission, and return them by outcome. `hit` is None if the request does not
-        read the cache.
-        """
+        read the cache."""
         tokens = {POLICY: num_prompt_tokens}
         if hit is not None:
             tokens = classify(

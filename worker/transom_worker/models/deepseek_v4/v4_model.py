@@ -66,8 +66,7 @@ class HyperConnection(_Coefficients):
 
     def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the sublayer's input [T, N], the output's weights `post` [T, S] and the streams' mixing matrix [T, S from, S to]
-        (`hc_pre`).
-        """
+        (`hc_pre`)."""
         return hc_pre(x_TSN, self._project(x_TSN), self._scale, self._base, rounds=self._rounds, eps=self._eps)
 
     def after_sublayer(

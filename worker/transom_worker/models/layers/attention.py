@@ -93,8 +93,7 @@ class Attention(TokenMixer):
     ) -> None:
         """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
         `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. With a gate, the last rows of `qkv` give
-        the numbers whose sigmoids multiply the output.
-        """
+        the numbers whose sigmoids multiply the output."""
         super().__init__(output)
         self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm

@@ -154,8 +154,7 @@ class HeadsLinear:
 
 class GatedMlp:
     """A feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the activation
-    and multiplies the two. The activation `relu2` has no gate.
-    """
+    and multiplies the two. The activation `relu2` has no gate."""
 
     def __init__(
         self,
@@ -167,8 +166,7 @@ class GatedMlp:
         comm: Communicator = SINGLE_RANK,
     ) -> None:
         """With several ranks, each has a part of the inner width. Only rank 0 passes a bias of the down projection, since the
-        ranks' outputs are summed; the others pass None.
-        """
+        ranks' outputs are summed; the others pass None."""
         self._activation: Activation = activation
         *into, down_NI = weights
         *into_biases, down_bias = biases or [None] * len(weights)

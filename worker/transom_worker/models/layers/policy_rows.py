@@ -38,8 +38,7 @@ class MassMeter:
 @dataclass(slots=True, kw_only=True)
 class MixedBatch(PagedBatch):
     """The metadata of a step with policy rows. Its `slots` are those of all rows; the other `PagedBatch` fields describe the rows
-    without policies.
-    """
+    without policies."""
 
     policies: PolicyBatch
     policy_rows: torch.Tensor | None  # [P] int64: which of the T tokens have policies; None: all

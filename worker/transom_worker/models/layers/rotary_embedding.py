@@ -106,8 +106,7 @@ def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
 
 def _yarn(rope: Rope, device: torch.device) -> torch.Tensor:
     """Return YaRN's frequencies: pairs that rotate often over the original length are unchanged, slow pairs rotate `factor` times
-    slower, and a linear ramp interpolates the pairs between.
-    """
+    slower, and a linear ramp interpolates the pairs between."""
 
     def pair_with_rotations(rotations: float) -> float:
         # theta ** (2 pair / size) = period: the pair, as a real number, that rotates this often over the original length.

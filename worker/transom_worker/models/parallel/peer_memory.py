@@ -64,8 +64,7 @@ class CudaRuntime:
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new zeroed memory of the current device. It stays allocated until the process ends, since other
-        ranks may read it until then.
-        """
+        ranks may read it until then."""
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))

@@ -31,8 +31,7 @@ _FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
 
 def with_hf_experts(stacks: Weights, family: str, *, num_experts: int) -> Weights:
     """Return the weights under Hugging Face's names. In `stacks`, a layer's experts are named `experts.gate`, `experts.up` and
-    `experts.down`.
-    """
+    `experts.down`."""
     if family in _PER_EXPERT:
         return PerExpertNames(stacks, _PER_EXPERT[family], num_experts=num_experts)
     return FusedGateUp(stacks, interleaved=_FUSED[family]) if family in _FUSED else stacks

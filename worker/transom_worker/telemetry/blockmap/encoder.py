@@ -49,8 +49,7 @@ class Encoder:
     @property
     def is_settled(self) -> bool:
         """Whether a further frame without a new snapshot would be empty: no block is shown as just evicted, and all changes were
-        sent.
-        """
+        sent."""
         return not self._records.shows_evicted and (self._host is None or self._host.is_settled)
 
     def start(self, group: int, copy: GroupCopy) -> None:

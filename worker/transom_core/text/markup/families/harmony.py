@@ -158,8 +158,7 @@ class _Answer:
 
     def _read_header(self, marker: str) -> Reading[tuple[_Header | None, str]]:
         """Read a header. Return it, or None if no message follows it, and the marker at its end. If a header without a message has
-        text, the header is shown.
-        """
+        text, the header is shown."""
         sections: list[tuple[str, list[str]]] = [(START, [])]  # the marker before a text, and the text
         if marker == self._m[CHANNEL]:
             sections.append((CHANNEL, []))
