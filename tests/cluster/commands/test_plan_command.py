@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import SIZES, make_checkpoint
 from tests.worker.planner.model_configs import CONFIGS
 from transom_cluster.cli import app
 from transom_cluster.commands.plan_report import readable
 from transom_worker.planner import plan_from_config
 
-CONFIG = {
+CONFIG = SIZES | {
     "model_type": "gpt_oss",
-    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 16,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "vocab_size": 100,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "sliding_window": 128,

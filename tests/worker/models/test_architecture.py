@@ -15,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
+from tests.checkpoints import SIZES
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import (
@@ -32,15 +33,9 @@ from transom_core.model_config.sharding import check_size
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
-SMALL: dict[str, Any] = {
+SMALL = SIZES | {
     "model_type": "llama",
     "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "vocab_size": 128,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }

@@ -25,18 +25,24 @@ GEMMA3_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
     FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
 }
+MLA: dict[str, Any] = {
+    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"head_dim": 8, "num_key_value_heads": 4},
+}
+GRANITE: dict[str, Any] = {
+    **{"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "attention_multiplier": 0.25, "logits_scaling": 4.0},
+    "rms_norm_eps": 1e-3,
+}
 
 # Three key heads are dealt to two ranks unevenly; the last layer is recurrent.
 DELTA_NET: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
     **{"num_hidden_layers": 5, "full_attention_interval": 2, "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3},
 }
-MAMBA: dict[str, Any] = {
+MAMBA: dict[str, Any] = GRANITE | {
     **{"layer_types": ["mamba", "attention", "mamba", "attention", "mamba"], "num_hidden_layers": 5},
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 1, "mamba_d_conv": 3},
     **{"position_embedding_type": "nope", "shared_intermediate_size": 80, "num_local_experts": 0},
-    **{"embedding_multiplier": 1.5, "residual_multiplier": 0.8, "attention_multiplier": 0.25, "logits_scaling": 4.0},
-    "rms_norm_eps": 1e-3,
 }
 # Layers with no feed-forward network, and with two; groups are dealt to three ranks unevenly. As drawn, no step is below the
 # smallest one, below which transformers computes prompts otherwise than single steps.
@@ -116,11 +122,7 @@ CASES = {
     ),
     "youtu": FamilyCase(
         family="youtu",
-        config={
-            **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-            **{"head_dim": 8, "num_key_value_heads": 4, "rope_interleave": False, "seed": 1},
-            "tie_word_embeddings": False,
-        },
+        config=MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False},
         mistakes=({"rope_interleave": True},),
     ),
     "qwen3": FamilyCase(
@@ -226,14 +228,7 @@ CASES = {
     ),
     "granite": FamilyCase(
         family="granite",
-        config={
-            "seed": 1,
-            "embedding_multiplier": 1.5,
-            "residual_multiplier": 0.8,
-            "attention_multiplier": 0.25,
-            "logits_scaling": 4.0,
-            "rms_norm_eps": 1e-3,
-        },
+        config=GRANITE | {"seed": 1},
         mistakes=({"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"attention_multiplier": 0.2}),
     ),
     "phi3": FamilyCase(

@@ -18,30 +18,20 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_dense_families import DELTA_NET, MAMBA, NEMOTRON
+from tests.worker.models.test_dense_families import DELTA_NET, MAMBA, MLA, NEMOTRON
+from tests.worker.models.test_dense_families import YARN as DENSE_YARN
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 256,
-}
+YARN = DENSE_YARN | {"rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 8.0, "original_max_position_embeddings": 256}
 MIMO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334}
-MLA = {
-    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-    **{"head_dim": 8, "num_key_value_heads": 4},
-}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
-SHARED = {
-    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "shared_expert_intermediate_size": 80,
-}
+SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+SHARED = SIX | {"shared_expert_intermediate_size": 80}
+LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 80}
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 INDEXED = MLA | EXPERTS | {"index_n_heads": 17, "index_head_dim": 20, "index_topk": 40, "first_k_dense_replace": 1}
 KIMI = {
@@ -141,28 +131,16 @@ CASES = {
     ),
     "glm4_moe": FamilyCase(
         family="glm4_moe",
-        config={
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-        },
+        config=EXPERTS
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
         mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
     ),
     "lfm2_moe": FamilyCase(
         family="lfm2_moe",
-        config={
-            "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
-            "num_hidden_layers": 5,
-            "num_dense_layers": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "routed_scaling_factor": 1.5,
-        },
+        config=SIX
+        | {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"], "num_hidden_layers": 5}
+        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
         mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
     ),
     "minimax_m2": FamilyCase(
@@ -172,25 +150,12 @@ CASES = {
     ),
     "qwen3_moe": FamilyCase(
         family="qwen3_moe",
-        config={
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "mlp_only_layers": [1],
-            "norm_topk_prob": True,
-        },
+        config=EIGHT | {"mlp_only_layers": [1], "norm_topk_prob": True},
         mistakes=({"norm_topk_prob": False},),
     ),
     "qwen3_moe as it is": FamilyCase(
         family="qwen3_moe",
-        config={
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "decoder_sparse_step": 2,
-            "attention_bias": True,
-            "seed": 8,
-        },
+        config=EIGHT | {"decoder_sparse_step": 2, "attention_bias": True, "seed": 8},
         mistakes=({"norm_topk_prob": True},),
     ),
     "gpt_oss": FamilyCase(
@@ -211,10 +176,8 @@ CASES = {
     ),
     "llama4": FamilyCase(
         family="llama4_text",
-        config={
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 80,
+        config=LLAMA4
+        | {
             "interleave_moe_layer_step": 2,
             "attention_chunk_size": 32,
             "no_rope_layer_interval": 4,
@@ -231,10 +194,9 @@ CASES = {
     ),
     "llama4 without norms": FamilyCase(
         family="llama4_text",
-        config={
-            "num_local_experts": 4,
+        config=LLAMA4
+        | {
             "num_experts_per_tok": 2,
-            "intermediate_size_mlp": 80,
             "attention_chunk_size": 16,
             "no_rope_layers": [1, 0, 1, 0],
             "use_qk_norm": False,

@@ -20,8 +20,8 @@ from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
 from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
-from tests.worker.models.test_dense_families import BIASES
-from tests.worker.models.test_moe_families import EXPERTS, INDEXED, KIMI, MLA
+from tests.worker.models.test_dense_families import BIASES, MLA
+from tests.worker.models.test_moe_families import EXPERTS, INDEXED, KIMI, LLAMA4
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import eos_token_ids, resolve_model
@@ -58,12 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": MLA | EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
     "glm_moe_dsa": INDEXED | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "kimi_linear": KIMI | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4},
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 80,
-        "attention_chunk_size": 16,
-        "interleave_moe_layer_step": 2,
-    },
+    "llama4_text": LLAMA4 | {"attention_chunk_size": 16, "interleave_moe_layer_step": 2},
 }
 
 

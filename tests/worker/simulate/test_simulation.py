@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.checkpoints import SIZES
 from transom_cluster.cli import app
 from transom_core.config import SchedulerConfig
 from transom_core.errors import ConfigError, ModelError
@@ -141,25 +142,15 @@ def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
     assert sum(both.missed_tokens.values()) + both.hit_tokens + both.repaired_tokens == both.prompt_tokens
 
 
-CONFIG = {
-    "architectures": ["GptOssForCausalLM"],
+CONFIG = SIZES | {
     "model_type": "gpt_oss",
     "dtype": "bfloat16",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "head_dim": 16,
-    "num_attention_heads": 4,
     "num_key_value_heads": 1,
-    "num_hidden_layers": 4,
     "num_local_experts": 4,
-    "num_experts_per_tok": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 64,
     "max_position_embeddings": 20_000,
-    "vocab_size": 1_000,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
 }
 
 
