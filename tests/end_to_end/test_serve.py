@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -247,8 +248,10 @@ def test_the_end_lets_streams_end(server: Server, undisturbed: list[Stream]) -> 
     ray.__version__ < "2.60" and resource.getrlimit(resource.RLIMIT_NOFILE)[1] < HAPROXY_FILES,
     reason=f"HAProxy, as Ray before 2.60 starts it, needs {HAPROXY_FILES} open files (ulimit -Hn)",
 )
-def test_the_demo_model_after_haproxy(tmp_path: Path) -> None:
-    """A second server beside the first: it keeps to the subject, outlives its only worker, and ends at Ctrl-C."""
+def test_the_demo_model_after_haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second server beside the first: it keeps to the subject, outlives its only worker, ends connections with half of a head
+    while others go on, and ends at Ctrl-C."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", "5")
     flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "512MiB", "--haproxy", "--worker-wait-s", str(PATIENCE_S))
     server = start_server("smollm2", tmp_path / "log", *flags)
     try:
@@ -258,6 +261,14 @@ def test_the_demo_model_after_haproxy(tmp_path: Path) -> None:
         )
         assert "rainbow" in (answer.choices[0].message.content or "").lower()
         (whole,) = asyncio.run(ask_all(server.url, REQUESTS[:1]))
+        with contextlib.ExitStack() as stack:
+            address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+            stalled = [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(50)]
+            for one in stalled:
+                one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+            check_answers(asyncio.run(ask_all(server.url, REQUESTS[:1])), [whole], MAX_TOKENS)
+            for one in stalled:
+                assert one.makefile("rb").read().startswith(b"HTTP/1.1 408 ")  # and then the end
         (victim,) = wait_for_replicas(server, ":Worker", 1)
         (cut,) = asyncio.run(ask_all(server.url, REQUESTS[:1], partial(os.kill, victim, signal.SIGKILL)))
         check_answers([cut], [whole], MAX_TOKENS)
