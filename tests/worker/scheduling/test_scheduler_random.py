@@ -161,7 +161,8 @@ def test_random_requests(mix: tuple[str, ...], kind: str, request: pytest.Fixtur
         assert any(driver.scheduler.work.preemptions["recompute"] for driver in drivers)
         assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1 and "snapshot" not in mix)
     if kind == "equal prompts":
-        assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
+        # steps of 3 tokens, which a third of them has, leave none for a second prompt, so nothing waits for the first
+        assert sum(driver.num_followed > 0 for driver in drivers) >= len(drivers) / 4
     if kind == "two tiers":
         assert sum(driver.executor.num_loaded for driver in drivers) > 0
         assert sum(driver.scheduler.work.preemptions["swap"] for driver in drivers) > 0
