@@ -1,9 +1,10 @@
 """How long streams pause when what computes them is killed: a real server, some streams, a kill, and each stream's pause by phase.
 
-    python -m benchmarks.serving.recovery [--kill worker|rank] [--streams 8] [--rounds 3]
+    python -m benchmarks.serving.recovery [--kill worker|rank|rank-twice] [--workers 2] [--streams 8] [--rounds 3]
 
-A round starts a server with two workers, waits until all streams have begun, and kills a worker, or a rank of one. Then it reads
-the timeline of each stream that was lost (`/debug/requests/{id}`). The phases of a pause, in order:
+A round starts a server, waits until all streams have begun, and kills a worker, or a rank of one; `rank-twice` kills another rank
+as soon as the ranks start again. Then it reads the timeline of each stream that was lost (`/debug/requests/{id}`). With one worker
+the streams wait for its restart. The phases of a pause, in order:
 
     detect     from the kill until the router knows that the stream is lost
     place      until the router has chosen a worker: quarantine, cooldown, restart of the ranks
@@ -18,6 +19,7 @@ last figures.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ from datetime import datetime
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
 from benchmarks.serving.process_names import name_of
@@ -75,7 +78,7 @@ async def one_round(server: ServerProcess, url: str, options: argparse.Namespace
         while any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
             await asyncio.sleep(0.01)
         kill_s = time.time()
-        kill_one(server, options.kill)
+        await asyncio.to_thread(kill, server, options.kill)
         await asyncio.gather(*asking)
         for stream in streams:
             if stream.error is not None:
@@ -85,10 +88,25 @@ async def one_round(server: ServerProcess, url: str, options: argparse.Namespace
     return [phases(report["steps"], stream.pause_s(kill_s), kill_s) for stream, report in lost]
 
 
-def kill_one(server: ServerProcess, kind: str) -> None:
-    """Kill the first process of a kind that runs."""
-    victim = min((one for one in server.processes() if name_of(one) == kind), key=lambda one: one.pid)
-    victim.kill()
+def running(server: ServerProcess, kind: str) -> dict[int, psutil.Process]:
+    """The processes of a kind that run, by id."""
+    found = {}
+    for one in server.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if name_of(one) == kind:
+                found[one.pid] = one
+    return found
+
+
+def kill(server: ServerProcess, kind: str) -> None:
+    """Kill the first process of a kind that runs, and with `rank-twice` the first rank that starts after it."""
+    before = running(server, kind.removesuffix("-twice"))
+    before[min(before)].kill()
+    while kind == "rank-twice":
+        time.sleep(0.02)
+        if new := running(server, "rank").keys() - before.keys():
+            psutil.Process(min(new)).kill()
+            return
 
 
 def phases(steps: Sequence[dict[str, Any]], pause_s: float, kill_s: float) -> dict[str, float]:
@@ -110,7 +128,12 @@ def phases(steps: Sequence[dict[str, Any]], pause_s: float, kill_s: float) -> di
 def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
     """One round."""
     port, ranks = free_port(), 1 if options.kill == "worker" else 2
-    settings = {"replicas": 2, "tensor_parallel_size": ranks, "dtype": "float32", "kv_cache_memory_bytes": "256MiB"}
+    settings = {
+        "replicas": options.workers,
+        "tensor_parallel_size": ranks,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": "256MiB",
+    }
     with ServerProcess("transom", transom_serve(options.model, port, **settings), os.environ) as server:
         server.wait_until(lambda: READY in server.log_text(), START_S)
         return asyncio.run(one_round(server, f"http://127.0.0.1:{port}", options))
@@ -128,7 +151,8 @@ def show(pauses: Sequence[dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--kill", choices=("worker", "rank"), default="worker")
+    parser.add_argument("--kill", choices=("worker", "rank", "rank-twice"), default="worker")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-words", type=int, default=60)
     parser.add_argument("--max-tokens", type=int, default=80)
