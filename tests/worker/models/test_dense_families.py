@@ -223,6 +223,7 @@ CASES = {
             "conv_bias": True,
             "block_multiple_of": 16,
             "block_ffn_dim_multiplier": 1.3,
+            "seed": 2,
         },
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
     ),

@@ -109,7 +109,7 @@ CASES = {
     "granite4 with experts": FamilyCase(
         family="granitemoehybrid",
         config=MAMBA
-        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "seed": 4}
         | {"mamba_n_groups": 2, "mamba_conv_bias": False, "position_embedding_type": "rope"},
         mistakes=({"num_experts_per_tok": 3}, {"position_embedding_type": "nope"}),
     ),
