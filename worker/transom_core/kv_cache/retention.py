@@ -68,9 +68,8 @@ class Retention:
 
         At boundary 0 it needs none. Example: with chunked attention, a sequence at the start of a chunk needs no block.
         """
-        if (
-            self._is_window
-        ):  # only a window of one token reads no token before a boundary; the run begins after the sinks
+        # only a window of one token reads no token before a boundary; the run begins after the sinks
+        if self._is_window:
             return boundary if self.spec.window <= 1 else min(boundary, self.num_sink_blocks)
         if self.spec.overlap:  # each compressed entry reads tokens of the entry before
             return 0
