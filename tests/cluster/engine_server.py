@@ -36,7 +36,7 @@ class OneWorker:
         await asyncio.Event().wait()
 
     def wake(self) -> None:
-        raise AssertionError("the worker is there")
+        """The worker is there, and its stream is open again soon."""
 
 
 @dataclass

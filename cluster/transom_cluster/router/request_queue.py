@@ -130,6 +130,11 @@ class RequestQueue:
         request.leave_worker()
         self._placer.ended(request.attempt.request_id)
 
+    def forget(self, request: InFlightRequest) -> None:
+        """Note that a request, which is about to end, is neither in the queue nor at a worker."""
+        self._waiting.discard(request)
+        self.leave_worker(request)
+
     def end_quarantine(self, request: InFlightRequest) -> None:
         """Let the request's worker take another suspect if this request was its suspect. Otherwise let a request on trial try
         again: it may have waited for this one to make progress or leave."""

@@ -219,7 +219,7 @@ class WorkerEvents:
             "Request %s failed in the router.\n%s", request_id, stack_of(error), extra={"request_id": request_id}
         )
         try:
-            self._queue.leave_worker(request)
+            self._queue.forget(request)
         finally:
             if not request.has_ended:
                 request.fail(error)
