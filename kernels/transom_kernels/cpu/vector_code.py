@@ -95,11 +95,11 @@ def num_bytes(kind: ir.Type) -> int:
     return {"float": 4, "half": 2, "bfloat": 2, "double": 8}[str(kind)]
 
 
-def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Prefetch a cache line that will be read soon; any address is allowed."""
+def emit_prefetch(b: ir.IRBuilder, address: ir.Value, *, level: int = 1) -> None:
+    """Prefetch a cache line that will be read soon into the cache of a level (1 or 2); any address is allowed."""
     byte = ir.PointerType(I8)
     fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-    b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(3), int32(1)])
+    b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(4 - level), int32(1)])
 
 
 # --- vectors from and to memory

@@ -32,7 +32,7 @@ from transom_kernels.cpu.vector_code import (
 )
 from transom_kernels.linear.layout import LINE, NUMBERS_PER_WORD
 
-_AHEAD = 1024  # bytes from the weights in use to those that are prefetched
+_AHEAD = 4096
 _UNROLL = 4
 
 
@@ -69,7 +69,7 @@ def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bo
         def steps(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
             for offset in range(_UNROLL):
                 index = b.add(k, int64(offset))
-                lines = [_line(b, b.add(panel, b.mul(index, int64(LINE))), num_rows) for panel in panels]
+                lines = [_line(b, b.add(panel, b.mul(index, int64(LINE)))) for panel in panels]
                 totals = add_products(b, totals, lines, addresses, index)
             return totals
 
@@ -79,10 +79,9 @@ def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bo
     return vector_product
 
 
-def _line(b: ir.IRBuilder, address: ir.Value, num_rows: int) -> ir.Value:
-    """Load one step of a panel. With few rows the weights come from memory and are prefetched; else they are in a cache."""
-    if num_rows <= 4:
-        emit_prefetch(b, b.add(address, int64(_AHEAD)))
+def _line(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Load one step of a panel, and prefetch what is read from memory soon."""
+    emit_prefetch(b, b.add(address, int64(_AHEAD)), level=2)
     return load(b, address, I32_16, LINE)
 
 

@@ -31,7 +31,7 @@ from transom_kernels.paged_attention.cpu.row_vectors import (
 )
 from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
-_GROUPS_AHEAD = 4  # a group is prefetched this many groups before it is read
+_GROUPS_AHEAD = 4
 
 
 def sums_of_lanes(b, vectors):
@@ -54,13 +54,13 @@ def sums_of_lanes(b, vectors):
 def make_group_scores(words: Words, heads: int, width: int, value_width: int, strides: tuple[int, int]):
     """Build group_scores(keys, values, num_groups, queries, scores): scores[h, key] = q[h] . key, without the softmax scale.
 
-    `keys` and `values` are arrays of addresses of groups; values are only prefetched, because they are read next. `strides` are
-    the bytes of a query in words and of a head's scores. Integer queries end in a scale, which multiplies their scores.
+    `keys` and `values` are arrays of addresses of groups; values are only prefetched, because they are read next, a row of them
+    for each key: if too many prefetches wait for memory, products wait too. `strides` are the bytes of a query in words and of a
+    head's scores. Integer queries end in a scale, which multiplies their scores.
     """
     query_stride, score_stride = strides
     num_vectors, key_bytes = words.vectors(width), row_bytes(words.stored, width)
-    lines_of_keys = range(0, LANES * key_bytes, 64)
-    lines_of_values = range(0, LANES * row_bytes(words.stored, value_width), 64)
+    value_bytes = row_bytes(words.stored, value_width)
     kind = I32_16 if words.elements == 2 else F32_16
     unrolled = heads * num_vectors <= 16  # the queries of all heads stay in registers
 
@@ -69,9 +69,11 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
         query = [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
         return [*query, load(b, b.add(at, int64(query_stride - VECTOR_BYTES)), F32, 4)] if words.halves else query
 
-    def emit_head(b, key, query, place):
+    def emit_head(b, key, query, place, read_next):
         products = []
         for t in range(LANES):
+            for group, size in read_next:
+                _prefetch_rows(b, group, t, 1, size)
             total, row = zeros(words), b.add(key, int64(t * key_bytes))
             for j in range(num_vectors):
                 total = multiply(b, words, total, row_vector(b, words, row, j, width), query[j])
@@ -89,19 +91,21 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
         def body(group, carried):
             ahead = b.add(group, int64(_GROUPS_AHEAD))
             ahead = b.select(b.icmp_signed("<", ahead, last), ahead, last)
-            for at, index, lines in ((keys, ahead, lines_of_keys), (values, group, lines_of_values)):
-                address = load(b, b.add(at, b.shl(index, int64(3))), I64, 8)
-                for line in lines:
-                    emit_prefetch(b, b.add(address, int64(line)))
+            read_next = [
+                (load(b, b.add(at, b.shl(index, int64(3))), I64, 8), size)
+                for at, index, size in ((keys, ahead, key_bytes), (values, group, value_bytes))
+            ]
             key = load(b, b.add(keys, b.shl(group, int64(3))), I64, 8)
             out = b.add(scores, b.shl(group, int64(6)))
             if unrolled:
                 for h in range(heads):
-                    emit_head(b, key, held[h], b.add(out, int64(h * score_stride)))
+                    emit_head(b, key, held[h], b.add(out, int64(h * score_stride)), [] if h else read_next)
             else:
+                for address, size in read_next:
+                    _prefetch_rows(b, address, 0, LANES, size)
 
                 def one_head(h, carried):
-                    emit_head(b, key, load_query(b, queries, h), b.add(out, b.mul(h, int64(score_stride))))
+                    emit_head(b, key, load_query(b, queries, h), b.add(out, b.mul(h, int64(score_stride))), [])
                     return carried
 
                 Loop(b, int64(heads), 1, [], one_head)
@@ -112,11 +116,22 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
     return group_scores
 
 
-def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, int]):
-    """Build weighted_sum(values, num_groups, weights, out): out[h] = the sum over keys of weights[h, key] * values[key].
+def _prefetch_rows(b, group, first: int, count: int, size: int) -> None:
+    """Prefetch the cache lines that begin in the rows [first, first + count) of a group; a row has `size` bytes.
+
+    Into the second-level cache: blocks of a sequence lie far apart, so that the processor does not foresee the next one, and
+    prefetches into the first level would wait for its few outstanding misses (half as many bytes a second on AMD's Zen 4).
+    """
+    for line in range(-(-first * size // 64) * 64, (first + count) * size, 64):
+        emit_prefetch(b, b.add(group, int64(line)), level=2)
+
+
+def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, int], key_bytes: int = 0):
+    """Build weighted_sum(values, num_groups, weights, out, next_keys): out[h] = the sum over keys of weights[h, key] * values[key].
 
     `values` is an array of addresses of groups. `weights` are float32, or bfloat16 if `words` are pairs, or 16-bit integers
-    followed by a scale. `strides` are the bytes of a head's weights and of its results. Results are float32 in the order of the
+    followed by a scale. With `key_bytes`, the bytes of a key, the groups at the addresses `next_keys` are prefetched, one for each
+    group of values. `strides` are the bytes of a head's weights and of its results. Results are float32 in the order of the
     values' columns; as many columns are computed at once as there are registers for sums.
     """
     weight_stride, out_stride = strides
@@ -136,15 +151,20 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
             for j in range(num):
                 sums[h * num + j] = multiply(b, words, sums[h * num + j], vectors[j], weight)
 
-    def emit_slice(b, first, num, values, num_groups, weights, out):
+    def emit_slice(b, first, num, values, num_groups, weights, out, next_keys):
         """Compute the vectors [first, first + num) of the results."""
 
         def body(k, sums):
             sums = list(sums)
             group = load(b, b.add(values, b.shl(b.lshr(k, int64(4)), int64(3))), I64, 8)
             group = b.add(group, b.mul(b.and_(k, int64(15)), int64(value_bytes)))
+            if next_keys is not None:
+                read_next = load(b, b.add(next_keys, b.shl(b.lshr(k, int64(4)), int64(3))), I64, 8)
+                read_next = b.add(read_next, b.mul(b.and_(k, int64(15)), int64(key_bytes)))
             at = b.add(weights, b.shl(k, int64(1 if words.elements == 2 else 2)))
             for t in range(0, keys_at_once, words.elements):
+                if next_keys is not None:
+                    _prefetch_rows(b, read_next, t, words.elements, key_bytes)
                 value = b.add(group, int64(t * value_bytes))
                 emit_keys(b, sums, first, num, value, b.add(at, int64(t * 4 // words.elements)))
             return sums
@@ -161,11 +181,12 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
             for j in range(num):
                 store(b, vectors[j], b.add(out, int64(h * out_stride + (first + j) * VECTOR_BYTES)), 64)
 
-    @emits(NOTHING, INT, INT, INT, INT)
-    def weighted_sum(b, values, num_groups, weights, out):
+    @emits(NOTHING, INT, INT, INT, INT, INT)
+    def weighted_sum(b, values, num_groups, weights, out, next_keys):
         total = words.output_vectors(width)
         for first in range(0, total, step):
-            emit_slice(b, first, min(step, total - first), values, num_groups, weights, out)
+            prefetched = next_keys if key_bytes and first == 0 else None
+            emit_slice(b, first, min(step, total - first), values, num_groups, weights, out, prefetched)
 
     return weighted_sum
 

@@ -43,6 +43,7 @@ from transom_kernels.paged_attention.cpu.tables import (
     TableReader,
     first_key,
     make_find_groups,
+    make_next_groups,
     make_write_scales,
 )
 from transom_kernels.paged_attention.cpu.tile import make_tile
@@ -90,7 +91,8 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
     layout, partial_bytes = decode_layout(kind), kind.partial_bytes
     visible, set_shift = table.visible, table.set_shift
     find_groups = make_find_groups(kind, table, layout.key_copies, layout.value_copies)
-    attend_unit = make_attend_unit(kind, find_groups, make_write_scales(table))
+    attend_unit = make_attend_unit(kind, find_groups, make_write_scales(table), prefetches_next=True)
+    next_groups = make_next_groups(table)
     merge, clear, store = make_partial_results(kind)
     load_queries = make_load_queries(kind, as_integers=integer_words(kind) is not None)
     partials_of = _make_partials_of(kind)
@@ -117,6 +119,13 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
             begin, end = unit_range(sinks_end, run_begin, position, num_sink_units, unit)
             # shared rows: into the unit's own place, for `combine_rows`; otherwise merged into `total`, which begins as unit 0
             to = partials + unit * partial_bytes if shared else (partial if unit > 0 else total)
+            following = unit + (num_slots if shared else 1)
+            if following >= num_units or (following < num_sink_units) != is_sink:
+                following = (
+                    unit  # this unit's own keys, which are in the cache already: the next ones are not known yet
+                )
+            begin_next, end_next = unit_range(sinks_end, run_begin, position, num_sink_units, following)
+            next_groups(arguments, memory, sequence, kv_head, begin_next, end_next, memory + layout.next_keys)
             attend_unit(arguments, memory, sequence, kv_head, begin, end, to)
             if not shared and unit > 0:
                 merge(total, partial)

@@ -143,6 +143,7 @@ def decode_layout(kind: AttentionKind) -> Any:
         "integer_queries": group * sizes["integer_query_stride"],
         "key_groups": 8 * UNIT_KEYS // _LANES,  # addresses of groups of 16 keys
         "value_groups": 8 * UNIT_KEYS // _LANES,
+        "next_keys": 8 * UNIT_KEYS // _LANES,  # of the unit that is computed next
         "key_copies": UNIT_KEYS * kind.width * 4 + VECTOR_BYTES,  # rows of groups that are not adjacent in the cache
         "value_copies": UNIT_KEYS * kind.value_width * 4 + VECTOR_BYTES,
         "scores": group * sizes["score_stride"],

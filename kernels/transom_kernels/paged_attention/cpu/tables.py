@@ -12,7 +12,7 @@ import numpy as np
 
 from transom_kernels.cpu.simd import load_f32, load_i32, load_scalar_f32, splat, store_f32, store_i64, store_scalar_f32
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.layout import AT, PAGED, AttentionKind
+from transom_kernels.paged_attention.cpu.layout import AT, PAGED, UNIT_KEYS, AttentionKind
 from transom_kernels.paged_attention.cpu.row_vectors import make_move_row
 from transom_kernels.quantised_kv.cpu_rows import cache_address, row_bytes
 
@@ -206,3 +206,20 @@ def make_find_groups(kind: AttentionKind, table: TableReader, key_copies: int, v
                 number, offset = number + 1, offset - size
 
     return find_groups
+
+
+def make_next_groups(table: TableReader) -> Any:
+    """Build next_groups(arguments, memory, sequence, kv_head, begin, end, keys), which writes the addresses of a unit's groups, to
+    prefetch them: UNIT_KEYS // 16 addresses of the keys [begin, end), of which the last repeats. No row is copied."""
+    index_of, block_at = table.index_of, table.block_at
+
+    @helper
+    def next_groups(arguments, memory, sequence, kv_head, begin, end, keys):
+        size, first = argument(arguments, AT.block_size), begin // 16 * 16
+        for at in range(0, UNIT_KEYS, 16):
+            index = index_of(memory, max(begin, min(first + at, end - 1)))
+            number = index // size
+            block, offset = block_at(arguments, sequence, number), index - number * size
+            store_i64(keys + at // 2, cache_address(arguments, AT.keys, block, offset, kv_head))
+
+    return next_groups

@@ -51,6 +51,7 @@ from transom_kernels.paged_attention.cpu.layout import (
 )
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row, num_accumulators
 from transom_kernels.paged_attention.cpu.tables import clear_floats
+from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
 LARGEST = 32767.0
 MAX_WIDTH = 512
@@ -124,12 +125,15 @@ def make_load_queries(kind: AttentionKind, *, as_integers: bool) -> Any:
     return load_queries
 
 
-def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = None) -> Any:
+def make_attend_unit(
+    kind: AttentionKind, find_groups: Any, write_scales: Any = None, *, prefetches_next: bool = False
+) -> Any:
     """Build attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): it attends to the keys [begin, end) and writes
     a partial result.
 
     The queries are those that `load_queries` has left in memory, integers if `integer_words` says so. `find_groups` and, for
-    quantised caches, `write_scales` are functions like those that `tables.make_find_groups` and `make_write_scales` build.
+    quantised caches, `write_scales` are functions like those that `tables.make_find_groups` and `make_write_scales` build. With
+    `prefetches_next` the caller has written, at `next_keys` of the layout, the addresses of the keys that it will attend to next.
     """
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     integers = integer_words(kind)
@@ -141,8 +145,10 @@ def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = 
     rest = group % heads
     group_scores = make_group_scores(words, group, kind.width, kind.value_width, (product_stride, layout.score_stride))
     strides = (layout.weight_stride, layout.partial_stride)
+    next_bytes = row_bytes(words.stored, kind.width) if prefetches_next else 0
     weighted_sum, weighted_rest = (
-        make_weighted_sum(words, count, kind.value_width, strides) for count in (heads, rest or 1)
+        make_weighted_sum(words, count, kind.value_width, strides, next_bytes if is_first else 0)
+        for count, is_first in ((heads, True), (rest or 1, False))
     )
     store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
@@ -199,11 +205,13 @@ def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = 
             weights = memory + layout.weights + g * layout.weight_stride
             at = partial + g * layout.partial_stride + layout.statistics
             softmax(scores, weights, first, begin, end, factor, soft_cap, at, key_scales, value_scales)
-        weights = memory + layout.weights
+        weights, next_keys = memory + layout.weights, memory + layout.next_keys
         for g in range(0, group - rest, heads):
-            weighted_sum(values, num_groups, weights + g * layout.weight_stride, partial + g * layout.partial_stride)
+            of_g, out = weights + g * layout.weight_stride, partial + g * layout.partial_stride
+            weighted_sum(values, num_groups, of_g, out, next_keys)
         if rest:
             g = group - rest
-            weighted_rest(values, num_groups, weights + g * layout.weight_stride, partial + g * layout.partial_stride)
+            of_g, out = weights + g * layout.weight_stride, partial + g * layout.partial_stride
+            weighted_rest(values, num_groups, of_g, out, next_keys)
 
     return attend_unit
