@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.hooked_executor import HookedExecutor
 from tests.loopback_server import served
@@ -18,11 +19,13 @@ from transom_core.config import ServerConfig
 from transom_core.model_files.resolve import resolve_model
 from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine import router_outbox
 from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
 from transom_worker.telemetry.engine_timelines import Clock
 
 QUIET_S = 120
+SILENCE_S = 3600.0  # a process that stands still for a minute, and all in it, takes neither router nor worker for lost
 
 
 class OneWorker:
@@ -100,12 +103,15 @@ def engine_server(
         tokenizer=tokenizer,
         config=config,
         router_id="r",
-        timings=RouterTimings(drain_s=0.1),
+        timings=RouterTimings(drain_s=0.1, silence_s=SILENCE_S),
         tracing=tracing,
     )
     try:
         # no connection may be closed just as a client that was kept from its core sends the next request
-        with served(wrap(build_api(router)), lambda: router.is_ready, timeout_keep_alive=QUIET_S) as (port, _):
+        with (
+            mock.patch.object(router_outbox, "SILENT_ROUTER_S", SILENCE_S),
+            served(wrap(build_api(router)), lambda: router.is_ready, timeout_keep_alive=QUIET_S) as (port, _),
+        ):
             yield EngineServer(port, router, replica, executor)
     finally:
         replica.shutdown()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -207,11 +208,7 @@ async def test_requests_whose_loss_cannot_be_handled_end_and_leave_the_queue() -
     async with running_api(StubWorker(max_events=1)) as api:
         answers = [asyncio.create_task(api.complete()) for _ in range(2)]
         await until(lambda: api.worker.num_silent == 2 and api.worker.is_read)
-
-        def fail() -> None:
-            raise RuntimeError("a bug")
-
-        api.router.queue._wake_workers = fail
+        api.router.queue._wake_workers = mock.Mock(side_effect=RuntimeError("a bug"))
         api.worker.kill()
         assert [one.status_code for one in await asyncio.gather(*answers)] == [500, 500]
         assert not len(api.router.queue)
