@@ -50,6 +50,9 @@ _ENVIRONMENT = {
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
+    # Routers and workers run on Serve's event loop, so that no message changes threads: a tenth more tokens/s on two cores.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
     # glibc has up to 8 arenas for each core, one for each thread, and what is freed in an arena serves only its threads.
