@@ -1,24 +1,18 @@
-"""Weights [N, K] packed into panels for the CPU kernels (`layout.py`), and the memory that holds them.
-
-A decode step reads all weights once, so they are packed one after the other into large pieces of memory in huge pages. A piece is
-freed when the last of its weights is gone.
+"""Weights [N, K] packed into panels for the CPU kernels (`layout.py`).
 
 Legend: N outputs (of gate and of up each, if the weight is gated), K inputs.
 """
 
-import threading
 from dataclasses import dataclass
 
 import torch
 
-from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, launch
-from transom_kernels.cpu.memory import lazy_bytes
+from transom_kernels.cpu.memory import weight_memory
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.linear.layout import LINE, OUTPUTS, num_panels, panel_bytes
 
-_PIECE_BYTES = 64 << 20
 _SCRATCH_BYTES = 2 * OUTPUTS * LINE
 
 _KERNELS = "transom_kernels.linear.table_kernel"
@@ -90,7 +84,7 @@ def pack_weight(
     _check(weight, bias, up, up_bias)
     (num_outputs, width), parts = weight.shape, (weight,) if up is None else (weight, up)
     panel, count = panel_bytes(width, DTYPES[weight.dtype]), num_panels(num_outputs)
-    panels = _allocate(count * len(parts) * panel)
+    panels = weight_memory(count * len(parts) * panel)
     kernel = cpu_kernel(_KERNELS, "make_pack")
     for index, part in enumerate(parts):
         rows = part if part.stride(1) == 1 or width == 1 else part.contiguous()
@@ -139,24 +133,3 @@ def _check(
     for vector in (bias, up_bias):
         if vector is not None and vector.shape != weight.shape[:1]:
             raise ValueError(f"A bias {tuple(vector.shape)} does not fit weight {tuple(weight.shape)}.")
-
-
-class _Piece(threading.local):
-    """The memory into which a thread packs its next weights."""
-
-    memory: torch.Tensor | None = None
-
-
-_piece = _Piece()
-
-
-def _allocate(num_bytes: int) -> torch.Tensor:
-    """Return memory for a weight that begins at a multiple of a cache line: a large weight's own, or the next part of a piece."""
-    # checked kernels could not tell a weight from its neighbours in a piece; large weights would leave pieces half empty
-    if CHECKED or num_bytes > _PIECE_BYTES // 4:
-        return lazy_bytes(num_bytes)
-    rest = _piece.memory
-    if rest is None or len(rest) < num_bytes:
-        rest = lazy_bytes(_PIECE_BYTES)
-    _piece.memory = rest[num_bytes:]
-    return rest[:num_bytes]

@@ -115,8 +115,7 @@ def _round_group(b, first, second, zero, record):
     store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)
 
 
-_AHEAD = 2048  # bytes from the levels in use to those that are prefetched
-_FEW_ROWS = 4  # blocks of up to this many rows prefetch weights from memory; larger ones find them in a cache
+_AHEAD = 4096  # bytes from the levels in use to those that are prefetched
 
 
 def make_tile_product(format: str) -> Any:
@@ -181,8 +180,7 @@ def _emit_product(
         zero = constant(I32_16, 0)
         pairs = [(zero, zero)] * rows
         for index in range(lines):
-            if rows <= _FEW_ROWS:  # weights come from memory
-                emit_prefetch(b, b.add(begin, int64(index * LINE + _AHEAD)))
+            emit_prefetch(b, b.add(begin, int64(index * LINE + _AHEAD)), level=2)
             line = load(b, b.add(begin, int64(index * LINE)), I32_16, LINE)
             for quad, unsigned in enumerate(quads_of(line), index * (QUADS // lines)):
                 for row in range(rows):

@@ -23,6 +23,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.cpu.memory import weight_memory
+
 GROUP = 32  # columns that share a scale, also in GGUF files and in MXFP4
 PANEL = 16  # rows (outputs) of a weight that are stored together
 QUADS = GROUP // 4  # quads (four columns of one row) of a group
@@ -299,6 +301,21 @@ def concatenated(parts: Sequence[AnyRows]) -> AnyRows:
 
 def pack(rows: QuantisedRows, bias: torch.Tensor | None = None) -> PackedPanels:
     """Pack a weight and its bias [N] into panels. Rows after row N - 1 in the last panel have scale 0."""
+    return _placed(_pack(rows, bias))
+
+
+def _placed(weight: PackedPanels) -> PackedPanels:
+    """Return the weight in huge pages; a weight without data, which a plan counts, as it is."""
+    if weight.levels.is_meta:
+        return weight
+    levels, scales = (
+        weight_memory(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
+        for part in (weight.levels, weight.scales)
+    )
+    return replace(weight, levels=levels, scales=scales)
+
+
+def _pack(rows: QuantisedRows, bias: torch.Tensor | None) -> PackedPanels:
     padding = -len(rows.levels) % PANEL
     factors = [part for part in (rows.scales, rows.minima) if part is not None]
     scales = torch.stack([F.pad(part, (0, 0, 0, padding)) for part in factors])  # [1 or 2, 16 P, G]
@@ -324,8 +341,8 @@ def pack_gated(
     if gate.format != up.format or gate.levels.shape != up.levels.shape:
         shapes = [f"{part.format} {list(part.levels.shape)}" for part in (gate, up)]
         raise ValueError(f"gate and up must be alike, not {' and '.join(shapes)}.")
-    panels = [pack(part, bias) for part, bias in zip((gate, up), biases or (None, None), strict=True)]
-    return PackedPanels(
+    panels = [_pack(part, bias) for part, bias in zip((gate, up), biases or (None, None), strict=True)]
+    gated = PackedPanels(
         format=gate.format,
         levels=torch.stack([part.levels for part in panels], dim=1).flatten(0, 1),
         scales=torch.stack([part.scales for part in panels], dim=1).flatten(0, 1),
@@ -336,6 +353,7 @@ def pack_gated(
         width=panels[0].width,
         is_gated=True,
     )
+    return _placed(gated)
 
 
 def _pack_levels(levels: torch.Tensor, format: Format) -> torch.Tensor:
