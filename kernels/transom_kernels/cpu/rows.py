@@ -1,11 +1,12 @@
 """Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations, soft
-caps, and the product of small matrices.
+caps, the k-th largest number, and the product of small matrices.
 
 Each `make_*` builds a function for the given dtypes. Rows are given by address and may have any width; gates and ups are vectors.
 
 Legend: N row width, R rotated width.
 """
 
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -15,12 +16,17 @@ from transom_kernels.cpu.simd import (
     ADD_PAIRS,
     LOAD_LANES,
     NUM_BYTES,
+    count_bits,
+    float32,
+    float_of_sort_key,
     fma,
     keep_nan,
     lane_sum,
+    lanes_at_least,
     load_f32,
     row_access,
     sigmoid,
+    sort_key,
     splat,
     sqrt,
     store_f32,
@@ -44,6 +50,7 @@ from transom_kernels.cpu.vector_code import (
     store,
 )
 
+_LOWEST = -math.inf
 _GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
 _GELU_CUBE = 0.044715 * _GELU_SLOPE
 
@@ -165,6 +172,39 @@ def limited_up(up, limit):
 def soft_capped(y, cap):
     """Return cap * tanh(y / cap); NaN stays NaN."""
     return keep_nan(tanh(y / splat(cap)) * splat(cap), y)
+
+
+@helper
+def kth_largest(values, count, k, low, high):
+    """Return the k-th largest of `count` values; -inf if fewer than k are `low` or more. No value is above `high`.
+
+    A binary search: the range of sort keys (integers in the order of the floats) is halved until one is left.
+    """
+    first, last = sort_key(low), sort_key(high)
+    if count_from(values, count, low) < k:
+        return _LOWEST
+    while first < last:
+        middle = first + (last - first + 1) // 2
+        if count_from(values, count, float_of_sort_key(middle)) >= k:
+            first = middle
+        else:
+            last = middle - 1
+    return float_of_sort_key(first)
+
+
+@helper
+def count_from(values, count, bound):
+    """Return how many of `count` values are `bound` or more; -inf must pad the values to a multiple of 16."""
+    found, bounds = 0, splat(bound)
+    for at in range(0, 4 * count, 64):
+        found += count_bits(lanes_at_least(load_f32(values + at), bounds))
+    return found
+
+
+@helper
+def next_float(x):
+    """Return the next larger float32. -0 counts as 0: the sort key after that of -0 is that of 0, which is not larger."""
+    return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 
 def make_row_products(dtype: str, size: int) -> Any:

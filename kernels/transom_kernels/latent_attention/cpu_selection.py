@@ -9,6 +9,7 @@ query that sees no more than K rows reads all of them without scores.
 Legend: T queries, H heads, X width of a key, N rows of a block table, B sequences, K slots of a query, P rows per block.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,12 @@ import torch
 from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import empty, launch
+from transom_kernels.cpu.rows import count_from, kth_largest, next_float
 from transom_kernels.cpu.simd import (
     LOAD_SCALAR,
     NUM_BYTES,
-    count_bits,
-    float_of_sort_key,
     fma,
+    keep_part,
     lanes_at_least,
     lanes_greater,
     load_f32,
@@ -160,33 +161,7 @@ def make_score(**parameters: Any) -> Any:
 
 def make_choose() -> Any:
     """Build the kernel `choose`."""
-    lowest, highest = -(1 << 31), 0x7F800000  # sort keys: below all floats, and infinity's
     block_at = TABLE.block_at
-
-    @helper
-    def part(mask, count):
-        """Return a mask without the lanes from `count` on."""
-        return mask if count >= 16 else mask & ((1 << count) - 1)
-
-    @helper
-    def count_from(scores, visible, key):
-        """Return how many scores are at least the float with this sort key."""
-        least, count = splat(float_of_sort_key(key)), 0
-        for n in range(0, visible, 16):
-            count += count_bits(part(lanes_at_least(load_f32(scores + 4 * n), least), visible - n))
-        return count
-
-    @helper
-    def least_chosen(scores, visible, top_k):
-        """Return the largest sort key from which on there are at least `top_k` scores."""
-        low, high = lowest, highest
-        while high - low > 1:
-            middle = (low + high) // 2
-            if count_from(scores, visible, middle) >= top_k:
-                low = middle
-            else:
-                high = middle
-        return low
 
     @helper
     def append(arguments, sequence, number, out, count):
@@ -205,18 +180,20 @@ def make_choose() -> Any:
                 count = append(arguments, sequence, n, out, count)
         else:
             scores = _scores_of(arguments, row)
-            key = least_chosen(scores, visible, top_k)
-            least, rest = splat(float_of_sort_key(key)), top_k - count_from(scores, visible, key + 1)
+            end = visible // 16 * 16
+            if end < visible:
+                store_f32(scores + 4 * end, keep_part(load_f32(scores + 4 * end), visible - end, -math.inf))
+            least = kth_largest(scores, visible, top_k, -math.inf, math.inf)
+            rest = top_k - count_from(scores, visible, next_float(least))  # of equal scores the first ones
             for n in range(0, visible, 16):
                 x = load_f32(scores + 4 * n)
-                above = part(lanes_greater(x, least), visible - n)
-                equal = part(lanes_at_least(x, least), visible - n) & ~above
-                mask = above | equal
+                above = lanes_greater(x, splat(least))
+                mask = lanes_at_least(x, splat(least))
                 while mask != 0:
                     bit = lowest_bit(mask)
                     mask &= mask - 1
                     is_above = (above >> bit) & 1
-                    if is_above == 1 or rest > 0:
+                    if is_above == 1 or (rest > 0 and n + bit < visible):
                         rest -= 1 - is_above
                         count = append(arguments, sequence, n + bit, out, count)
         for n in range(count, top_k):

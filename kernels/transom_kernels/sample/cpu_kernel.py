@@ -27,12 +27,11 @@ Legend: V ids (columns) of a row, B blocks of 64 ids, P pieces of 128 blocks.
 import math
 from typing import Any
 
+from transom_kernels.cpu.rows import kth_largest, next_float
 from transom_kernels.cpu.simd import (
     atomic_add,
-    count_bits,
     exp,
     float32,
-    float_of_sort_key,
     keep_lanes,
     keep_part,
     lane_max,
@@ -46,7 +45,6 @@ from transom_kernels.cpu.simd import (
     load_scalar_f64,
     load_u8,
     lowest_bit,
-    sort_key,
     splat,
     store_f32,
     store_i64,
@@ -261,9 +259,9 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):
         cut = _least_float(best + log_min_p)
     top_k, top_p = load_i64(record + _TOP_K), load_scalar_f64(record + _TOP_P)
     if top_k > 0:
-        floor = _kth_largest(maxima, num_blocks, top_k, LOWEST, best)
+        floor = kth_largest(maxima, num_blocks, top_k, LOWEST, best)
         num_listed = _list_from(logits, num_ids, maxima, temperature, floor, listed)
-        kth = _kth_largest(listed, num_listed, top_k, floor, best)
+        kth = kth_largest(listed, num_listed, top_k, floor, best)
         if top_p < 1.0:
             limit = top_p * _mass_of_list(listed, num_listed, kth, best, True)
         cut = max(cut, kth)
@@ -285,7 +283,7 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):
             above = _mass_above(logits, num_ids, maxima, temperature, value, best)
         if above < limit:
             return column, score
-        cut = _next_float(value)
+        cut = next_float(value)
 
 
 @helper
@@ -351,33 +349,6 @@ def _list_from(logits, num_ids, maxima, temperature, floor, listed):
 
 
 @helper
-def _kth_largest(values, count, k, low, high):
-    """Return the k-th largest of `count` values; -inf if fewer than k are `low` or more. No value is above `high`.
-
-    A binary search: the range of sort keys (integers in the order of the floats) is halved until one is left.
-    """
-    first, last = sort_key(low), sort_key(high)
-    if _count_from(values, count, low) < k:
-        return LOWEST
-    while first < last:
-        middle = first + (last - first + 1) // 2
-        if _count_from(values, count, float_of_sort_key(middle)) >= k:
-            first = middle
-        else:
-            last = middle - 1
-    return float_of_sort_key(first)
-
-
-@helper
-def _count_from(values, count, bound):
-    """Return how many of `count` values are `bound` or more; -inf must pad the values to a multiple of 16."""
-    found, bounds = 0, splat(bound)
-    for at in range(0, 4 * count, 64):
-        found += count_bits(lanes_at_least(load_f32(values + at), bounds))
-    return found
-
-
-@helper
 def _mass_above(logits, num_ids, maxima, temperature, bound, best):
     """Return the mass of the ids whose scaled logits are larger than `bound`."""
     total = 0.0
@@ -407,16 +378,10 @@ def _mass_of_list(listed, count, bound, best, with_bound):
 
 
 @helper
-def _next_float(x):
-    """Return the next larger float32. -0 counts as 0: the sort key after that of -0 is that of 0, which is not larger."""
-    return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
-
-
-@helper
 def _least_float(bound):
     """Return the least float32 that is not below `bound`, a float64."""
     rounded = float32(bound)
-    return _next_float(rounded) if rounded < bound else rounded
+    return next_float(rounded) if rounded < bound else rounded
 
 
 @helper
