@@ -26,8 +26,7 @@ from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.threads import num_threads
 
-# About 120 microseconds: from one launch of a prompt's step to the next Python takes 40 to 100, and waking a parked thread takes
-# about 40, on a busy machine 90.
+# About 120 microseconds: Python takes 40 to 100 between two launches of a prompt's step, waking a parked thread 40 to 90.
 SPINS_BEFORE_PARKING = 5000
 _MAX_ITEMS = layout.ITEM_MASK
 _FIRST_SCRATCH_BYTES = 1 << 20  # takes up space only where a kernel writes (`lazy_memory`)

@@ -1,11 +1,12 @@
 """Turn boundaries of chats in every kind of template and tokenizer, against tokenising each beginning of the chat by itself."""
 
+import re
 from itertools import pairwise, takewhile
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -86,15 +87,16 @@ def test_boundaries_equal_those_of_tokenising_each_beginning(
     assert chat.turn_boundaries == _by_tokenising(tokenizer, chat, messages, source, generation)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "gguf", "always", "prepend", "lstrip"])
+@pytest.mark.parametrize("kind", ["byte level", "gguf", "always", "prepend"])
 @settings(max_examples=num_examples(daily=20, exhaustive=400), deadline=None)
 @given(messages=CHATS, template=st.sampled_from(sorted(TEMPLATES)), data=st.data())
 def test_the_tokens_before_a_cache_mark_are_the_chats_and_those_of_its_text_before_the_mark(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, Any]], template: str, data: st.DataObject
 ) -> None:
-    """Other tokenizers, such as "strip", treat a text's beginning, or what follows a marker, in another way.
+    """Other tokenizers, those with `first` among them, treat a text's beginning, or what follows a marker, in another way.
 
-    A mark may then be before its place, so that a hit computes a few tokens more.
+    A mark may then be before its place, so that a hit computes a few tokens more. A mark inside a marker is at its beginning; the
+    text up to the mark ends in half a marker, and may have fewer tokens in common.
     """
     tokenizer, marks = tokenizers[kind], []
     for index, message in enumerate(messages):
@@ -108,6 +110,8 @@ def test_the_tokens_before_a_cache_mark_are_the_chats_and_those_of_its_text_befo
     rendered = ChatTemplate(source=TEMPLATES[template], special_tokens={}).render_chat(
         read_messages(messages), add_generation_prompt=True
     )
+    inside = {at for match in re.finditer(r"<\|im_(start|end)\|>", chat.text) for at in range(*match.span())[1:]}
+    assume(inside.isdisjoint(rendered.cache_marks))
     commons = set()
     for mark in rendered.cache_marks:
         alone = tokenizer.encode(chat.text[:mark], add_special_tokens=False)
