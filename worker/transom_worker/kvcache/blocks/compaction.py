@@ -51,10 +51,8 @@ class Compaction:
         Pages are chosen one by one, until no usable page is missing.
         """
         arena, pools = self._arena, self._pools
-        fixed = {(group, arena.page_of(group, block)) for group, block in self._fixed()}
         slack = [pool.slack for pool in pools]
         usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
-        emptiest_first = [_emptiest_first(pool, slack[group], fixed) for group, pool in enumerate(pools)]
         chosen: list[tuple[int, int]] = []
 
         def missing() -> int:
@@ -65,6 +63,12 @@ class Compaction:
             )
 
         short = missing()
+        # Clearing a page makes one page usable, and costs its group a whole page of slack: the moved blocks and the inactive ones.
+        most = [have // per_page for have, per_page in zip(slack, arena.blocks_per_page, strict=True)]
+        if sum(most) < short:  # so mostly when memory is full; looking at every page would take longer than a step
+            return []
+        fixed = {(group, arena.page_of(group, block)) for group, block in self._fixed()}
+        emptiest_first = [_emptiest_first(pool, count, fixed) for pool, count in zip(pools, most, strict=True)]
         while short > 0:
             # Of each group's emptiest page, take the one with the fewest blocks to move, if clearing it reduces the shortage.
             best: tuple[int, int, int] | None = None  # (moves, group, page)
@@ -116,8 +120,9 @@ class Compaction:
                 blocks.tables_changed = True
 
 
-def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:
-    """Return busy pages, those with the fewest active blocks first: at most `slack` pages, since each has at least one block that
-    must move into slack."""
+def _emptiest_first(pool: GroupPool, count: int, fixed: Container[tuple[int, int]]) -> list[int]:
+    """Return `count` busy pages, or all if there are fewer, those with the fewest active blocks first."""
+    if not count:
+        return []
     busy = [page for page, active in pool.num_active_in.items() if active and (pool.group, page) not in fixed]
-    return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)
+    return nsmallest(count, busy, key=pool.num_active_in.__getitem__)
