@@ -20,7 +20,7 @@ each retry.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
@@ -168,38 +168,48 @@ class RequestQueue:
         """
         groups: dict[tuple[str, str], list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
-        identities = {one.identity for one in available}
         refusing = self._refusing if self._waiting else {}
         for request in requests:
             if request.has_ended:
                 self._waiting.discard(request)
                 continue
             client = request.original.client
-            refused = request.refusals.keys() | (set() if request in self._waiting else refusing.get(client, set()))
-            willing = [one for one in available if one.worker_id not in refused]
-            by_choice = [willing] if willing else []
-            if len(identities) > 1 or request.output.identity is not None:
-                by_choice = in_order_of_choice(willing, request.output.identity)
-            allowed = next(filter(None, (self.quarantine.allowed(request, those) for those in by_choice)), None)
-            if allowed is not None:
-                self._waiting.discard(request)
-                try:
-                    charge(self._turns, request)
-                    worker_id = self._assign(request, [one.worker_id for one in allowed], available)
-                except Exception as error:  # a bug, because of which the request must not wait for ever
-                    _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
-                    request.fail(error)
-                    continue
+            try:
+                worker_id = self._place_one(request, available, refusing.get(client, set()))
+            except Exception as error:  # a bug, because of which neither this request nor those after it must wait for ever
+                _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
+                self.forget(request)
+                request.fail(error)
+                continue
+            if worker_id is not None:
                 groups.setdefault((worker_id, client), []).append((request, request.attempt))
-            elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
-                self._waiting.discard(request)
-                self.give_up(request, "gave_up", WorkerLost(MODEL_GONE))
-            else:
-                self._wait(request, is_quarantined=bool(by_choice), is_refused=bool(available))
         for (worker_id, _), group in groups.items():
             self._submissions.spawn(self._submit(self._connections[worker_id], group))
         if self._waiting and not available:
             self._wake_workers()
+
+    def _place_one(
+        self, request: InFlightRequest, available: Sequence[WorkerConnection], refusing: set[str]
+    ) -> str | None:
+        """Return the id of the worker that the request is given to; None if it waits or has ended. A new request is given to none
+        of the workers `refusing` its client."""
+        refused = request.refusals.keys() | (set() if request in self._waiting else refusing)
+        willing = [one for one in available if one.worker_id not in refused]
+        by_choice = [willing] if willing else []
+        pinned = request.output.identity
+        if pinned is not None or len({one.identity for one in available}) > 1:
+            by_choice = in_order_of_choice(willing, pinned)
+        allowed = next(filter(None, (self.quarantine.allowed(request, those) for those in by_choice)), None)
+        if allowed is not None:
+            self._waiting.discard(request)
+            charge(self._turns, request)
+            return self._assign(request, [one.worker_id for one in allowed], available)
+        if pinned is not None and is_gone(pinned, self._connections):
+            self._waiting.discard(request)
+            self.give_up(request, "gave_up", WorkerLost(MODEL_GONE))
+        else:
+            self._wait(request, is_quarantined=bool(by_choice), is_refused=bool(available))
+        return None
 
     def _available(self) -> list[WorkerConnection]:
         """Return the workers that take requests, without those in cooldown unless all are."""
