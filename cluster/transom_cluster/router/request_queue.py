@@ -176,7 +176,7 @@ class RequestQueue:
             client = request.original.client
             try:
                 worker_id = self._place_one(request, available, refusing.get(client, set()))
-            except Exception as error:  # a bug, because of which neither this request nor those after it must wait for ever
+            except Exception as error:  # a bug, because of which no request must wait for ever
                 _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                 self.forget(request)
                 request.fail(error)
