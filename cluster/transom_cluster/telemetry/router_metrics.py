@@ -132,8 +132,7 @@ class RouterMetrics:
         )
         self.worker_changes = families.counter(
             "transom_router_worker_changes",
-            "Workers that joined (their stream opened), were lost (it broke, or they did not answer any more) or "
-            "drained (they left on purpose).",
+            "Workers that joined, were lost (their stream broke, or they fell silent) or drained (left on purpose).",
             "change",
             values=("joined", "lost", "drained"),
         )

@@ -18,7 +18,7 @@ class ModelSettings(BaseModel):
     )
     served_model_name: tuple[str, ...] = Field(
         (),
-        description="A name of the model in the API; the value of MODEL if unset. The first one is in metrics and logs.",
+        description="A name of the model in the API, MODEL if unset. The first one is in metrics and logs.",
     )
     serve_claude_names: bool = Field(
         False,
@@ -103,8 +103,8 @@ class CacheSettings(BaseModel):
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of shared prefixes.")
     window_repair: bool = Field(
         True,
-        description="Where a prefix's window blocks are evicted and its full-attention blocks are not, compute only the "
-        "tokens that restore the window.",
+        description="Where only the window blocks of a prefix are evicted, compute only the tokens that restore the "
+        "window.",
     )
     hybrid_kv_cache: bool = Field(
         True, description="Off: every layer keeps the KV of all tokens; the results are equal and take more memory."
@@ -113,13 +113,12 @@ class CacheSettings(BaseModel):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Memory of each rank's host tier (docs/kv_tiers.md): evicted KV blocks go there, and come back "
-        "when a prompt hits them; 0: no host tier.",
+        description="Memory of each rank's host tier (docs/kv_tiers.md), for evicted KV blocks; 0: no host tier.",
     )
     disk_cache: str | None = Field(
         None,
-        description="Directory of the disk tier: prompts find KV blocks there even after a restart, and workers of one "
-        "host share them. Its files hold what requests contained. If unset: no disk tier.",
+        description="Directory of the disk tier, which keeps KV blocks over restarts for all workers of the host. "
+        "Its files hold what requests contained. If unset: no disk tier.",
     )
     disk_space: int = Field(
         100 * 2**30,
@@ -165,13 +164,13 @@ class BatchingSettings(BaseModel):
     share_step_time: bool = Field(
         True,
         description="Clients share the time of a worker's steps: one with many or long requests makes steps at most "
-        "about 1.35 times as long as usual, which costs throughput while a large client runs beside a small one.",
+        "about 1.35 times as long as usual, which costs throughput.",
     )
     max_waiting: int = Field(
         1024,
         ge=0,
-        description="Most requests that wait at one worker; if every worker refuses more, the client gets 503. Each "
-        "client has its share of these places.",
+        description="Most requests that wait at one worker, shared among clients; a request that all workers refuse "
+        "gets 503.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         "fcfs",
@@ -210,6 +209,6 @@ class RanksSettings(BaseModel):
     step_timeout_s: float = Field(
         300.0,
         gt=0,
-        description="A step that takes longer, in seconds, counts as hung: its requests migrate, and the worker's process or its "
+        description="A step that takes longer counts as hung: its requests migrate, and the worker's process or its "
         "ranks start again.",
     )

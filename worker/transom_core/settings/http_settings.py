@@ -20,8 +20,8 @@ class AnswerSettings(BaseModel):
     )
     enable_auto_tool_choice: bool = Field(
         True,
-        description="Allows tool_choice auto, the default of requests with tools: the model decides whether it calls one. "
-        "Off: such requests are refused with 400.",
+        description="Allows tool_choice auto, the default of requests with tools; off: such requests are refused "
+        "with 400.",
     )
     reasoning_parser: str | None = Field(
         None, description="The markup of the model's reasoning, named and chosen as that of --tool-call-parser."
@@ -61,8 +61,8 @@ class HttpSettings(BaseModel):
     )
     strip_billing_header: bool = Field(
         True,
-        description="/v1/messages: leave out a first line of the system prompt that begins with x-anthropic-billing-header:, "
-        "which differs in each request, so that nothing after it could be found in the prefix cache.",
+        description="/v1/messages: leave out a first line of the system prompt that begins with "
+        "x-anthropic-billing-header:, which differs in each request and would end every cached prefix.",
     )
 
 
@@ -85,33 +85,29 @@ class ClientSettings(BaseModel):
         description="Clients with different API keys share no cached prefixes, so that no client can time another's.",
     )
     requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests of each API key per minute; more are answered with 429."
+        None, ge=1, description="Requests of each API key per minute; more get 429."
     )
     concurrent_requests: int | None = Field(
-        None, ge=1, description="Requests of each API key at once; more are answered with 429. If unset: 7,500."
+        None, ge=1, description="Requests of each API key at once; more get 429. If unset: 7,500."
     )
     concurrent_sequences: int | None = Field(
         None,
         ge=1,
-        description="Sequences of each API key at once (a request's prompts times n); more are answered with 429.",
+        description="Sequences of each API key at once (a request's prompts times n); more get 429.",
     )
     tokens_per_minute: int | None = Field(
         None,
         ge=1,
-        description="Tokens of each API key per minute, of prompts and outputs; requests beyond are answered with 429. A "
+        description="Tokens of each API key per minute, of prompts and outputs; further requests get 429. A "
         "request starts if its prompt fits.",
     )
-    max_choices: int = Field(
-        128, ge=1, description="Sequences of one request (prompts times n); more are answered with 400."
-    )
+    max_choices: int = Field(128, ge=1, description="Sequences of one request (prompts times n); more get 400.")
     get_requests_per_minute: int = Field(
         6000,
         ge=1,
-        description="GET requests of each API key per minute (metrics, models, the block map); more are answered with 429.",
+        description="GET requests of each API key per minute (metrics, models, the block map); more get 429.",
     )
-    concurrent_get_requests: int = Field(
-        64, ge=1, description="GET requests of each API key at once; more are answered with 429."
-    )
+    concurrent_get_requests: int = Field(64, ge=1, description="GET requests of each API key at once; more get 429.")
     costly_get_requests_per_minute: int = Field(
         120,
         ge=1,
@@ -120,7 +116,7 @@ class ClientSettings(BaseModel):
     block_map_streams: int = Field(
         4,
         ge=1,
-        description="Open streams of the block map of each API key and router; more are answered with 429. A worker serves 16.",
+        description="Open streams of the block map of each API key and router; more get 429. A worker serves 16.",
     )
 
 

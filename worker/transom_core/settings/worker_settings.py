@@ -71,8 +71,8 @@ class WorkersSettings(BaseModel):
     )
     role: WorkerRole = Field(
         "both",
-        description="What the workers are for. prefill: they compute prompts and first tokens; decode: they fetch the "
-        "KV and continue, and compute short prompts. If there is no worker of the other role, every worker does both.",
+        description="prefill: the workers compute prompts and first tokens; decode: they fetch the KV and continue, "
+        "and compute short prompts. Without workers of the other role, every worker does both.",
     )
     worker_group: tuple[WorkerGroup, ...] = Field(
         (),
@@ -91,8 +91,8 @@ class WorkersSettings(BaseModel):
     )
     kv_transfer_wire: TransferWire = Field(
         "auto",
-        description="How workers fetch KV blocks from each other. nixl: each rank reads the memory of the other worker's ranks "
-        "by NIXL, which `transom[transfer]` installs; ray: by calls through Ray; auto: nixl where it is installed.",
+        description="How workers fetch KV blocks from each other. nixl: ranks read the other worker's memory by "
+        "NIXL, which `transom[transfer]` installs; ray: by calls through Ray; auto: nixl where it is installed.",
     )
     kv_transfer_verify: Literal["sample", "all"] = Field(
         "sample",
@@ -111,8 +111,8 @@ class WorkersSettings(BaseModel):
     kv_transfer_ports: str = Field(
         "",
         pattern=r"^(\d{1,5}-\d{1,5})?$",
-        description="The TCP ports at which ranks listen for NIXL, such as 30000-30999 (UCX_TCP_PORT_RANGE), one or more each; any "
-        "free ones if unset.",
+        description="The TCP ports at which ranks listen for NIXL, one or more each, such as 30000-30999 "
+        "(UCX_TCP_PORT_RANGE); any free ones if unset.",
     )
 
     def check_ports(self) -> None:

@@ -26,13 +26,13 @@ class Process(Collector):
         found = {family.name: [((), sample.value) for sample in family.samples] for family in self._reader.collect()}
         yield self._own.counters(
             f"{self._prefix}_cpu_seconds",
-            f"Seconds of CPU time, user and system, that the {self._whose} has used, all threads together.",
+            f"Seconds of CPU time, user and system, of all threads of the {self._whose}.",
             (),
             found.get("process_cpu_seconds", []),
         )
         yield self._own.gauges(
             f"{self._prefix}_resident_bytes",
-            f"Bytes of memory that the {self._whose} has resident, shared pages included.",
+            f"Resident bytes of the {self._whose}, shared pages included.",
             (),
             found.get("process_resident_memory_bytes", []),
         )

@@ -200,15 +200,14 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_host_import_blocks",
-        "Blocks of the host tier that came from other workers or the disk, until the requests that they were brought "
-        "for are admitted.",
+        "Blocks of the host tier that came from other workers or the disk, until their requests are admitted.",
         ("group",),
         [((group.name,), group.held_blocks) for group in groups],
     )
     yield own.counters(
         "transom_kv_host_moved_blocks",
         "Blocks that moved to and from the host tier: spilled (evicted from the device), swapped (of preempted "
-        "requests), imported (from other workers or the disk) or loaded (back to the device).",
+        "requests), imported (from other workers or the disk) or loaded (back).",
         ("group", "move"),
         [((group.name, move), getattr(group, f"{move}_blocks")) for group in groups for move in HOST_MOVES],
     )

@@ -120,9 +120,9 @@ class Transfers(TransferObserver):
         ended = Counter(
             "transom_kv_transfers",
             "Transfers of a cached prefix that ended. Into this worker (in): fetched, present (it had everything by "
-            "then), not_found (the other one had evicted it), no_space (in the host tier), refused, timeout, "
-            "source_lost, cancelled (the request ended before) or failed. Out of it (out): read, expired (the other "
-            "worker fell silent), refused or not_found.",
+            "then), not_found (evicted at the other one), no_space (here), refused, timeout, source_lost, cancelled "
+            "(the request ended before) or failed. Out of it (out): read, expired (the other worker fell silent), "
+            "refused or not_found.",
             (*own.names, "direction", "outcome"),
             registry=registry,
         )
@@ -134,7 +134,7 @@ class Transfers(TransferObserver):
         )
         full_length = Counter(
             "transom_kv_transfer_full_length_bytes",
-            "Bytes that the transfers into this worker would have had with all tokens of window groups.",
+            "Bytes that transfers into this worker would have had with all tokens of window groups.",
             own.names,
             registry=registry,
         )

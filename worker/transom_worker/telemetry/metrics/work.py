@@ -81,17 +81,17 @@ def _load(own: OwnLabels, load: WorkerLoad) -> Iterator[Metric]:
     yield own.gauge("transom_load_used_ratio", "Share of the KV pool's bytes in active blocks.", load.used_share)
     yield own.gauge(
         "transom_load_prefill_tokens_per_second",
-        "Tokens per second of recent steps with prompt tokens in them, smoothed; 0 until it was measured.",
+        "Tokens per second of recent steps with prompt tokens, smoothed; 0 until measured.",
         load.prefill_tokens_per_s,
     )
     yield own.gauge(
         "transom_load_decode_step_seconds",
-        "Seconds of recent steps without prompt tokens, smoothed; 0 until it was measured.",
+        "Seconds of recent steps without prompt tokens, smoothed; 0 until measured.",
         load.decode_step_s,
     )
     yield own.gauge(
         "transom_load_first_token_seconds",
-        "Seconds from arrival at the worker to the first token of recent requests, smoothed; 0 until it was measured.",
+        "Seconds from arrival at the worker to the first token of recent requests, smoothed; 0 until measured.",
         load.first_token_s,
     )
 
@@ -101,15 +101,13 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     yield own.counter("transom_grammar_requests", "Requests with a grammar for their answers.", stats.num_requests)
     yield own.counter(
         "transom_grammar_failed_requests",
-        "Requests that ended with an error because their grammar could not be used, or became too complex.",
+        "Requests that ended with an error because of their grammar.",
         stats.num_failed,
     )
-    yield own.gauge(
-        "transom_grammar_running_requests", "Requests whose answers are held to a grammar now.", stats.num_running
-    )
+    yield own.gauge("transom_grammar_running_requests", "Running requests with a grammar.", stats.num_running)
     yield own.counters(
         "transom_grammar_compiles",
-        "Grammars of requests: compiled, or found among the compiled ones that are kept.",
+        "Grammars of requests: compiled, or found in the cache.",
         ("outcome",),
         [(("compiled",), stats.num_compiled), (("cached",), stats.num_cached)],
     )
@@ -118,10 +116,10 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
         "Seconds that compiling grammars took; the first one includes reading the vocabulary.",
         stats.compile_s,
     )
-    yield own.gauge("transom_grammar_cache_bytes", "Bytes of the compiled grammars that are kept.", stats.cache_bytes)
+    yield own.gauge("transom_grammar_cache_bytes", "Bytes of the cached grammars.", stats.cache_bytes)
     yield own.counter(
         "transom_grammar_masks",
-        "Masks of allowed tokens that were computed: one for each token of an answer.",
+        "Masks of allowed tokens that were computed.",
         stats.num_masks,
     )
     yield own.counter(
@@ -153,11 +151,11 @@ def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iter
     )
     gauges = (
         ("running_requests", "Running requests with a KV policy.", "num_running"),
-        ("seen_tokens", "Tokens of running requests with a KV policy that were computed or found.", "seen_tokens"),
-        ("kept_tokens", "Tokens that the KV blocks of running requests with a KV policy have room for.", "kept_tokens"),
+        ("seen_tokens", "Computed or cached tokens of running requests with a KV policy.", "seen_tokens"),
+        ("kept_tokens", "Tokens for which running requests with a KV policy hold KV blocks.", "kept_tokens"),
         (
             "window_tokens",
-            "Tokens that the KV blocks of running requests with a KV policy have room for, without blocks of sinks.",
+            "Tokens for which running requests with a KV policy hold KV blocks, those of sinks left out.",
             "window_tokens",
         ),
     )
