@@ -40,8 +40,13 @@ def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
     # By group: the first token of the blocks that a repair must fill for `live(n)`, except sink blocks.
     own = [n if spec.keeps_everything else spec.first_live_block(n) * spec.block_size for spec in specs]
     low = n  # the layers above the current one need its output at [low, n)
-    for layer in _sliding_by_layer(specs):
-        low = min(min(own[group], _lowest_read(specs[group], low)) for group in layer)
+    for groups, num_layers in _sliding_layers(specs):
+        low = min(min(own[group], _lowest_read(specs[group], low)) for group in groups)
+        # The run's second layer reads from `low` on, which is not above `own`. Each window layer lowers it by W - 1; a chunk's start
+        # stays the same from there on.
+        if num_layers > 1:
+            spec = specs[groups[0]]
+            low = max(0, low - (num_layers - 1) * (spec.window - 1)) if spec.is_window else _lowest_read(spec, low)
     return low
 
 
@@ -54,11 +59,19 @@ def _lowest_read(spec: GroupSpec, query: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _sliding_by_layer(specs: tuple[GroupSpec, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of each layer's sliding groups, the top layer first; layers without a sliding group are left out."""
+def _sliding_layers(specs: tuple[GroupSpec, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Return the sliding groups of each layer that has any, the top layer first, as runs: (groups, number of layers). A run of
+    several layers has one group."""
     layers: dict[int, list[int]] = {}
     for group, spec in enumerate(specs):
         if not spec.keeps_everything:
             for layer in spec.layers:
                 layers.setdefault(layer, []).append(group)
-    return tuple(tuple(layers[layer]) for layer in sorted(layers, reverse=True))
+    runs: list[tuple[tuple[int, ...], int]] = []
+    for layer in sorted(layers, reverse=True):
+        groups = tuple(layers[layer])
+        if runs and runs[-1][0] == groups and len(groups) == 1:
+            runs[-1] = (groups, runs[-1][1] + 1)
+        else:
+            runs.append((groups, 1))
+    return tuple(runs)
