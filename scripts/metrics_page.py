@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 INTRODUCTION = """# Metrics
 
-*Written by `make docs` from the code (`scripts/metrics_page.py`); a test keeps it equal.*
+*Written by `make docs` from the code.*
 
 Counters end in `_total`. Histograms are shown with `_bucket`; all others are gauges. Series whose label values are known
 beforehand are there, at 0, from the start, so `rate` and `increase` see the first event of a kind.

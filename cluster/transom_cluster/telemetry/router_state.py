@@ -49,7 +49,7 @@ class StateCollector(Collector):
         yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
         yield self._own.gauge(
             "transom_router_tasks",
-            "Tasks of the router's event loop: a few for each request and each worker.",
+            "Tasks of the router's event loop.",
             state.num_tasks,
         )
         yield self._own.gauges(

@@ -61,8 +61,8 @@ class HttpSettings(BaseModel):
     )
     strip_billing_header: bool = Field(
         True,
-        description="/v1/messages: leave out a first line of the system prompt that begins with "
-        "x-anthropic-billing-header:, which differs in each request and would end every cached prefix.",
+        description="/v1/messages: leave out the billing header that coding agents put before the system prompt "
+        "(docs/http_api.md).",
     )
 
 
@@ -82,7 +82,7 @@ class ClientSettings(BaseModel):
     )
     salt_by_key: bool = Field(
         False,
-        description="Clients with different API keys share no cached prefixes, so that no client can time another's.",
+        description="Clients with different API keys share no cached prefixes.",
     )
     requests_per_minute: int | None = Field(
         None, ge=1, description="Requests of each API key per minute; more get 429."

@@ -8,5 +8,5 @@
 
 The two sides exchange the messages of `contract.kv_transfer` over a `contract.prefix_peers.PrefixPeers`. Each side reaches its own
 KV cache through `store.TransferStore`. If the source dies, hangs or refuses, the target computes the prompt itself.
-docs/kv_tiers.md has the protocol.
+docs/kv_tiers.md has the rules and bounds.
 """

@@ -72,7 +72,7 @@ class Identity(EngineEventSink, Collector):
         )
         yield self._own.gauges(
             "transom_worker_config_info",
-            "The worker's settings as they were resolved at its start; the value is always 1.",
+            "The worker's resolved settings; the value is always 1.",
             CONFIG_LABELS,
             [(self._config, 1)] if self._config else [],
         )
@@ -90,6 +90,6 @@ class Identity(EngineEventSink, Collector):
         )
         yield self._own.gauge(
             "transom_worker_start_seconds",
-            "Seconds that the worker took to start: loading, allocating the KV pool and warming up.",
+            "Seconds that the worker took to start.",
             self.start_s,
         )

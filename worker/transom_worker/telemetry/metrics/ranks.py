@@ -47,13 +47,13 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     """Yield the families of each rank's seconds and steps since its process began."""
     yield own.counters(
         "transom_rank_forward_seconds",
-        "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
+        "Seconds of a rank in forward passes, waiting for other ranks included.",
         ("rank",),
         [((rank,), report.usage.forward_s) for rank, report in named],
     )
     yield own.counters(
         "transom_rank_busy_seconds",
-        "Seconds that a rank has spent in steps altogether.",
+        "Seconds of a rank in steps.",
         ("rank",),
         [((rank,), report.usage.busy_s) for rank, report in named],
     )
@@ -82,8 +82,7 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.gauges(
         "transom_rank_wrong_graphs",
-        "Sizes of steps that run eagerly because their CUDA graph gave wrong logits twice; the log names the first "
-        "layer that differs.",
+        "Sizes of steps that run eagerly because their CUDA graph gave wrong logits twice.",
         ("rank",),
         [((rank,), report.usage.num_wrong_graphs) for rank, report in named],
     )

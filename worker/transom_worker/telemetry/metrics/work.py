@@ -30,8 +30,8 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_headroom_requests",
-        "Requests of this many tokens (max: the longest that is served) that could start now, all at their full length at once, "
-        "with every cached block counted as free.",
+        "Requests of this many tokens (max: the longest that is served) that could start now and all reach their "
+        "full length, with cached blocks counted as free.",
         ("length",),
         [((length,), count) for length, count in state.headroom.items()],
     )
