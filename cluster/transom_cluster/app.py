@@ -7,6 +7,7 @@ Worker: the deployment named "Worker"; each of its replicas runs one engine, wit
 Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as workers of another role.
 """
 
+import gc
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -88,7 +89,10 @@ class RouterDeployment:
             peers=ServeRouterPeers(router_id, find_handle),
             autoscaling=self._settings.autoscaling_config(),
         )
-        return build_api(self._router)
+        api = build_api(self._router)
+        gc.collect()
+        gc.freeze()  # a garbage collection over the objects of all these modules would hold every stream for 70 ms
+        return api
 
     async def answer_peer(self, asker_id: str, query: PeerQuery[Any]) -> tuple[str, Any]:
         """Answer the query of another router replica, `asker_id`; `router.peers` has the queries."""

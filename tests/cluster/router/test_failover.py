@@ -220,7 +220,8 @@ async def test_requests_that_cannot_be_placed_end() -> None:
     async with running_api(StubWorker()) as api:
         allowed = api.router.queue.quarantine.allowed
         answers = [allowed] * MAX_PLACED_AT_ONCE + [mock.Mock(side_effect=RuntimeError("a bug"))] * 2
-        api.router.queue.quarantine.allowed = lambda *args: (answers.pop(0) if answers else allowed)(*args)
+        quarantine: Any = api.router.queue.quarantine
+        quarantine.allowed = lambda *args: (answers.pop(0) if answers else allowed)(*args)
         response = await api.complete(prompt=[f"{i}" for i in range(MAX_PLACED_AT_ONCE + 2)], max_tokens=1)
         assert response.status_code == 500
         assert not answers

@@ -113,10 +113,10 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
     harness = OnThread(engine)
     thread, sleep = harness.thread, harness.thread._sleep
 
-    def noted(timeout_s: float | None) -> None:
+    def noted(timeout_s: float | None) -> bool:
         if timeout_s is not None:
             asleep.set()
-        sleep(timeout_s)
+        return sleep(timeout_s)
 
     thread._sleep = noted  # type: ignore[method-assign]
     prompt = [5 + i % 90 for i in range(240)]

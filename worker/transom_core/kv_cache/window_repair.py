@@ -42,8 +42,8 @@ def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
     low = n  # the layers above the current one need its output at [low, n)
     for groups, num_layers in _sliding_layers(specs):
         low = min(min(own[group], _lowest_read(specs[group], low)) for group in groups)
-        # The run's second layer reads from `low` on, which is not above `own`. Each window layer lowers it by W - 1; a chunk's start
-        # stays the same from there on.
+        # The run's second layer reads from `low` on, which is not above `own`. Each window layer lowers it by W - 1; a chunk's
+        # start stays the same from there on.
         if num_layers > 1:
             spec = specs[groups[0]]
             low = max(0, low - (num_layers - 1) * (spec.window - 1)) if spec.is_window else _lowest_read(spec, low)

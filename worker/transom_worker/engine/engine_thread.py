@@ -16,6 +16,7 @@ from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_core.errors import EngineDead, TransomError, WorkerLost
 from transom_worker.engine.arrivals import Arrivals, Group
 from transom_worker.engine.engine import RESTARTING, Engine
+from transom_worker.engine.full_collections import IDLE_S, FullCollections
 from transom_worker.engine.step_watchdog import Turns, Watchdog
 from transom_worker.telemetry.transfer_report import FetchReport
 
@@ -44,7 +45,8 @@ class EngineThread:
     ) -> None:
         """Start the thread. If it hangs, its requests end with errors, and then `on_hang` is called on another thread.
 
-        `ends_process`: a hang that holds the GIL, so that no other Python code runs, ends the process (`step_watchdog`).
+        `ends_process`: the process is the worker's own. A hang that holds the GIL, so that no other Python code runs, ends it
+        (`step_watchdog`), and full garbage collections run at idle moments (`full_collections`).
         """
         self._engine = engine
         self._deliver = deliver
@@ -57,6 +59,7 @@ class EngineThread:
         self._ended = False  # if set, the thread runs no more commands: `_post` runs them itself
         self._is_hung = False
         self._on_hang = on_hang
+        self._collections = FullCollections(by_engine=ends_process)
         self._turns = Turns(engine.config.ranks, is_starting=lambda: engine.is_restarting or engine.is_updating)
         self._watchdog = Watchdog(self._turns, self._give_up, ends_process=ends_process)
         engine.executor.on_lost(self._wake.set)
@@ -168,19 +171,26 @@ class EngineThread:
             self._arrivals.next_turn()
             if self._engine.has_work:
                 self._deliver_news(self._engine.step(self._deliver_news))
+                if self._collections.is_overdue:
+                    self._collections.run()
                 if self._arrivals.is_busy:
                     continue
                 if blocked_s := self._engine.blocked_s:
                     self._sleep(blocked_s)
             elif not self._arrivals.is_busy:
                 self._deliver_news([], with_load=True)
-                self._sleep(None)
+                if not self._collections.is_due:
+                    self._sleep(None)
+                elif not self._sleep(IDLE_S):
+                    self._collections.run()
 
-    def _sleep(self, timeout_s: float | None) -> None:
-        """Wait for a command, news of the disk tier, the loss of a rank or the shutdown, up to `timeout_s` (None: no limit)."""
+    def _sleep(self, timeout_s: float | None) -> bool:
+        """Wait for a command, news of the disk tier, the loss of a rank or the shutdown, up to `timeout_s` (None: no limit); return
+        whether there is one."""
         self._turns.end()
-        self._wake.wait(timeout_s)
+        woken = self._wake.wait(timeout_s)
         self._wake.clear()
+        return woken
 
     def _give_up(self, error: EngineDead) -> None:
         """End the requests of a thread that hangs; the watchdog calls this. What the hung thread does later has no effect."""

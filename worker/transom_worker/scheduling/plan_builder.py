@@ -50,12 +50,13 @@ class PlanBuilder:
     def introduce(self, sequence: Sequence) -> None:
         """Add an admitted sequence, with all its known tokens, to the plan's new sequences."""
         request = sequence.request
-        sequence.num_tokens_on_ranks = len(sequence.token_ids)
+        num_tokens = sequence.num_tokens_on_ranks = len(sequence.token_ids)
+        is_prompt = num_tokens == request.num_prompt_tokens
         self.plan.new_sequences.append(
             NewSequence(
                 seq_id=sequence.seq_id,
                 request_id=request.request_id,
-                token_ids=tuple(sequence.token_ids),
+                token_ids=request.prompt_token_ids if is_prompt else tuple(sequence.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 params=request.params,
                 seed=request.seed,

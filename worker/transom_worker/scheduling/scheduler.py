@@ -19,6 +19,7 @@ The parts: `admission` holds the queue and the running sequences, `step_planner`
 """
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -186,7 +187,7 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=self._root(request),
-            token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
+            token_ids=array("I", request.prompt_token_ids + request.resumed_output_ids),
             retentions=self.policy_retentions.of(request.kv_policy),
         )
         self.by_request[request.request_id] = sequence

@@ -21,6 +21,7 @@ answered* when its result has arrived.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -115,7 +116,7 @@ class Sequence:
     num_prompt_tokens: int  # without resumed output
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
     root: bytes  # the value that the chain's first digest is computed from (`kv_cache.hashing`)
-    token_ids: list[int]  # prompt, then output as received
+    token_ids: array[int]  # prompt, then output as received; garbage collections would visit each element of a list
     retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
