@@ -58,8 +58,9 @@ def check_places(scheduler: Scheduler) -> None:
     """A WAITING sequence is at one place, the one that its `wait` says; all others run, or a step in flight still uses them."""
     waiting = scheduler.admission.waiting
     places = {InQueue: waiting.queue, AwaitsPrefix: waiting.awaiting_prefix, Held: waiting.held}
+    at = {kind: set(map(id, place)) for kind, place in places.items()}
     for sequence in scheduler.by_request.values():
-        found = [kind for kind, place in places.items() if sequence in list(place)]
+        found = [kind for kind in places if id(sequence) in at[kind]]
         assert found == ([] if sequence.wait is None else [type(sequence.wait)])
         assert bool(found) == (sequence.status is SequenceStatus.WAITING)
     check_clients(scheduler)
