@@ -183,7 +183,7 @@ class CacheDriver:
         for row in step.rows:
             row.sequence.num_in_flight -= 1
             self.cache.advance(row.sequence.blocks, row.sequence.token_ids, row.end)
-            self._check()
+        self._check()
 
     def load(self) -> None:
         """The ranks have done the oldest load that they know of. They make its copies at the last moment."""

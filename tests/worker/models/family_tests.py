@@ -6,6 +6,7 @@ and values are tested on several ranks (`test_sharded_families`), small pools in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, 
 from tests.engine_driver import Whole, embeddings, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
-from transom_core.contract import MAX_LOGPROBS
+from transom_core.contract import MAX_LOGPROBS, Request
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import RankUsage
 
 TOLERANCE = 1e-3
 MAX_MODEL_LEN = 256
@@ -44,7 +46,10 @@ class Family:
     case: FamilyCase
     folder: Path
     oracle_folder: Path  # the same checkpoint, not quantised
+    oracle: PreTrainedModel
     answers: list[Answer]
+    alone: list[Whole]  # the answers of an engine without a prefix cache, to one prompt after the other
+    alone_usage: RankUsage  # of that engine
 
     @staticmethod
     def make(folder: Path, case: FamilyCase) -> Family:
@@ -53,41 +58,48 @@ class Family:
         return Family.of(folder, case)
 
     @staticmethod
-    def of(folder: Path, case: FamilyCase) -> Family:
+    def of(oracle_folder: Path, case: FamilyCase, quantised: Path | None = None) -> Family:
         """Of a checkpoint that is there."""
-        oracle, prompts = load_oracle(folder), [prompt(length) for length in LENGTHS]
-        engine = make_engine(str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
-        requests = [make_request(f"{i}", ids, max_tokens=NUM_TOKENS) for i, ids in enumerate(prompts)]
-        guesses = [whole.token_ids for whole in run(engine, requests)]
-        engine.shutdown()
-        answers = [greedy(oracle, ids, guess=guess) for ids, guess in zip(prompts, guesses, strict=True)]
-        return Family(case=case, folder=folder, oracle_folder=folder, answers=answers)
+        folder = quantised or oracle_folder
+        oracle, prompts = load_oracle(oracle_folder), [prompt(length) for length in LENGTHS]
+        engine = make_roomy_engine(folder, enable_prefix_caching=False)
+        alone = [whole for i, ids in enumerate(prompts) for whole in run(engine, [asked(f"{i}", ids)])]
+        return Family(
+            case=case,
+            folder=folder,
+            oracle_folder=oracle_folder,
+            oracle=oracle,
+            answers=[greedy(oracle, ids, guess=whole.token_ids) for ids, whole in zip(prompts, alone, strict=True)],
+            alone=alone,
+            alone_usage=engine.executor.rank_reports()[0].usage,
+        )
 
     def engine(self, **settings: Any) -> Engine:
         """An engine over it; a roomy one unless `settings` say otherwise."""
-        values = {
-            "block_size": BLOCK,
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_batched_tokens": 1024,
-            "max_num_seqs": 8,
-        }
-        return make_engine(str(self.folder), **(values | {"dtype": "float32"} | settings))
+        return make_roomy_engine(self.folder, **settings)
 
     def ask(self, engine: Engine, name: str, which: list[int] | None = None) -> list[Whole]:
         """Put the prompts to the engine, all at once, and compare tokens and log-probabilities."""
         chosen = range(len(self.answers)) if which is None else which
-        requests = [
-            make_request(
-                f"{name}{at}", self.answers[i].prompt, max_tokens=len(self.answers[i].token_ids), logprobs=MAX_LOGPROBS
-            )
-            for at, i in enumerate(chosen)
-        ]
-        wholes = run(engine, requests)
-        for i, whole in zip(chosen, wholes, strict=True):
+        wholes = run(engine, [asked(f"{name}{at}", self.answers[i].prompt) for at, i in enumerate(chosen)])
+        self.check(name, wholes, chosen)
+        return wholes
+
+    def check(self, name: str, wholes: list[Whole], which: Iterable[int]) -> None:
+        """Compare tokens and log-probabilities with the answers `which`."""
+        for i, whole in zip(which, wholes, strict=True):
             length = len(self.answers[i].prompt)
             assert whole.token_ids == self.answers[i].token_ids, f"{name}, prompt of {length}"
             assert worst_difference(whole, self.answers[i]) < TOLERANCE, f"{name}, prompt of {length}"
-        return wholes
+
+
+def asked(name: str, ids: list[int]) -> Request:
+    return make_request(name, ids, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
+
+
+def make_roomy_engine(folder: Path, **settings: Any) -> Engine:
+    sizes = {"block_size": BLOCK, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 1024, "max_num_seqs": 8}
+    return make_engine(str(folder), **(sizes | {"dtype": "float32"} | settings))
 
 
 class FamilyTests:
@@ -111,19 +123,15 @@ class FamilyTests:
             assert max(moved) > 50 * TOLERANCE, mistake
 
     def test_alone_and_in_one_chunk(self, family: Family) -> None:
-        engine = family.engine(enable_prefix_caching=False)
-        for i in range(len(LENGTHS)):
-            family.ask(engine, f"alone{i}-", [i])
+        family.check("alone", family.alone, range(len(LENGTHS)))
 
     @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
-    def test_its_decode_steps_are_recorded_and_replayed(self, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    def test_its_decode_steps_are_recorded_and_replayed(self, family: Family) -> None:
         """Fails if a layer of the family reads a tensor's value in Python: all decode steps would run eagerly."""
-        engine = family.engine(enable_prefix_caching=False)
-        family.ask(engine, "replayed-", [1])
-        use = engine.executor.rank_reports()[0].usage
-        num_decodes = NUM_TOKENS - 1
+        use = family.alone_usage
+        num_decodes = len(LENGTHS) * (NUM_TOKENS - 1) + LENGTHS.count(1)  # a prompt of one token is one, too
         expected = (0, num_decodes) if family.case.records else (num_decodes, 0)
-        assert (use.num_eager_decodes, use.num_graph_steps) == expected, caplog.text
+        assert (use.num_eager_decodes, use.num_graph_steps) == expected
 
     @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
     def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(
@@ -139,7 +147,7 @@ class FamilyTests:
         can_repair = any(kept) and not all(kept) and engine.scheduler.cache.state_group is None
         assert (engine.scheduler.stats().outcome_tokens.get("repaired", 0) > 0) == can_repair
         if family.oracle_folder == family.folder:  # not quantised
-            check_embeddings(engine, load_oracle(family.folder), [answer.prompt for answer in family.answers])
+            check_embeddings(engine, family.oracle, [answer.prompt for answer in family.answers])
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_stacked_experts_and_layers_that_predict_further_tokens(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((family.folder / name).read_bytes())
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 4
-    stacked = Family(case=family.case, folder=tmp_path, oracle_folder=family.folder, answers=family.answers)
+    stacked = replace(family, folder=tmp_path)
     with caplog.at_level(logging.WARNING, "transom.worker"):
         stacked.ask(stacked.engine(), "stacked", [2])
     assert "not used" not in caplog.text

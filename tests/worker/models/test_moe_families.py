@@ -3,7 +3,6 @@ bfloat16 as kernels alone.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +248,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Family.of(folder, case)
     make_checkpoint(folder / "plain", case.family, **case.config)
     QUANTISED[request.param](folder / "plain", folder / "packed")
-    plain = Family.of(folder / "plain", case)
-    return replace(plain, folder=folder / "packed")
+    return Family.of(folder / "plain", case, folder / "packed")
 
 
 def draw_corrections(folder: Path) -> None:

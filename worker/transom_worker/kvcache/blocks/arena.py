@@ -38,7 +38,8 @@ class Arena:
 
     def blocks(self, page: int, group: int) -> range:
         """Return the block ids of `group` inside `page`."""
-        return range(self.layout.first_block(page, group), self.layout.end_block(page, group))
+        first = self.layout.first_block(page, group)
+        return range(first, first + self.blocks_per_page[group])
 
     def lease(self, group: int, *, prefer: int | None = None) -> int:
         """Lease a free page to `group` and return it: `prefer` if it is free, else one with free pages after it.
