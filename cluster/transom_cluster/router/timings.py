@@ -25,6 +25,7 @@ class RouterTimings:
     longest_reconnect_pause_s: float = 2.0
     silence_s: float = 20.0  # a worker sends a heartbeat every 5 s; after this time without a message it counts as lost
     presence_s: float = 20.0  # how often a router shows a worker that it is there
+    call_timeout_s: float = 900.0  # a call may wait for a worker's longest step and its first kernels, 300 and 600 s
     submit_grace_s: float = 0.5  # if a call fails because the worker is lost, its stream mostly breaks within this time
     last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a lost host never returns
 

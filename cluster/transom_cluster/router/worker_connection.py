@@ -228,15 +228,18 @@ class WorkerConnection:
 
         Raises:
             ConnectionBroken: the stream broke during the call, or within `submit_grace_s` after the call had failed.
-            CallFailed: the call failed, and the stream is still open.
+            CallFailed: the call failed, or has not answered within `call_timeout_s`, and the stream is still open.
         """
         stream_ended = self._stream_ended
         task = self._tasks.spawn(call)
         self._calls.add(task)
         try:
-            await asyncio.wait((task,))
+            answered, _ = await asyncio.wait((task,), timeout=self._timings.call_timeout_s)
         finally:
             self._calls.discard(task)
+        if not answered:
+            task.cancel()
+            raise CallFailed
         if task.cancelled():
             raise ConnectionBroken
         if (error := task.exception()) is None:

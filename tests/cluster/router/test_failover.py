@@ -195,6 +195,16 @@ async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> No
         assert other.num_running == num_in_flight(api.router) == 0
 
 
+async def test_a_call_that_never_returns_while_the_stream_goes_on() -> None:
+    """As where an object store hangs: the other worker gets the request."""
+    async with running_api(*stub_workers(2), timings=timings(call_timeout_s=0.05), **PATIENT) as api:
+        never: Any = asyncio.Event().wait
+        api.workers[0].submit = lambda *_: never()  # type: ignore[method-assign]
+        assert [one.status_code for one in await asyncio.gather(*(api.complete() for _ in range(4)))] == [200] * 4
+        assert len(api.workers[1].submitted) == 4
+        assert api.workers[0].aborted
+
+
 async def test_a_deadline_goes_on_counting() -> None:
     values = {"limits": LimitsConfig(request_timeout_s=2.0), "timings": timings(deadline_grace_s=0.0), **PATIENT}
     async with running_api(*stub_workers(1, max_events=3), **values) as api:
