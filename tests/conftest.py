@@ -31,7 +31,7 @@ pytest_plugins = ["tests.seeded_inputs", "pytester"]
 settings.register_profile("untimed", deadline=None)  # how fast an example runs is the machine's affair
 settings.load_profile("untimed")
 
-gc.set_threshold(50_000, 20, 20)  # by default each 700 new objects start a collection: 8 % of the tests' time
+gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(NUM_THREADS)
 threads.set_num_threads(NUM_THREADS)
 
@@ -44,6 +44,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_finish() -> None:
     """A full collection need not visit the millions of objects that imported modules and collected tests are made of."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # by default each 700 new objects start a collection: 8 % of the tests' time
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -44,16 +44,17 @@ def some_daily(values: Iterable[Any], daily: Iterable[Any]) -> list[ParameterSet
 def _covering(parameters: Sequence[Sequence[Any]], strength: int) -> list[tuple[int, ...]]:
     """Return rows of indices, one into each parameter's values."""
     places = list(combinations(range(len(parameters)), strength))
+    bits: dict[Any, int] = {}  # a place and the values there -> a bit of its own
 
-    def choices(row: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return {(place, tuple(row[i] for i in place)) for place in places}
+    def choices(row: tuple[int, ...]) -> int:
+        return sum(bits.setdefault((place, tuple(row[i] for i in place)), 1 << len(bits)) for place in places)
 
     rows = {row: choices(row) for row in product(*(range(len(values)) for values in parameters))}
-    missing, chosen = set().union(*rows.values()), []
+    missing, chosen = sum(bits.values()), []
     while missing:
-        best = max(rows, key=lambda row: len(rows[row] & missing))  # the first of equals
+        best = max(rows, key=lambda row: (rows[row] & missing).bit_count())  # the first of equals
         chosen.append(best)
-        missing -= rows[best]
+        missing &= ~rows[best]
     return sorted(chosen)
 
 

@@ -1,4 +1,4 @@
-"""A coding agent's sessions over /v1/messages: 30 turns, with the line that differs in each request and rolling cache marks.
+"""A coding agent's sessions over /v1/messages: many turns, with the line that differs in each request and rolling cache marks.
 
 Models with sliding windows, short convolutions and recurrent states, for which a prefix is cached only where a checkpoint stands.
 """
@@ -13,11 +13,12 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.cluster.engine_server import EngineServer, engine_server
+from tests.how_many import num_examples
 from tests.lost_windows import lose_left_behind
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.worker.models.test_dense_families import DELTA_NET
 
-BLOCK, TURNS = 16, 30
+BLOCK, TURNS = 16, num_examples(daily=12, exhaustive=30)
 SETTINGS: dict[str, Any] = {
     "block_size": BLOCK,
     "max_model_len": 2048,

@@ -80,7 +80,8 @@ def continuations(
 
 
 def make(**settings: object) -> LLM:
-    return LLM("smollm2", dtype="float32", **{"max_num_seqs": 32, "kv_cache_memory_bytes": "512MiB", **settings})
+    room = {"max_num_seqs": 32, "kv_cache_memory_bytes": "512MiB" if ALL_TESTS else "64MiB"}
+    return LLM("smollm2", dtype="float32", **{**room, **settings})
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], num_tokens: int = NUM_TOKENS) -> list[RequestOutput]:
@@ -152,7 +153,8 @@ def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: i
         assert sum(out.num_cached_tokens for out in again) > 0
 
 
-NUM_ITEMS, CONTEXT, CONTINUATION = 50, 9, 4  # of lm-eval's test; tokens of an item and of each of its two continuations
+NUM_ITEMS = 50 if ALL_TESTS else 12  # of lm-eval's test
+CONTEXT, CONTINUATION = 9, 4  # tokens of an item, and of each of its two continuations
 
 
 @torch.inference_mode()

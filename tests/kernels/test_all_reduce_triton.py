@@ -49,7 +49,7 @@ def add_all(comm: Communicator, rank: int, pipe: Connection) -> Any:
     return summed, memory.calls
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_all_ranks_get_the_sum_in_order_of_rank(size: int, tmp_path: Any) -> None:
     path = tmp_path / "regions"
     path.write_bytes(bytes(size * region_bytes(size)))

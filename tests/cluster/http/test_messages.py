@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -23,7 +22,9 @@ CITY_TOOLS: Any = [{"name": name, "input_schema": CITY} for name in ("weather", 
 TALK: dict[str, Any] = {**ASKED, "max_tokens": 2000, "tools": CITY_TOOLS}
 
 
-def official_client(server: HttpServer, api_key: str = KEY) -> anthropic.Anthropic:
+def official_client(server: HttpServer, api_key: str = KEY) -> Any:
+    import anthropic  # a second of every process that collects tests
+
     return anthropic.Anthropic(base_url=server.url, api_key=api_key, max_retries=0, timeout=120)
 
 
@@ -36,7 +37,7 @@ def plain(message: Any) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.to_dict().items() if name != "id"} for one in message.content]
 
 
-def both(client: anthropic.Anthropic, **body: Any) -> Any:
+def both(client: Any, **body: Any) -> Any:
     """The whole answer, which is also the one that its stream makes."""
     whole: Any = client.messages.create(**{**TALK, **body})
     check_published("Message", whole.to_dict(exclude_unset=False), ANTHROPIC)
@@ -57,18 +58,18 @@ def guarded() -> Iterator[HttpServer]:
 
 
 @pytest.fixture(scope="module")
-def claude(guarded: HttpServer) -> Iterator[anthropic.Anthropic]:
+def claude(guarded: HttpServer) -> Iterator[Any]:
     with official_client(guarded) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def speaker(speaking_server: HttpServer) -> Iterator[anthropic.Anthropic]:
+def speaker(speaking_server: HttpServer) -> Iterator[Any]:
     with official_client(speaking_server) as made:
         yield made
 
 
-def test_a_message(claude: anthropic.Anthropic) -> None:
+def test_a_message(claude: Any) -> None:
     answer = both(claude, max_tokens=4, tools=[])
     assert answer.id.startswith("msg_")
     assert answer.id == answer._request_id
@@ -87,7 +88,9 @@ def test_max_tokens_of_0_fill_the_cache_alone_and_too_many_end_at_the_models_len
 
 
 @pytest.mark.parametrize("name", ["second", "claude-opus-4"])
-def test_other_names_of_the_model(guarded: HttpServer, claude: anthropic.Anthropic, name: str) -> None:
+def test_other_names_of_the_model(guarded: HttpServer, claude: Any, name: str) -> None:
+    import anthropic
+
     assert claude.messages.create(**{**ASKED, "model": name}).model == name
     listed = httpx.get(f"{guarded.url}/v1/models", headers={"authorization": f"Bearer {KEY}", "x-api-key": "wrong"})
     assert [(one["id"], one["root"]) for one in listed.json()["data"]] == [("stub", "stub"), ("second", "stub")]
@@ -95,7 +98,9 @@ def test_other_names_of_the_model(guarded: HttpServer, claude: anthropic.Anthrop
         claude.messages.create(**{**ASKED, "model": "claude-" + "x" * 94})
 
 
-def test_errors_have_the_clients_classes(guarded: HttpServer, claude: anthropic.Anthropic) -> None:
+def test_errors_have_the_clients_classes(guarded: HttpServer, claude: Any) -> None:
+    import anthropic
+
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (anthropic.NotFoundError, {"model": "other"}, "not_found_error"),
         (anthropic.BadRequestError, {"max_tokens": -1}, "invalid_request_error"),

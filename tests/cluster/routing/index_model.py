@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,19 +53,10 @@ class MirrorModel:
         ]
 
     def find(self, digests: Sequence[bytes], num_tokens: int) -> PrefixHit:
-        limit = hit_limit(num_tokens, self.shape.block_size)
-        repair = self.shape.window_repair
+        limit, repair = hit_limit(num_tokens, self.shape.block_size), self.shape.window_repair
         host, disk, *_ = [*self.tiers[1:], None, None]
-        return find_hit(
-            self._retentions,
-            self.tiers[0],
-            digests,
-            limit,
-            window_repair=repair,
-            host=host,
-            disk=disk,
-            rates=self.rates,
-        )
+        tiers: dict[str, Any] = {"host": host, "disk": disk, "rates": self.rates}
+        return find_hit(self._retentions, self.tiers[0], digests, limit, window_repair=repair, **tiers)
 
 
 def find(
@@ -101,35 +93,37 @@ def keys_of(groups: Sequence[set[bytes]]) -> set[int]:
 def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
     """The keys of each holder, as the arrays have them. Checks what must hold for the arrays."""
     table = index.table
-    values: dict[int, int] = {}
-    for part, (address, capacity, count) in enumerate(table.parts.tolist()):
-        slots = table._slots[part]
-        assert (address, len(slots)) == (slots.ctypes.data, capacity * code.SLOT_BYTES)
-        keys, of_keys = slots[: 8 * capacity].view(np.uint64).tolist(), slots[8 * capacity :].view(np.int32).tolist()
-        used = [slot for slot in range(capacity) if of_keys[slot]]
-        assert len(used) == count < capacity
-        for slot in used:
-            key = keys[slot]
-            assert key >> 54 == part
-            assert key not in values
-            values[key] = of_keys[slot]
-            home = (key >> 22 & 0xFFFFFFFF) * capacity >> 32
-            assert all(of_keys[i % capacity] for i in range(home, slot if slot >= home else slot + capacity))
+    addresses, capacities, counts = table.parts.T
+    for address, capacity, slots in zip(addresses.tolist(), capacities.tolist(), table._slots, strict=True):
+        assert (address, len(slots)) == (slots.__array_interface__["data"][0], capacity * code.SLOT_BYTES)
+    # All parts at once, each of which has its keys, two words each, before their values, a word each.
+    parts, capacity = np.repeat(np.arange(code.NUM_PARTS), capacities), np.repeat(capacities, capacities)
+    first = np.repeat(capacities.cumsum() - capacities, capacities)
+    slot, words = np.arange(len(first)) - first, np.concatenate(table._slots).view(np.uint32)
+    of_keys = words[3 * first + 2 * capacity + slot].view(np.int32)
+    keys = words[3 * first + 2 * slot] | words[3 * first + 2 * slot + 1].astype(np.uint64) << 32
+    used = of_keys.nonzero()[0]
+    assert (np.bincount(parts[used], minlength=code.NUM_PARTS) == counts).all()
+    assert (counts < capacities).all()
+    assert (keys[used] >> 54 == parts[used]).all()
+    home = ((keys >> 22 & 0xFFFFFFFF) * capacity.astype(np.uint64) >> 32).astype(np.int64)
+    for at in used[home[used] != slot[used]]:
+        between = np.arange(home[at], slot[at] + (capacity[at] if slot[at] < home[at] else 0)) % capacity[at]
+        assert of_keys[first[at] + between].all()
+    values = dict(zip(keys[used].tolist(), of_keys[used].tolist(), strict=True))
+    assert len(values) == len(used)
     uses = Counter(value for value in values.values() if value > 0)
     assert dict(uses) == {number: int(n) for number, n in enumerate(table._uses) if n}
     rows = {number: table.sets[number].tobytes() for number in uses}
     assert len(set(rows.values())) == len(rows)
     assert table._counts[code.NUM_SETS] == len(rows)
+    bits = {number: np.unpackbits(table.sets[number].view(np.uint8), bitorder="little") for number in uses}
+    sets = {number: np.flatnonzero(of_holders).tolist() for number, of_holders in bits.items()}
+    assert all(len(holders) > 1 for holders in sets.values())
     held: dict[int, set[int]] = {}
     for key, value in values.items():
-        holders = (
-            [-value - 1]
-            if value < 0
-            else np.flatnonzero(np.unpackbits(table.sets[value].view(np.uint8), bitorder="little"))
-        )
-        assert value < 0 or len(holders) > 1
-        for holder in holders:
-            held.setdefault(int(holder), set()).add(key)
+        for holder in [-value - 1] if value < 0 else sets[value]:
+            held.setdefault(holder, set()).add(key)
     return held
 
 
