@@ -19,7 +19,7 @@ HYBRIDS = (
     ("full", "snapshot"),
     ("latent", "compressed16", "window"),
 )
-NUM_REQUESTS = num_examples(daily=150, exhaustive=460)
+NUM_REQUESTS = num_examples(daily=100, exhaustive=460)
 NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
 
 
