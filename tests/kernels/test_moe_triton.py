@@ -157,13 +157,13 @@ def test_a_token_does_not_depend_on_the_others(rule: GateRule, scales_input: boo
     Here no order makes a difference: float32 holds all inputs, products and sums of the first product exactly, and each sum of the
     second has one term that is not zero.
     """
-    tokens, (gate_up, x) = 300, (eighths(4, 40, 36), eighths(300, 36))
+    tokens, (gate_up, x) = 70, (eighths(4, 40, 36), eighths(70, 36))
     down = torch.zeros(4, 36, 20)
     down[:, torch.arange(36), torch.randint(0, 20, (36,))] = torch.randn(4, 36)
     tensors, (which, weights) = ExpertTensors(gate_up=gate_up, down=down), routes(tokens, 2, 4)
     weights = (weights * 8).ceil() / 8
     whole = moe_triton(x, which, weights, tensors, rule, scales_input=scales_input)
-    for token in (0, 17, 299):
+    for token in (0, 17, 69):
         at = slice(token, token + 1)
         alone = moe_triton(x[at], which[at], weights[at], tensors, rule, scales_input=scales_input)
         assert torch.equal(alone, whole[at])
