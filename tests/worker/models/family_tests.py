@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, make_checkpoint, prompt, step_logprobs
+from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, prompt, step_logprobs
 from tests.engine_driver import Whole, embeddings, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
@@ -50,12 +50,6 @@ class Family:
     answers: list[Answer]
     alone: list[Whole]  # the answers of an engine without a prefix cache, to one prompt after the other
     alone_usage: RankUsage  # of that engine
-
-    @staticmethod
-    def make(folder: Path, case: FamilyCase) -> Family:
-        """Write the checkpoint and ask transformers."""
-        make_checkpoint(folder, case.family, **case.config)
-        return Family.of(folder, case)
 
     @staticmethod
     def of(oracle_folder: Path, case: FamilyCase, quantised: Path | None = None) -> Family:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.matrices import some_daily
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 
@@ -254,7 +254,8 @@ DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "exaone4 wi
 
 @pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family.make(tmp_path_factory.mktemp(request.param), CASES[request.param])
+    case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
+    return Family.of(make_checkpoint(folder, case.family, **case.config), case)
 
 
 class TestDenseFamilies(FamilyTests):
@@ -263,5 +264,5 @@ class TestDenseFamilies(FamilyTests):
 
 def test_biases_of_latent_rows_and_low_rank_queries(tmp_path: Path) -> None:
     config = CASES["youtu"].config | {"attention_bias": True}
-    family = Family.make(tmp_path, FamilyCase(family="youtu", config=config))
+    family = Family.of(make_checkpoint(tmp_path, "youtu", **config), FamilyCase(family="youtu", config=config))
     family.ask(family.engine(), "biased", [1, 2])

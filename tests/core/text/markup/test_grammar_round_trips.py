@@ -162,7 +162,7 @@ def check_calls(parts: list[AnswerPart], tools: Sequence[ToolSpec]) -> int:
     assert not [part for part in parts if isinstance(part, MalformedMarkup)], parts
     for index, name in enumerate(names):
         (tool,) = [tool for tool in tools if tool.name == name]
-        jsonschema.validate(json.loads(call_arguments(parts, index)), tool.parameters)
+        jsonschema.Draft202012Validator(tool.parameters).validate(json.loads(call_arguments(parts, index)))
     return len(names)
 
 
@@ -226,7 +226,7 @@ def test_a_message_is_json_or_a_call(family: Family) -> None:
     for prompt_end in prompts:
         for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES), prompt_end=prompt_end):
             if not check_calls(parts, TOOLS):
-                jsonschema.validate(json.loads(message_of(parts)), PLACE)
+                jsonschema.Draft202012Validator(PLACE).validate(json.loads(message_of(parts)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-import pytest
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.graph_recorder import RecorderDevice, Recording
