@@ -1,5 +1,7 @@
 """The hit search against brute force, and outcomes of prompt tokens that always add up."""
 
+from hashlib import blake2b
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -11,11 +13,12 @@ from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
 from transom_core.kv_cache.retention import Retention
 from transom_worker.kvcache.prefix import prefix_outcome
+from transom_worker.kvcache.prefix.digest_table import PLACES
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.prefix_outcome import classify
 
 UNITS = 24
-DIGESTS = [bytes([i]) for i in range(UNITS)]
+DIGESTS = [blake2b(bytes([i]), digest_size=32).digest() for i in range(UNITS)]
 
 
 def presence() -> st.SearchStrategy[set[bytes]]:
@@ -156,8 +159,8 @@ def test_outcomes_sum_to_the_prompt(
 
 
 def test_the_memory_of_evictions_is_bounded() -> None:
-    index = PrefixIndex(1, remembered=2)
-    for unit in range(3):
+    index = PrefixIndex(1, remembered=PLACES)
+    for unit in range(PLACES + 1):
         index.groups[0][DIGESTS[unit]] = unit
         index.remove(0, [DIGESTS[unit]])
-    assert [index.num_seen(DIGESTS, unit, unit + 1) for unit in range(3)] == [0, 1, 1]
+    assert [index.num_seen(DIGESTS, unit, unit + 1) for unit in range(PLACES + 1)] == [0] + [1] * PLACES

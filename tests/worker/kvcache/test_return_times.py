@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.eviction import return_times
 from transom_worker.kvcache.eviction.eviction_policy import GHOST_TOKENS, ReturnTimePolicy
-from transom_worker.kvcache.eviction.policy_memory import MAX_GHOSTS, MAX_WATCHES, PLACES, Ghost, Ghosts, WatchRing
+from transom_worker.kvcache.eviction.policy_memory import MAX_GHOSTS, MAX_WATCHES, Ghost, Ghosts, WatchRing
 from transom_worker.kvcache.eviction.return_times import (
     BUCKET_EDGES,
     LAST_BUCKET,
@@ -18,6 +18,7 @@ from transom_worker.kvcache.eviction.return_times import (
     ReturnTimes,
     WatchedCheckpoint,
 )
+from transom_worker.kvcache.prefix.digest_table import PLACES
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
 PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)

@@ -5,12 +5,14 @@ a block moves between device and host tier, its digest leaves one tier's map and
 in both, if checkpoints of both tiers need it. Without a host tier the host's maps stay empty.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.prefix.digest_table import DigestTable
 
-REMEMBERED_EVICTIONS = 262_144  # digests; they tell an evicted prefix from one that was never cached
+# Digests, 4 MiB. They tell an evicted prefix from one that was never cached. Of the last 100,000, one in 5,000 is forgotten,
+# since a set has few places.
+REMEMBERED_EVICTIONS = 2**19
 
 GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block id
 
@@ -23,8 +25,7 @@ class PrefixIndex:
 
     def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS) -> None:
         self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in (DEVICE, HOST))
-        self._remembered = remembered
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted = DigestTable(remembered)
 
     @property
     def groups(self) -> GroupMaps:
@@ -42,12 +43,10 @@ class PrefixIndex:
             del found[digest]
 
     def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove these digests from a tier, and remember the last `remembered` removed digests as evicted."""
-        evicted = self._evicted
+        """Remove these digests from a tier, and remember them as evicted. About `remembered` digests are remembered."""
         self.forget(group, digests, tier=tier)
-        evicted.update(dict.fromkeys(digests))
-        while len(evicted) > self._remembered:
-            evicted.popitem(last=False)
+        for digest in digests:
+            self._evicted.take(digest)
 
     def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
         """Return how many digests in a row, from index `begin` on and below `end`, are in the index of any group, or were evicted
