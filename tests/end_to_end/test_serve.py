@@ -64,6 +64,7 @@ SETTINGS = {
     "served_model_name": MODEL,
     "api_key": API_KEY,
     "kv_cache_memory_bytes": "16MiB",
+    "swap_space": "8MiB",
     "replicas": 2,
     "router_replicas": 2,
     "window": 64,
@@ -83,7 +84,10 @@ CITY: dict[str, object] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     flags = [text for name, value in SETTINGS.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    server = start_server(str(tiny_model), tmp_path_factory.mktemp("serve") / "log", *flags)
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "admins").touch(mode=0o600)
+    (folder / "admins").write_text(API_KEY)
+    server = start_server(str(tiny_model), folder / "log", *flags, "--admin-api-key-file", str(folder / "admins"))
     yield server
     if server.process.poll() is None:  # where the test of its end was not selected
         assert_ended_cleanly(server, stop_server(server))
@@ -193,6 +197,14 @@ def undisturbed(server: Server) -> list[Stream]:
 
 def test_any_routers_page_has_all_routers_and_workers(server: Server, undisturbed: list[Stream]) -> None:
     check_pages(server, num_ranks=2)
+
+
+def test_kv_moves_between_workers_by_calls(server: Server, undisturbed: list[Stream]) -> None:
+    one, other = wait_for_workers(server, 2)
+    for source, target in ((one, other), (other, one)):
+        asked = {"source": source, "target": target, "bytes": "65536", "wire": "ray"}
+        reply = HTTP.post(f"{server.url}/transfers/measure", params=asked).json()
+        assert reply["outcome"] == "fetched", reply
 
 
 def test_routers_agree_where_a_prefix_is(server: Server) -> None:

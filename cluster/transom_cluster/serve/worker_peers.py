@@ -57,10 +57,8 @@ class ServeWorkerPeers:
         raise WorkerLost(f"Worker {worker} is gone.")
 
     def _find_handles(self) -> list[Any]:
-        """Return the deployments' handles. The first `options` of a handle waits for Ray's GCS: no event loop may run it."""
+        """Return the deployments' handles, for which Ray's controller is asked: no event loop may run this. Their first `options`
+        runs on the event loop that calls them (`running_replicas`), as Serve demands where routers have no loop of their own."""
         from ray import serve
 
-        handles = [serve.get_deployment_handle(name, self._app) for name in self._deployments]
-        for handle in handles:
-            handle.options(method_name="info")
-        return handles
+        return [serve.get_deployment_handle(name, self._app) for name in self._deployments]
