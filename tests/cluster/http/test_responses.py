@@ -130,7 +130,9 @@ def test_an_error_in_mid_stream_is_an_event(server):
     assert "secret" not in json.dumps(events)
 
 
-def test_a_whole_answer_with_reasoning_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:
+def test_an_answer_with_reasoning_and_calls_is_sent_back_with_results(
+    speaking_server: HttpServer, speaking_client: Any
+) -> None:
     says(speaking_server, ANSWER)
     answer = speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS)
     check_published("Response", answer.to_dict())
@@ -144,6 +146,11 @@ def test_a_whole_answer_with_reasoning_and_calls(speaking_server: HttpServer, sp
     assert (answer.status, answer.output_text) == ("completed", "Let me look.")
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
+    assert len({call.call_id for call in calls}) == 2
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2 mm"} for call in calls]
+    says(speaking_server, "Yes.")
+    chat = [{"role": "user", "content": ASKED["input"]}, *answer.output, *results]
+    assert speaking_client.responses.create(model="stub", tools=CITY_TOOLS, input=chat).output_text == "Yes."
 
 
 def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:
@@ -156,23 +163,3 @@ def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: 
     tool: Any = openai.pydantic_function_tool(AskWeather, name="weather")
     called = speaking_client.responses.parse(model="stub", input=ASKED["input"], tools=[tool])
     assert called.output[0].parsed_arguments == AskWeather(city="Paris")
-
-
-def test_the_output_sent_back_with_a_result_continues_the_chat(
-    speaking_server: HttpServer, speaking_client: Any
-) -> None:
-    says(speaking_server, ANSWER)
-    first = speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS)
-    ids = [item.call_id for item in first.output if item.type == "function_call"]
-    assert len(set(ids)) == 2
-    says(speaking_server, "Yes.")
-    second = speaking_client.responses.create(
-        model="stub",
-        tools=CITY_TOOLS,
-        input=[
-            {"role": "user", "content": ASKED["input"]},
-            *first.output,
-            *({"type": "function_call_output", "call_id": one, "output": "2 mm"} for one in ids),
-        ],
-    )
-    assert second.output_text == "Yes."

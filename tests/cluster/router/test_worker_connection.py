@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -233,28 +231,6 @@ async def test_stopping_the_router_ends_what_runs():
     with pytest.raises(WorkerLost):
         async with router.generate([request("s")]):
             pass
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_aborts_its_requests(server, stream):
-    server.worker.max_events = 1
-    body = {"prompt": ["x", "y"], "max_tokens": 20, "stream": stream}
-    before = len(server.worker.aborted)
-    num_submitted = len(server.worker.submitted)
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
-            next(response.iter_lines())
-    else:
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
-            connection.sendall(head.encode() + content)
-            server.call(server.worker.until(lambda: len(server.worker.submitted) == num_submitted + 2))
-    server.call(server.worker.until(lambda: len(server.worker.aborted) >= before + 2))
-    server.worker.max_events = None
-    assert num_in_flight(server.router) == 0
-    ids = {r.request_id for r in server.worker.submitted[-2:]}
-    assert set(server.worker.aborted[-2:]) == ids
 
 
 async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):

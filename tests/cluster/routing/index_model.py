@@ -59,13 +59,6 @@ class MirrorModel:
         return find_hit(self._retentions, self.tiers[0], digests, limit, window_repair=repair, **tiers)
 
 
-def find(
-    index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
-) -> list[int]:
-    """Of each worker the first token to compute; the mirrors may be of several shapes."""
-    return [start for start, *_ in find_by_tier(index, mirrors, digests, num)]
-
-
 def find_by_tier(
     index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
 ) -> list[tuple[int, int, int, int]]:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.cluster.routing.index_model import MirrorModel, find, find_by_tier, keys_of, keys_of_mirror, stored_keys
+from tests.cluster.routing.index_model import MirrorModel, find_by_tier, keys_of, stored_keys
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_model import ENTRY_MIXES, MIXES, spec
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
@@ -40,30 +40,6 @@ def added(group: int, *units: int) -> KvRun:
 
 def removed(group: int, *units: int) -> KvRun:
     return KvRun("removed", group, tuple(CHAIN[unit] for unit in units))
-
-
-WHOLE = update(10, added(0, 0, 1, 2), added(1, 1, 2), whole=True)
-
-
-def mirror_alone() -> tuple[FleetPrefixIndex, PrefixIndexMirror]:
-    index = FleetPrefixIndex()
-    return index, index.join(SHAPE)
-
-
-def test_a_gap_is_told_once_and_forgets_everything_until_the_whole_index_comes() -> None:
-    index, mirror = mirror_alone()
-    assert mirror.apply(update(7, added(0, 0, 1, 2), added(1, 1, 2)))  # before the first whole index
-    assert (mirror.version, mirror.num_blocks) == (0, 0)
-    mirror.apply(WHOLE)
-    assert not mirror.apply(update(11, added(0, 4)))
-    assert (mirror.version, mirror.num_blocks) == (0, 0)
-    assert find(index, [mirror], CHAIN, 33) == [0]
-    assert mirror.apply(update(12, added(0, 5)))  # the whole index is on its way
-    assert mirror.num_blocks == 0
-    assert mirror.apply(WHOLE)
-    assert mirror.apply(update(10, added(0, 3)))
-    assert mirror.num_blocks == 6
-    assert keys_of_mirror(index, mirror) == keys_of([set(CHAIN[:4]), set(CHAIN[1:3])])
 
 
 def shape(mix: tuple[str, ...], *, window_repair: bool, num_tiers: int = 1) -> CacheShape:

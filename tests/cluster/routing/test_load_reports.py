@@ -126,20 +126,3 @@ def test_two_routers_know_the_queue_up_to_what_is_no_news_and_what_has_not_arriv
             assert router.believed <= true + computed
     assert num_placed > 100
     assert num_messages < 3000 * 2 * 0.5
-
-
-def test_the_believed_queue_ends_empty() -> None:
-    """The last request's end is told at once, so that an idle worker does not look busy until the next heartbeat."""
-    routers = [Router(0), Router(1)]
-    worker = Worker(routers)
-    routers[0].placer.place(request("r", tuple(range(900))), ("a",))
-    worker.take(routers[0], "r", 900)
-    for step in range(1, 200):
-        worker.now_s = step * STEP_S
-        worker.step()
-        for router, outbox in worker.outboxes.items():
-            if outbox.due_s() <= worker.now_s:
-                router.coming.append((worker.now_s, outbox.take()))
-            router.hear(worker.now_s)
-        if step * STEP_TOKENS >= 900 and step * STEP_S > NEWS_PERIOD_S + STEP_S:
-            assert [router.believed for router in routers] == [0, 0]

@@ -172,14 +172,6 @@ def test_answers_that_run_weigh_too() -> None:
     assert all(17 <= counts[name] <= 23 for name in WORKERS)
 
 
-def test_a_hot_prefix_spreads_to_a_second_worker_when_the_first_is_swamped() -> None:
-    made = placer(cached={"a": whole(PROMPT)})
-    prompts = [PROMPT + tuple(range(100 * i, 100 * i + 100)) for i in range(40)]
-    order = [made.place(request(f"r{i}", prompt), WORKERS).worker_id for i, prompt in enumerate(prompts)]
-    assert order[:5] == ["a"] * 5
-    assert set(order) > {"a"}
-
-
 def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_twice() -> None:
     made = placer()
     worker = made.workers["a"]
