@@ -1,4 +1,13 @@
-"""`transom bench policies`: measures what KV policies save and what they cost, as tables."""
+"""`transom bench policies`: measures what KV policies save and what they cost, as tables.
+
+A KV policy keeps only some tokens of a request in the KV cache: in most scenarios the first few, called *sinks*, and a window of
+the last ones. Each scenario runs on an engine of its own:
+
+    memory    requests that run together, with enough KV memory and then with little
+    quality   next tokens and perplexity of one text, under policies of several sizes and under full attention
+    recall    answers that depend on text before the window
+    stream    perplexity over a text several times as long as the length that the model was trained with
+"""
 
 from __future__ import annotations
 
@@ -18,20 +27,18 @@ SCENARIOS = ("memory", "quality", "recall", "stream")
 
 
 def policies(
-    model: Annotated[
-        str, typer.Argument(help="As for `transom serve`; all its layers need full attention.")
-    ] = "smollm2",
+    model: Annotated[str, typer.Argument(help="As for `transom serve`; all layers need full attention.")] = "smollm2",
     output: Annotated[Path, typer.Option(help="Folder for tables and JSON.")] = Path("policies"),
     only: Annotated[str, typer.Option(help=f"Scenarios, separated by commas, of {', '.join(SCENARIOS)}.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=64, help="Of each of these requests.")] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 256,
-    window: Annotated[int, typer.Option(min=32, help="Tokens of their window, and of the stream's.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Prompt tokens of each of them.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each of them.")] = 256,
+    window: Annotated[int, typer.Option(min=32, help="Tokens in the window of requests and stream.")] = 256,
     judged_tokens: Annotated[
-        int, typer.Option(min=64, help="Tokens of the text over which quality is judged; as many are read before.")
+        int, typer.Option(min=64, help="Tokens judged for quality, after as many unjudged.")
     ] = 512,
-    stream_times: Annotated[int, typer.Option(min=1, help="Trained lengths that the stream has.")] = 4,
+    stream_times: Annotated[int, typer.Option(min=1, help="The stream's length, in trained lengths.")] = 4,
 ) -> None:
     """Compare KV policies with full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
     from transom_worker.bench.policies.results import PolicyFigures, tables
@@ -54,51 +61,41 @@ def policies(
         for scenario in SCENARIOS:
             if scenario in chosen:
                 _measure(figures, scenario, {"model": model, "device": device})
+                # Written after every scenario, so that an interrupted run leaves the tables of those that have ended.
                 (output / "policies.json").write_text(json.dumps(figures.as_json(), indent=1) + "\n")
                 (output / "policies.md").write_text(tables(figures))
         typer.echo(tables(figures))
 
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
-    """Measure one scenario on a new engine."""
-    from transom_worker.bench.policies.scenarios import quality_by_window, recall, stream
+    """Measure one scenario on new engines, and store the result in `figures`."""
+    from transom_worker.bench.policies.scenarios import Load, memory_and_throughput, quality_by_window, recall, stream
 
+    setup, engine = figures.setup, _engine(settings)
     if scenario == "memory":
-        _measure_memory(figures, settings)
-        return
-    setup, engine = figures.setup, _engine(settings, kv_bytes=None)
-    judged, trained_len = setup["judged_tokens"], engine.info.max_model_len
-    if scenario == "quality":
+        load = Load(
+            num_requests=setup["requests"], prompt_tokens=setup["prompt_tokens"], output_tokens=setup["output_tokens"]
+        )
+        figures.roomy = memory_and_throughput(engine, load, setup["window"])
+        engine.shutdown()
+        # The other engine has memory for two and a half of the requests under full attention.
+        kv_bytes = int(2.5 * figures.roomy["full"].peak_kv_bytes / load.num_requests)
+        engine = _engine(settings | {"kv_cache_memory_bytes": kv_bytes})
+        figures.tight = memory_and_throughput(engine, load, setup["window"])
+    elif scenario == "quality":
+        judged = setup["judged_tokens"]
         figures.quality = quality_by_window(engine, num_tokens=2 * judged, judged_from=judged)
     elif scenario == "recall":
         figures.recall = recall(engine)
     else:
-        setup["trained_len"] = trained_len
-        figures.stream = stream(
-            engine, trained_len=trained_len, times=setup["stream_times"], window=setup["window"] - 4, num_parts=8
-        )
+        setup["trained_len"] = length = engine.info.max_model_len
+        window = setup["window"] - 4  # with its 4 sinks the stream keeps as many tokens as `--window` says
+        figures.stream = stream(engine, trained_len=length, times=setup["stream_times"], window=window, num_parts=8)
     engine.shutdown()
 
 
-def _measure_memory(figures: PolicyFigures, settings: dict[str, Any]) -> None:
-    """Measure concurrent requests with enough memory, then with memory for two and a half of them under full attention."""
-    from transom_worker.bench.policies.scenarios import Load, memory_and_throughput
-
-    setup = figures.setup
-    load = Load(
-        num_requests=setup["requests"], prompt_tokens=setup["prompt_tokens"], output_tokens=setup["output_tokens"]
-    )
-    engine = _engine(settings, kv_bytes=None)
-    figures.roomy = memory_and_throughput(engine, load, setup["window"])
-    engine.shutdown()
-    tight = _engine(settings, kv_bytes=int(2.5 * figures.roomy["full"].peak_kv_bytes / load.num_requests))
-    figures.tight = memory_and_throughput(tight, load, setup["window"])
-    tight.shutdown()
-
-
-def _engine(settings: dict[str, Any], *, kv_bytes: int | None) -> Engine:
+def _engine(settings: dict[str, Any]) -> Engine:
     from transom_core.settings.settings import Settings
     from transom_worker.engine.startup import build_engine
 
-    more = {} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}
-    return build_engine(Settings.parse(**settings, **more, max_num_seqs=32).engine_config())
+    return build_engine(Settings.parse(**settings, max_num_seqs=32).engine_config())

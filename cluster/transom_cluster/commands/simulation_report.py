@@ -1,4 +1,8 @@
-"""Shows a simulation on the terminal: a progress bar while it runs, and a table of its results."""
+"""Shows a simulation on the terminal: a progress bar while it runs, and then its results.
+
+A simulation runs requests through scheduler and KV cache without a model. A prompt token is a *hit* (found in the prefix cache),
+*missed*, or *repaired*: full-attention layers had it cached, but it was computed again because its sliding windows were evicted.
+"""
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +16,7 @@ GIB = 2**30
 
 
 def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
-    """Run a simulation, with a progress bar on standard error unless `quiet`. Raises the errors of `Simulation`."""
+    """Run a simulation, with a progress bar on standard error unless `quiet`. Raises ConfigError or ModelError."""
     simulation = Simulation(config)
     if quiet:
         return simulation.run()
@@ -23,9 +27,9 @@ def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a simulation's prompt tokens by outcome, and the costs."""
+    """Print a simulation's settings, its prompt tokens by outcome, and what serving them cost."""
     console = console or Console(highlight=False)
-    setup = report.setup
+    setup = report.setup  # name -> value of each setting of the simulation
     console.print(
         f"[bold]{escape(str(setup['workload']))}[/bold] on [bold]{escape(str(setup['model']))}[/bold]: "
         f"{report.memory_bytes / GIB:,.2f} GiB of KV, "
@@ -36,7 +40,11 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _outcomes(report: Report) -> Table:
-    table = _table("prompt tokens", "tokens", "share")
+    """Return a table of the number of prompt tokens with each outcome, and their share of all prompt tokens."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("prompt tokens")
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
     rows = {"hit": report.hit_tokens, "repaired": report.repaired_tokens}
     rows |= {f"missed, {reason.replace('_', ' ')}": n for reason, n in report.missed_tokens.items()}
     for name, num_tokens in rows.items():
@@ -47,22 +55,17 @@ def _outcomes(report: Report) -> Table:
 
 
 def _costs(report: Report) -> str:
+    """Return three lines: counts of the whole run, the use of KV memory, and the time on the virtual and on the real clock.
+    Leased memory is that of the KV pages in use, each of which belongs to one cache group."""
     figures = report.as_json()
     refused = f", {sum(report.refused.values()):,} refused ({', '.join(report.refused)})" if report.refused else ""
     evictions = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in report.evictions.items()) or "none"
-    cost = report.setup["step_cost"]
-    assert isinstance(cost, dict)
+    step_cost = report.setup["step_cost"]
+    assert isinstance(step_cost, dict)  # seconds of virtual time of a step, and of each token in it
     return (
         f"{report.requests:,} requests{refused}, {report.output_tokens:,} output tokens, {report.steps:,} steps, "
         f"{report.preemptions:,} preemptions\n"
         f"blocks evicted: {evictions}; {report.fragmentation:.2%} of leased memory in empty blocks\n"
-        f"virtual time {report.virtual_seconds:,.0f} s at {cost['step_s'] * 1e3:g} ms a step and "
-        f"{cost['token_s'] * 1e6:g} µs a token; simulated in {report.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
+        f"virtual time {report.virtual_seconds:,.0f} s at {step_cost['step_s'] * 1e3:g} ms a step and "
+        f"{step_cost['token_s'] * 1e6:g} µs a token; simulated in {report.seconds:.1f} s, {figures['tokens_per_s']:,.0f} tokens/s"
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for at, name in enumerate(columns):
-        table.add_column(name, justify="right" if at else "left")
-    return table

@@ -17,11 +17,11 @@ from transom_core.errors import RateLimited
 
 # These paths need no key: Kubernetes' probes of /health send none, and the page that draws the KV blocks has no data.
 OPEN_PATHS = frozenset({"/health", "/blocks"})
+OPEN_FOLDER = "/blocks/assets/"  # that page's own files
 TIMELINES_PATH = "/debug/requests"
 COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the router asks other processes for the answer
 BLOCK_STREAM_PATH = "/blocks/stream"
-OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
-_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route reads the body of a request with one of these methods
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods of requests whose body no route reads
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -33,8 +33,8 @@ class AdmissionMiddleware:
     there are admin keys, only they open the routes that show all clients' data; they open every other route, too.
 
     A request counts for its client's limits until the last byte of its response. If there are limits per minute, responses to POST
-    requests have OpenAI's headers about them (`x-ratelimit-...`). GET requests that need no key have no limits: the server cannot
-    tell their clients apart, and a load balancer must always get its answer.
+    requests say in OpenAI's headers what is left of them (`x-ratelimit-...`). GET requests that need no key have no limits: the
+    server cannot tell their clients apart, and a load balancer must always get its answer.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: ApiKeys, admins: ApiKeys, limits: LimitSet) -> None:
@@ -54,7 +54,7 @@ class AdmissionMiddleware:
             try:
                 self._check_headers(scope)
                 self._check_key(scope)
-                client = request_state(scope).counted_as
+                client = request_state(scope).counted_as  # the key's owner, or without a key the address
                 send = self._with_budgets(client, send, is_post=scope["method"] == "POST")
                 for limits in self._limits_of(scope["method"], routed_path(scope)):
                     stack.enter_context(limits.request(client))
@@ -103,7 +103,7 @@ class AdmissionMiddleware:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        # `client` decides which requests the caller may see; turns and limits count the caller as `sharer`.
+        # `client` decides which requests the caller may see. Limits, and turns in queues, count the caller as `sharer`.
         state, owner = request_state(scope), client or admin
         if owner is not None:
             state.client = state.sharer = owner.client
@@ -122,12 +122,14 @@ class AdmissionMiddleware:
         return () if _is_open(path) else (self._limits.gets,)
 
     def _check_declared_length(self, scope: Scope) -> None:
+        """Check the Content-Length, if there is one, before any of the body is read; `_Body` counts what arrives."""
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and (len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes):
             raise body_too_large(self._max_body_bytes)
 
     def _with_budgets(self, client: str, send: Send, *, is_post: bool) -> Send:
-        """Slow down refusals of a client that does not wait, and tell a POST what is left of the client's limits per minute."""
+        """Return `send` with two additions: it delays status 429 to a client that keeps sending, and writes into the response to a
+        POST what is left of the client's limits per minute."""
 
         async def send_with_budgets(message: Message) -> None:
             if message.get("status") == 429:  # a refusal because of a limit on clients
@@ -150,7 +152,7 @@ class _Body:
     def __init__(self, client: str, max_bytes: int, timeout_s: float, bodies: HeldBodies) -> None:
         self._client, self._num_bytes = client, 0
         self._max_bytes, self._timeout_s, self._bodies = max_bytes, timeout_s, bodies
-        self._limit_s, self._is_whole = 0.0, False
+        self._deadline_s, self._is_whole = 0.0, False  # no deadline until the app reads
 
     async def receive(self, receive: Receive) -> Message:
         """Return the next message of `receive`.
@@ -161,9 +163,9 @@ class _Body:
         """
         if self._is_whole:  # the next message says that the client has disconnected, and may come at any time
             return await receive()
-        self._limit_s = self._limit_s or asyncio.get_running_loop().time() + self._timeout_s
+        self._deadline_s = self._deadline_s or asyncio.get_running_loop().time() + self._timeout_s
         try:
-            async with asyncio.timeout_at(self._limit_s):
+            async with asyncio.timeout_at(self._deadline_s):
                 message = await receive()
         except TimeoutError:
             raise HttpError(

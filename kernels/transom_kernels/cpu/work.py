@@ -1,4 +1,4 @@
-"""The frame of every CPU kernel: it reads the kernel's arguments, and claims work items until none is left.
+"""The frame of every CPU kernel, which claims work items until none is left, and what kernels read of arguments and threads.
 
 A kernel is a function (arguments, thread) without a result. A *word* is an int64, 8 bytes. `arguments` is the address of the
 kernel's argument words; `thread` is the address of this thread's own words, which `layout` numbers (`SYNC_OF`, `TAG_OF`, ...). All
@@ -12,8 +12,9 @@ threads of the pool call the kernel at once, and each work item goes to one of t
             finish(thread)                              ...
             item = claim(thread)
 
-Threads share an instruction's *claim word* (`tag << ITEM_BITS | next item`) and *done word* (`tag << ITEM_BITS | finished items`).
-The *tag* is the number of the run, which is one execution of a list of instructions by the pool.
+An *instruction* is a kernel, its arguments and its number of work items. The pool executes a list of instructions in a *run*, whose
+number is its *tag*. For each instruction, threads share a *claim word* (`tag << ITEM_BITS | next item`) and a *done word* (`tag <<
+ITEM_BITS | finished items`).
 
 Before its first claim a kernel must not read the memory that its arguments point at. A thread may come late, when the run is over
 and the memory is used for something else; its first claim then tells it that there is no item.
@@ -30,13 +31,14 @@ from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, 
 
 @helper
 def row_address(arguments, rows, index):
-    """Return the address of row `index` of a tensor; `rows` has the numbers of the words with its address and stride in bytes."""
+    """Return the address of row `index`; argument word `rows.tensor` is the tensor's address, `rows.stride` its stride in bytes."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
 
 
 @helper
 def sequence_of(query_offset, num_sequences, token):
-    """Return the number of the sequence that has a token, or `num_sequences` if none has it: a binary search in `query_offset`."""
+    """Return the number of the sequence that has a token, or `num_sequences` if none has it, by binary search. The int32 at address
+    `query_offset` are cumulative: sequence i has the tokens from query_offset[i] up to, not including, query_offset[i + 1]."""
     low, high = 0, num_sequences
     while low < high:
         middle = (low + high) // 2
@@ -49,18 +51,15 @@ def sequence_of(query_offset, num_sequences, token):
 
 @helper
 def claim(thread):
-    """Claim the next item that no thread has; return its number, or -1 if none is left.
-
-    A claim word with a tag other than this thread's means that this thread comes late.
-    """
+    """Claim the next item that no thread has; return its number, or -1 if none is left or the thread comes after its run."""
     # `sync` is the address of the claim word
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
     while True:
         word = atomic_load(sync)
-        if word >> ITEM_BITS != tag:
+        if word >> ITEM_BITS != tag:  # the thread's run is over
             return -1
         item = word & ITEM_MASK
-        # two loads: the thread has the address of the number of items, which a recorded program may read from a tensor
+        # Two loads: the thread's word is the address of the number of items, because a launch may take that number from a tensor.
         if item >= unchecked_i64(unchecked_i64(thread + 8 * ITEMS_OF)):
             return -1
         if compare_and_swap(sync, word, word + 1):
@@ -89,5 +88,5 @@ def each_item(work: Callable[..., None]) -> Callable[..., None]:
 
 @inlined
 def scratch(thread):
-    """Return the address of this thread's own memory, aligned to 4096 bytes. `launch` says how many bytes of it a kernel needs."""
+    """Return the address of this thread's own memory, aligned to 4096 bytes: `scratch_bytes` of the kernel's launch."""
     return unchecked_i64(thread + 8 * SCRATCH_OF)

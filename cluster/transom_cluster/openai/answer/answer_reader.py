@@ -1,11 +1,10 @@
 """`AnswerReader`: reads one choice, from its output events to the parts of the answer that the client gets.
 
-It feeds the events to an answer parser, token by token, with each token's part of the text.
-
-An answer parser (`transom_core.text.markup`) is a state machine over tokens: some tokens are markers (`<tool_call>`), the others
-have text. An output event has token ids and text, but does not say which text belongs to which token. The text of a token may even
-come with a later event, because a worker holds back the bytes of an unfinished character, and text that could be the beginning of a
-stop string. A found stop string is cut from the text after the router has received its tokens.
+It gives every token, with the token's part of the text, to an answer parser (`transom_core.text.markup`), which is a state machine
+over tokens: some tokens are markers (`<tool_call>`), the others have text. An output event has token ids and text, but does not say
+which text belongs to which token. The text of a token may even come with a later event, because a worker holds back the bytes of an
+unfinished character, and text that could be the beginning of a stop string. A found stop string is cut from the text after the
+router has received its tokens.
 
 The reader detokenises the same ids as the worker, so it knows how many characters each token has. Text that an event brings is
 final: no stop string cuts it later. The reader gives a token to the parser once all characters of the token are final. Example,
@@ -54,17 +53,13 @@ string has cut."""
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Counts the tool calls of an answer by outcome. `num_calls` calls have begun, so their names are known.
+    """Counts the tool calls of an answer by outcome."""
 
-    `num_parsed` calls were read to their end, `num_malformed` pieces of markup break the rules of the model's call format, and
-    `num_incomplete` calls were unfinished when the answer ended. `has_degraded`: the parser made text of malformed markup.
-    """
-
-    num_calls: int = 0
-    num_parsed: int = 0
-    num_malformed: int = 0
-    num_incomplete: int = 0
-    has_degraded: bool = False
+    num_calls: int = 0  # calls that have begun, so their names are known
+    num_parsed: int = 0  # calls that were read to their end
+    num_malformed: int = 0  # pieces of markup that break the rules of the model's call format
+    num_incomplete: int = 0  # calls that were unfinished when the answer ended
+    has_degraded: bool = False  # whether the parser made text of malformed markup
 
     def add(self, parts: Iterable[AnswerPart], *, has_ended: bool) -> None:
         """Count the calls in `parts`. `has_ended` is true for the parts that the parser held back until the answer ended."""
@@ -81,12 +76,11 @@ class AnswerTally:
 
 
 class AnswerReader:
-    """Reads one choice. Its writer calls `read` for each event, and then may call `shown_logprobs` or `message_logprobs`, not both.
+    """Reads one choice. A response writer calls `read` for each event and, if the client wants log-probabilities, after each `read`
+    either `shown_logprobs` or `message_logprobs`, or after the last one `all_shown`.
 
     `reasoning_spans` and `message_spans` are the output positions of reasoning tokens and of message tokens, as ranges in ascending
-    order; the markers around them belong to neither. `num_reasoning_tokens` counts the reasoning tokens. `num_read` counts the
-    output tokens that the parser has seen: after the last event, all except those that a stop string has cut. `has_called` is true
-    once the client has got a complete call.
+    order; the markers around them belong to neither.
     """
 
     def __init__(
@@ -107,8 +101,8 @@ class AnswerReader:
         self._max_calls = None if parallel_tool_calls else 1
         self._unshown_logprobs: deque[TokenLogprobs] = deque()  # of tokens that the parser has not seen yet
         self._num_shown = 0  # number of tokens whose log-probabilities were shown or left out
-        self.has_called = False
-        self.num_read = 0
+        self.has_called = False  # whether the client has got a complete call
+        self.num_read = 0  # tokens that the parser has seen: in the end, all except those that a stop string has cut
         self.tally = AnswerTally()
         self.num_reasoning_tokens = 0
         self.reasoning_spans: list[range] = []
@@ -121,7 +115,7 @@ class AnswerReader:
 
     def is_reasoning(self, position: int) -> bool:
         """Return whether the output token at `position` is reasoning. A token that a stop string has cut counts as reasoning if the
-        answer ended before its reasoning did."""
+        answer ended inside its reasoning."""
         if position >= self.num_read:
             return self.state == "reasoning"
         return _is_in(self.reasoning_spans, position)
@@ -133,7 +127,7 @@ class AnswerReader:
     def read(self, event: OutputEvent) -> list[AnswerPart]:
         """Read the choice's next event, which must not be an error; return the parts that the client gets, with neighbouring parts
         of one kind joined."""
-        parts = [part for part in self._read(event) if self._is_shown(part)]
+        parts = [part for part in self._known_parts(event) if self._is_shown(part)]
         self.has_called = self.has_called or any(isinstance(part, CallEnd) and part.is_complete for part in parts)
         return parts if len(parts) < 2 else join_parts(parts)
 
@@ -178,8 +172,8 @@ class AnswerReader:
             return self._max_calls is None or part.index < self._max_calls
         return not isinstance(part, MalformedMarkup)
 
-    def _read(self, event: OutputEvent) -> list[AnswerPart]:
-        """Return the parts of the answer that are now known."""
+    def _known_parts(self, event: OutputEvent) -> list[AnswerPart]:
+        """Return the parts of the answer that become known with the next event, including those that the client does not get."""
         unread, push = self._unread_tokens, self._detokenizer.push
         for token_id in event.token_ids:
             unread.append((token_id, push(token_id)))
@@ -221,7 +215,7 @@ class AnswerReader:
                 rest = rest[len(token_text) :]
             if rest:
                 yield from self._parser.push(NO_TOKEN_ID, rest)
-            if not is_whole and not is_cut:
+            if not is_whole and not is_cut:  # a stop token, or one that ends inside a character: it has no text here
                 yield from self._read_token(token_id, "")
             self._unread_tokens.clear()
 

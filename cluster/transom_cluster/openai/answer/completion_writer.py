@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import TextChoice, TextLogprobs
-from transom_cluster.openai.answer.shown_logprobs import CompletionLogprobs, Position, output_positions, prompt_logprobs
+from transom_cluster.openai.answer.shown_logprobs import CompletionLogprobs, Position, positions_of, prompt_logprobs
 from transom_cluster.openai.answer.writers import ChoiceOutput, ChunkWriter, ResponseMetadata, final_finish_reason
 from transom_cluster.openai.request.sampling_fields import UsageChunks
 from transom_core import contract
@@ -99,7 +99,7 @@ class CompletionWriter(ChunkWriter):
     def _chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """Yield the chunks of one event: one per batch of log-probabilities, or one without them. The first chunk has the text, the
         last one the finish reason."""
-        text, positions = event.text, output_positions(event.logprobs or ())
+        text, positions = event.text, positions_of(event.logprobs or ())
         if not self._has_started[index]:
             self._has_started[index] = True
             if self._echoed is not None:
@@ -136,7 +136,7 @@ class CompletionWriter(ChunkWriter):
     def _positions(self, index: int, output: ChoiceOutput) -> Iterator[Position]:
         """Return the tokens of a whole choice: those of the echoed prompt, then those of the output."""
         prompt = self._prompt_positions(index) if self._echoed is not None else ()
-        return chain(prompt, output_positions(output.logprobs))
+        return chain(prompt, positions_of(output.logprobs))
 
     def _prompt_positions(self, index: int) -> Iterator[Position]:
         """Yield the tokens of the choice's echoed prompt. The first has no log-probabilities, because no token comes before it."""
@@ -144,4 +144,4 @@ class CompletionWriter(ChunkWriter):
         table = self._prompt_logprobs.get(self._prompt_of[index])
         if table is not None:
             yield self._echoed[index].token_ids[0], None
-            yield from output_positions(table)
+            yield from positions_of(table)

@@ -10,43 +10,43 @@ from transom_core.text.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity
 
 Position = tuple[int, TokenLogprobs | None]
-"""A token id and its log-probabilities; None for the first token of a prompt."""
+"""A token id and the log-probabilities at its position; None for the first token of an echoed prompt."""
 
 
-def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer) -> Iterator[ChosenToken]:
-    """Make the entries of `logprobs.content` in a chat completion."""
-    for position in positions:
+def chat_logprobs(tokens: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer) -> Iterator[ChosenToken]:
+    """Make the entries of `logprobs.content` in a chat completion: each output token with the `num_top` likeliest ones."""
+    for token in tokens:
         yield {
-            **_entry(position.chosen, tokenizer),
-            "top_logprobs": [_entry(top, tokenizer) for top in position.top[:num_top]],
+            **_entry(token.chosen, tokenizer),
+            "top_logprobs": [_entry(top, tokenizer) for top in token.top[:num_top]],
         }
 
 
 def prompt_logprobs(
-    positions: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer
+    tokens: Iterable[TokenLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> Iterator[dict[str, PromptTokenLogprob] | None]:
-    """Make the entries of vLLM's `prompt_logprobs`: at each position the prompt's own token and the most likely ones."""
-    yield None
-    for position in positions:
+    """Make the entries of vLLM's `prompt_logprobs`: each prompt token with the `num_top` likeliest ones, by token id."""
+    yield None  # the prompt's first token, which nothing predicts; `tokens` are the others
+    for token in tokens:
         yield {
             str(entry.token_id): {
                 "logprob": _finite(entry.logprob),
                 "rank": entry.rank,
                 "decoded_token": tokenizer.token_bytes(entry.token_id).decode("utf-8", errors="replace"),
             }
-            for entry in (position.chosen, *position.top[:num_top])
+            for entry in (token.chosen, *token.top[:num_top])
         }
 
 
-def output_positions(logprobs: Iterable[TokenLogprobs]) -> Iterator[Position]:
-    """Yield the positions of output tokens."""
-    for position in logprobs:
-        yield position.chosen.token_id, position
+def positions_of(tokens: Iterable[TokenLogprobs]) -> Iterator[Position]:
+    """Yield each token's id beside its log-probabilities."""
+    for token in tokens:
+        yield token.chosen.token_id, token
 
 
 class CompletionLogprobs:
-    """Builds the parallel lists of one choice, piece by piece. `text_offset` counts characters from the start of the choice's
-    text."""
+    """Builds the parallel lists of one choice: by `next_tokens` for each chunk of a stream, or by `all_tokens` for a response in
+    one piece. `text_offset` counts characters from the start of the choice's text."""
 
     def __init__(self, num_top: int, tokenizer: Tokenizer) -> None:
         self._num_top = num_top
@@ -55,19 +55,19 @@ class CompletionLogprobs:
 
     def next_tokens(self, positions: Iterable[Position]) -> TextLogprobs:
         """Return the lists for the choice's next tokens."""
-        tokens, offsets, logprobs, tops = [], [], [], []
-        for token_id, position in positions:
+        tokens, offsets, chosen, tops = [], [], [], []
+        for token_id, logprobs in positions:
             token = _completion_token(token_id, self._tokenizer)
             tokens.append(token)
             offsets.append(self._offset)
-            logprobs.append(None if position is None else _finite(position.chosen.logprob))
-            tops.append(None if position is None else self._top(position))
+            chosen.append(None if logprobs is None else _finite(logprobs.chosen.logprob))
+            tops.append(None if logprobs is None else self._top(logprobs))
             self._offset += len(token)
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
     def all_tokens(self, positions: Callable[[], Iterable[Position]]) -> TextLogprobs:
-        """Return the lists for all tokens of the choice, whose values are made while they are written. Each call of `positions`
-        returns the tokens from the start."""
+        """Return the lists for all tokens of the choice. To save memory, their values are made while the JSON is written. Each list
+        calls `positions`, which returns the tokens from the start."""
 
         def tokens() -> Iterator[str]:
             return (_completion_token(token_id, self._tokenizer) for token_id, _ in positions())
@@ -87,9 +87,10 @@ class CompletionLogprobs:
             "text_offset": LazyList(offsets),
         }
 
-    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """Return text -> log-probability of the likeliest tokens and the chosen one. Of equal texts, the likeliest counts."""
         top: dict[str, float] = {}
-        for entry in (*position.top[: self._num_top], position.chosen):
+        for entry in (*token.top[: self._num_top], token.chosen):
             top.setdefault(_completion_token(entry.token_id, self._tokenizer), _finite(entry.logprob))
         return top
 

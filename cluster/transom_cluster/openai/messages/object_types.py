@@ -42,8 +42,8 @@ class MessagesUsage(UsageExtensions):
 
 
 class MessageObject(TypedDict):
-    """The answer to a request. Its blocks have the types `text`, `thinking` and `tool_use`. A call that was cut off has an empty
-    input. If the client wants thinking omitted, a thinking block has no text, and its `signature` holds the text, encoded."""
+    """The answer to a request. Its blocks have the types `text`, `thinking` and `tool_use`. A tool call that was cut off has an
+    empty input. If the client wants thinking omitted, a thinking block has no text, and its `signature` holds the text, encoded."""
 
     id: str
     type: Literal["message"]
@@ -77,8 +77,8 @@ def is_messages_path(path: str) -> bool:
 
 
 def messages_error(error: WireError, request_id: str) -> tuple[int, MessagesErrorBody]:
-    """Return the status and the body of an error in Anthropic's form; `request_id` is empty if the request has none."""
-    status = OVERLOADED_STATUS if error.type == "overloaded_error" else error.status  # OpenAI's form has 503
+    """Return the status and the body, in Anthropic's form, of an error in OpenAI's form. `request_id` may be empty."""
+    status = OVERLOADED_STATUS if error.type == "overloaded_error" else error.status  # 503 in OpenAI's form
     kind = _ERROR_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     message = error.body["error"]["message"]
     if error.code == "context_length_exceeded":

@@ -1,4 +1,4 @@
-"""Parses a request's bytes into a checked message; every error names the field that is wrong.
+"""Parses the JSON body of a request into a checked struct; every error names the field that is wrong.
 
 msgspec checks types while it parses and stops at the first error. An invalid body therefore costs no more than the part before its
 first error, and the server builds no list of errors. A field that may be long, or that takes any JSON, has the type `Raw`: msgspec
@@ -23,18 +23,18 @@ Value = TypeVar("Value")
 
 
 class WireModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Base class of request bodies and their parts. Values must have JSON's own types (no conversion from strings), and unknown
-    fields are errors."""
+    """Base class of whole bodies and of their parts. Values must have JSON's own types (no conversion from strings), and unknown
+    fields are errors. `gc=False`: structs of JSON have no cycles."""
 
 
 class BodyModel(WireModel, frozen=True, kw_only=True):
-    """Base class of request bodies. All may name the model, which must be the served one."""
+    """Base class of whole bodies. All may name the model, which must be the served one."""
 
     model: str | None = None
 
 
 class OpenModel(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base class of parts of bodies. Unknown fields are ignored, because clients add their own fields to items they send back."""
+    """Base class of parts in which unknown fields are ignored: clients add fields of their own to answers that they send back."""
 
 
 def any_json() -> Any:
@@ -76,6 +76,7 @@ class BodyParser(Generic[Model]):
             raise field_error(error, body, fields=self._fields) from None
         except (ValueError, RecursionError) as error:
             raise _malformed(error) from None
+        # The rules accept a refused field whose value asks for the default behaviour.
         texts = {name: getattr(parsed, name) for name in self._rules.refused}
         self._rules.check({name: text for name, text in texts.items() if text != NULL})
         return parsed
@@ -122,7 +123,7 @@ class LateField(Generic[Value]):
 
 
 def inlined_schema(kind: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type for the OpenAPI document, without references: a field's schema cannot have any there."""
+    """Return a type's JSON Schema without `$ref`: in the OpenAPI document, the schema of a `Raw` field cannot refer to others."""
     schema = msgspec.json.schema(kind)
     definitions = schema.pop("$defs", {})
 
@@ -133,7 +134,8 @@ def inlined_schema(kind: Any) -> dict[str, Any]:
             return part
         if "$ref" in part:
             return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: inlined(one) for name, one in part.items() if name != "discriminator"}  # it has references
+        # a discriminator maps values to references
+        return {name: inlined(one) for name, one in part.items() if name != "discriminator"}
 
     whole: dict[str, Any] = inlined(schema)
     return whole

@@ -1,13 +1,9 @@
-"""Runs the measurements of `transom bench policies` on given engines. There are four scenarios:
+"""Runs the measurements of `transom bench policies` on given engines.
 
-1. memory and throughput with enough KV memory
-2. preemptions in a tight memory budget
-3. quality by number of tokens kept
-4. how many requests run at once in a fixed budget
-
-Scenarios 1, 2 and 4 run the same requests (`memory_and_throughput`) on engines with different amounts of KV memory; scenario 3 is
-`quality_by_window`. Besides, `recall` has tasks whose answers depend on text so far before them that a window does not reach it,
-and `stream` has a text several times as long as the model's trained length.
+`memory_and_throughput` runs the same requests with enough KV memory (scenario 1) and in a tight budget (scenario 2: preemptions,
+scenario 4: how many requests run at once). `quality_by_window` measures quality by number of tokens kept (scenario 3). `recall` has
+tasks whose answers depend on text so far before them that a window does not reach it. `stream` has a text several times as long as
+the model's trained length.
 """
 
 import math

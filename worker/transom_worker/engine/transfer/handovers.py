@@ -3,10 +3,10 @@
     router          places a prompt at a prefill worker, and names the worker that will probably continue (`Request.decoder`)
     prefill worker  after each step that published blocks, tells the decoder what it has (`PrefixPeers.fetch_early`); one call of a
                     request at a time, so that a slow decoder gets fewer and larger parts
-    decoder         fetches the blocks that it lacks of the groups that keep every token (`PrefixFetches.fetch_early`)
+    decoder         fetches the blocks of full-attention layers that it lacks (`PrefixFetches.fetch_early`)
 
-When the first token is there, the router places the request again, and the decoder fetches what is left: the blocks of the last
-chunk, and the windows, which would have slid on meanwhile. If any of this fails, it fetches everything then.
+After the first token, the router places the request again, and the decoder fetches what is left: the blocks of the last chunk, and
+those of sliding windows, which early fetches leave out because windows move on. If these fail, it fetches everything then.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from transom_worker.engine.transfer.store import OnEngine, TransferStore
 
 logger = logging.getLogger("transom.worker")
 
-# Between two looks for new blocks, doubled after each that found none: a look waits for the step, and takes the engine's time.
+# The pause between two looks for new blocks; each that finds none doubles it. A look waits for a step, and takes the engine's time.
 LOOK_S, LONGEST_LOOK_S = 5e-3, 0.1
 
 
 class Handovers:
-    """The handovers of one prefill worker, `own_id` on `node`. All methods run on its event loop."""
+    """The handovers of one prefill worker, `own_id` on `node`. All methods run on its event loop; `on_engine` runs a function on
+    the engine's thread."""
 
     def __init__(
         self,
@@ -43,20 +44,21 @@ class Handovers:
     def start(self, requests: Sequence[Request]) -> None:
         """Begin to hand over those of the admitted requests that name a decoder."""
         for request in requests:
-            # Under a KV policy that is a window, no group keeps every token. A prompt's other choices wait for its first one.
+            # Under a KV policy no layer keeps every token. The other choices of a prompt (`n` > 1) wait for its first one.
             if request.decoder is not None and request.kv_policy is None and request.choice_index == 0:
                 task = asyncio.create_task(self._run(request, request.decoder))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: Request, decoder: str) -> None:
-        num_told, pause_s = 0, LOOK_S
+        num_told, pause_s = 0, LOOK_S  # blocks that the decoder knows of
         try:
+            # `query.chain` has the hashes of the blocks published so far; None: the request has ended here.
             while (query := await self._on_engine(lambda: self._store.published(request.request_id))) is not None:
                 if len(query.chain) > num_told:
                     num_told, pause_s = len(query.chain), LOOK_S
                     source = PrefixSource(worker=self._own_id, num_tokens=query.num_tokens, place=self._place)
-                    async with asyncio.timeout(self._timeout_s):  # the decoder gives a fetch up after as long
+                    async with asyncio.timeout(self._timeout_s):  # the decoder has the same limit
                         await self._peers.fetch_early(decoder, source, query, request.sharer)
                 else:
                     await asyncio.sleep(pause_s)

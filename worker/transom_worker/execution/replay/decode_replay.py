@@ -1,6 +1,14 @@
-"""The interface of a backend for recorded steps, and the comparison of a replay with a forward pass.
+"""The interface of a backend that records steps and replays them, and the comparison of a replay with a forward pass.
 
-Legend: B sequences of a step, R logit rows (B of them in a decode step), V vocabulary.
+A *recording* is a CUDA graph or, on CPUs, a program of kernels, for steps of one *size*, such as a number of sequences. It reads
+its inputs at fixed addresses. Backends record decode steps and, on GPUs, small steps with prompts. For each step:
+
+    run = replay.prepare(arrays, policy, eager_batch)    writes the step's inputs; None: the step must run eagerly
+    replay.token_ids.copy_(...)                          if input tokens were sampled on the device, and the host lacks them
+    logits = run()
+    replay.block_mass                                    only for a step with KV policies that wants attention mass
+
+Legend: B sequences of a step, R logit rows (B in a decode step, at most B in a step with prompts), V vocabulary.
 """
 
 import logging
@@ -18,14 +26,14 @@ logger = logging.getLogger("transom.worker")
 
 @dataclass(frozen=True, slots=True)
 class PolicyVariant:
-    """What a decode step does in addition if some of its rows have KV policies."""
+    """What a decode step does in addition if some of its sequences have KV policies, which drop tokens from the KV cache."""
 
-    wants_mass: bool  # it adds up attention mass by block
-    passes_trained_len: bool  # it gives queries other positions (RoPE) towards sink tokens
+    wants_mass: bool  # it adds up the attention that each KV block gets, by which some policies choose what they drop
+    passes_trained_len: bool  # a position exceeds the trained length, so queries read sink tokens with a smaller one
 
 
 class DecodeReplay(ABC):
-    """The recorded steps of one model. `num_wrong` counts sizes that are not replayed because their recording is wrong."""
+    """The recordings of one model. `num_wrong` counts sizes that are not replayed because their recording is wrong."""
 
     num_wrong = 0
 
@@ -35,8 +43,8 @@ class DecodeReplay(ABC):
     ) -> Callable[[], torch.Tensor] | None:
         """Write a step's inputs, and return the function that computes its logits, [R, V], which stay valid until the next step.
 
-        If no recording can run the step, `prepare` does nothing and returns None. `policy` is None if no row has a KV policy.
-        `eager_batch` makes the step's inputs for a forward pass that is not recorded.
+        If no recording can run the step, `prepare` does nothing and returns None. `policy` is None if no sequence has a KV
+        policy. If recording fails, the returned function runs a forward pass over `eager_batch()`, the same inputs elsewhere.
         """
 
     @property
@@ -51,7 +59,7 @@ class DecodeReplay(ABC):
 
     @property
     def block_mass(self) -> torch.Tensor | None:
-        """The attention mass [at least B, at least table columns] that the last step with KV policies has added up."""
+        """The attention that each block got in the last step with KV policies: [B, block table columns], both padded at the end."""
         return None
 
 
@@ -60,13 +68,8 @@ class ReplayMismatch(Exception):
 
 
 def check_replay(what: str, replayed_BV: torch.Tensor, logits_BV: torch.Tensor, *, tolerance: float = 0.0) -> None:
-    """Compare a replay with a forward pass over the same inputs; NaN equals NaN.
-
-    `tolerance` is a share of the largest finite logit. Infinite logits must be equal in any case.
-
-    Raises:
-        ReplayMismatch: they differ by more than the tolerance.
-    """
+    """Compare a replay with a forward pass over the same inputs. Finite logits may differ by `tolerance`, a share of the largest of
+    them; infinite logits must be equal, and NaN equals NaN. Raises ReplayMismatch if they differ by more."""
     most = float(logits_BV.abs().nan_to_num(posinf=0.0).max())
     differs = float((replayed_BV - logits_BV).abs().nan_to_num(0.0).max())
     if not torch.allclose(replayed_BV, logits_BV, rtol=0.0, atol=tolerance * most, equal_nan=True):
