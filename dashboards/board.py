@@ -62,7 +62,7 @@ class Board:
         board = dashboard.Dashboard(f"Transom / {self.title}").uid(self.uid).description(self.description)
         board.tags([TAG]).editable().timezone("browser").time("now-1h", "now").refresh("10s")
         board.tooltip(DashboardCursorSync.CROSSHAIR).link(_links())
-        board.with_variable(_source_variable())
+        board.with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
         for name, values in VARIABLES.items():
             board.with_variable(_variable(name, values, is_hidden=name not in self.variables))
         top = 0
@@ -96,10 +96,6 @@ def to_board(uid: str, title: str) -> dashboard.DashboardLink:
     """A panel's link to the dashboard that tells more, with the same time and variables."""
     url = f"/d/{uid}?${{__url_time_range}}&${{__all_variables}}"
     return dashboard.DashboardLink(title).type(DashboardLinkType.LINK).url(url)
-
-
-def _source_variable() -> dashboard.DatasourceVariable:
-    return dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
 
 
 def _variable(name: str, values: str, *, is_hidden: bool) -> dashboard.QueryVariable:

@@ -162,7 +162,8 @@ def heat(
     panel.span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
-    panel.color(_heat_colors())
+    # Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright.
+    panel.color(heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64))
     panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_values(heatmap.CellValues().unit(cells))
     return panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(shapes.AxisPlacement.LEFT))
 
@@ -210,11 +211,6 @@ def _show_values(panel: stat.Panel) -> None:
     panel.height(4).color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)
     panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)).orientation(shapes.VizOrientation.AUTO)
     panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
-
-
-def _heat_colors() -> heatmap.HeatmapColorOptions:
-    """Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright."""
-    return heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
 
 
 def _idle() -> SpecialValueMap:

@@ -82,10 +82,6 @@ class RecordedGraph:
         self._recording = recording
         self.num_replays = 0
 
-    @property
-    def num_launches(self) -> int:
-        return sum(self._recording.names.values())
-
     @torch.inference_mode()
     def replay(self) -> None:
         for tensor in self._recording.made:

@@ -109,7 +109,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each figure")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,15 +118,15 @@ def main(arguments: list[str] | None = None) -> None:
         device.numbers[3] = True
         engine = make_engine(device, options.ranks)
         try:
-            _measure(engine, device, options.batches, options.seconds)
+            _measure(engine, device, options.seconds)
         finally:
             engine.shutdown()
 
 
-def _measure(engine: Engine, device: SimulatedDevice, batches: list[int], seconds: float) -> None:
+def _measure(engine: Engine, device: SimulatedDevice, seconds: float) -> None:
     print(f"{'batch':>5} {'device':>7} {'launch':>7} {'ahead':>7} {'waiting':>7} {'host us':>7}")
-    rows: dict[int, dict[float, list[str]]] = {batch: {step_ms: [] for step_ms in DEVICE_MS} for batch in batches}
-    for batch, step_ms, (launch, launch_ms) in itertools.product(batches, DEVICE_MS, LAUNCH_MS.items()):
+    rows: dict[int, dict[float, list[str]]] = {batch: {step_ms: [] for step_ms in DEVICE_MS} for batch in BATCHES}
+    for batch, step_ms, (launch, launch_ms) in itertools.product(BATCHES, DEVICE_MS, LAUNCH_MS.items()):
         device.numbers[:2] = step_ms / 1e3, launch_ms / 1e3
         device.numbers[3] = False
         waiting, _ = device_share(engine, device, batch, seconds)

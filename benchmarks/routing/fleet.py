@@ -120,12 +120,11 @@ class Worker:
 
 
 class Router:
-    """A placer, how exact its predictions were, and the CPU time of each placement."""
+    """A placer, and the CPU time of each placement."""
 
     def __init__(self, policy: RoutingPolicy, infos: dict[str, WorkerInfo], seed: int) -> None:
         self._placer = Placer(policy, seed=seed)
         self._workers = list(infos)
-        self.differences: list[int] = []  # predicted minus actual hit tokens
         self.placement_s: list[float] = []
         for worker_id, info in infos.items():
             self._placer.add_worker(worker_id, info)
@@ -142,9 +141,7 @@ class Router:
         assert self._placer.update(worker_id, message)
         for event in message.events:
             if event.usage is not None:
-                difference = self._placer.first_event(event.request_id, event.usage)
-                assert difference is not None
-                self.differences.append(difference)
+                assert self._placer.first_event(event.request_id, event.usage) is not None
             if event.finish_reason is not None:
                 self._placer.ended(event.request_id)
 

@@ -21,6 +21,7 @@ from transom_worker.simulate.simulation import read_geometry
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_ROUTERS = 2
+MEMORY = "3GiB"  # of KV, of each worker
 POLICIES = ("kv", "round_robin")
 COLUMNS = {
     "workload": "{workload}",
@@ -47,36 +48,29 @@ PROMPTS_PER_WORKER = 220
 def main(
     config: Annotated[Path, typer.Option(help="A model's folder.")],
     workers: Annotated[str, typer.Option(help="Fleet sizes.")] = "3,8",
-    memory: Annotated[str, typer.Option(help="KV memory of each worker.")] = "3GiB",
-    workload: Annotated[list[str] | None, typer.Option(help="Some workloads; all if unset.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Some policies; all if unset.")] = None,
-    load: Annotated[float, typer.Option(help="How many times as fast arrivals come.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Every policy on every workload and fleet."""
     print_row(*COLUMNS)
     print_row("---", *["---:"] * (len(COLUMNS) - 1))
-    for name in workload or WORKLOADS:
+    for name in WORKLOADS:
         for num_workers in map(int, workers.split(",")):
-            for one in policy or POLICIES:
+            for one in POLICIES:
                 begin_s = time.perf_counter()
-                row = simulate(config, memory, name, num_workers, one, load=load, seed=seed)
+                row = simulate(config, name, num_workers, one, seed=seed)
                 spent_s = time.perf_counter() - begin_s
                 cells = {"workload": name, "workers": num_workers, "policy": one, **row, "spent_s": spent_s}
                 print_row(*(column.format(**cells) for column in COLUMNS.values()))
 
 
-def simulate(
-    config: Path, memory: str, workload: str, num_workers: int, policy: Any, *, load: float, seed: int
-) -> dict[str, float]:
+def simulate(config: Path, workload: str, num_workers: int, policy: Any, *, seed: int) -> dict[str, float]:
     """The figures of one run."""
-    geometry = read_geometry(config, memory=memory, block_size=BLOCK_SIZE, max_num_batched_tokens=NUM_BATCHED_TOKENS)
+    geometry = read_geometry(config, memory=MEMORY, block_size=BLOCK_SIZE, max_num_batched_tokens=NUM_BATCHED_TOKENS)
     fleet = [Worker(str(number), geometry.layout) for number in range(num_workers)]
     infos = {worker.worker_id: worker.info for worker in fleet}
     routers = [Router(policy, infos, number) for number in range(NUM_ROUTERS)]
-    totals = FleetSimulation(WORKLOADS[workload](num_workers, random.Random(seed), load), fleet, routers).run()
+    totals = FleetSimulation(WORKLOADS[workload](num_workers, random.Random(seed)), fleet, routers).run()
     cuts, requests = quantiles(totals.first_token_s, n=20), totals.requests_by_worker.values()
-    differences = [one for router in routers for one in router.differences]
     return {
         "prefill_tokens": sum(worker.prefill_tokens for worker in fleet),
         "hit_rate": totals.cached_tokens / totals.prompt_tokens,
@@ -84,19 +78,18 @@ def simulate(
         "first_token_p95_ms": cuts[18] * 1e3,
         # The largest share of requests on one worker over an even share.
         "busiest_share": max(requests) * num_workers / sum(requests),
-        "exact_predictions": sum(not one for one in differences) / len(differences),
         "placement_us": 1e6 * median(one for router in routers for one in router.placement_s),
     }
 
 
-def sessions(num_workers: int, rng: random.Random, load: float) -> Workload:
+def sessions(num_workers: int, rng: random.Random) -> Workload:
     """Conversations that begin at random and come back after a pause; all share a system prompt."""
     space = TokenSpace()
     system = space.take(SYSTEM_TOKENS)
     requests: list[tuple[float, int, int, SimulatedRequest]] = []  # arrival, session, turn
     begin_s = 0.0
     for session in range(SESSIONS_PER_WORKER * num_workers):
-        begin_s += rng.expovariate(num_workers * 1.1 * load)
+        begin_s += rng.expovariate(num_workers * 1.1)
         messages, arrival_s = [system, space.take(rng.randint(*FIRST_TURN_TOKENS))], begin_s
         for turn in range(SESSION_TURNS):
             answer = space.take(rng.randint(*ANSWER_TOKENS))
@@ -107,7 +100,7 @@ def sessions(num_workers: int, rng: random.Random, load: float) -> Workload:
     return Workload(name="sessions", requests=tuple(chained((session, request) for _, session, _, request in ordered)))
 
 
-def hot_document(num_workers: int, rng: random.Random, load: float) -> Workload:
+def hot_document(num_workers: int, rng: random.Random) -> Workload:
     """Questions about documents, half of them about one."""
     space = TokenSpace()
     documents = [space.take(rng.randint(*DOCUMENT_TOKENS)) for _ in range(NUM_DOCUMENTS)]
@@ -117,18 +110,16 @@ def hot_document(num_workers: int, rng: random.Random, load: float) -> Workload:
         at = 0 if rng.random() < HOT_SHARE else rng.choices(range(NUM_DOCUMENTS), weights)[0]
         return [documents[at], space.take(rng.randint(*QUESTION_TOKENS))]
 
-    return _independent("hot document", num_workers, rng, 8.0 * load, space, prompt)
+    return _independent("hot document", num_workers, rng, 8.0, space, prompt)
 
 
-def no_reuse(num_workers: int, rng: random.Random, load: float) -> Workload:
+def no_reuse(num_workers: int, rng: random.Random) -> Workload:
     """Every prompt is new."""
     space = TokenSpace()
-    return _independent(
-        "no reuse", num_workers, rng, 7.0 * load, space, lambda: [space.take(rng.randint(*PROMPT_TOKENS))]
-    )
+    return _independent("no reuse", num_workers, rng, 7.0, space, lambda: [space.take(rng.randint(*PROMPT_TOKENS))])
 
 
-WORKLOADS: dict[str, Callable[[int, random.Random, float], Workload]] = {
+WORKLOADS: dict[str, Callable[[int, random.Random], Workload]] = {
     "sessions": sessions,
     "hot document": hot_document,
     "no reuse": no_reuse,

@@ -58,8 +58,8 @@ class Stream:
 
 async def ask(client: httpx.AsyncClient, index: int, options: argparse.Namespace, stream: Stream) -> None:
     """Send one request, and read its answer into `stream`."""
-    prompt = f"Item {index} of the list is " + "a word and " * (options.prompt_words // 3)
-    body = {"prompt": prompt, "max_tokens": options.max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    prompt = f"Item {index} of the list is " + "a word and " * 20
+    body = {"prompt": prompt, "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         async for line in reply.aiter_lines():
             if line.startswith("data: {"):
@@ -134,7 +134,7 @@ def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
         "dtype": "float32",
         "kv_cache_memory_bytes": "256MiB",
     }
-    with ServerProcess("transom", transom_serve(options.model, port, **settings), os.environ) as server:
+    with ServerProcess("transom", transom_serve("smollm2", port, **settings), os.environ) as server:
         server.wait_until(lambda: READY in server.log_text(), START_S)
         return asyncio.run(one_round(server, f"http://127.0.0.1:{port}", options))
 
@@ -150,12 +150,9 @@ def show(pauses: Sequence[dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kill", choices=("worker", "rank", "rank-twice"), default="worker")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt-words", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     pauses: list[dict[str, float]] = []

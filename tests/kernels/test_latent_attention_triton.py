@@ -76,12 +76,6 @@ def test_select_rows(top_k: int) -> None:
     assert select_rows(*inputs, top_k=top_k).equal(wanted)
 
 
-def test_scores_at_once_have_a_bound() -> None:
-    for num_entries in (1, 8192, 32_768, 262_144, 2**26):
-        queries = gpu.queries_at_once(num_entries)
-        assert queries == 1 or 4 * queries * num_entries <= gpu.SCORE_BYTES
-
-
 @pytest.mark.parametrize(("groups", "ratio", "width"), [(1, 1, 5), (1, 6, 10), (2, 4, 150), (1, 36, 7)])
 def test_pool_rows(groups: int, ratio: int, width: int) -> None:
     slots = random_slots(4, groups * ratio, fewest=1)

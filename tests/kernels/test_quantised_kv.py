@@ -30,10 +30,6 @@ class QuantisedCaches:
     v_scale: torch.Tensor
 
     @property
-    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k_scale, self.v_scale
-
-    @property
     def arguments(self) -> dict[str, Any]:
         return {"k_cache": self.k, "v_cache": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
 

@@ -184,7 +184,7 @@ class HitSearch:
         """Yield the runs that have blocks in [first, stop), the last one first. A run may extend beyond `first` and `stop`."""
         while first < stop:
             runs = self._runs(group, step, bisect_left(_SEGMENT_ENDS, stop * step))
-            for at in range(bisect_left(runs, stop, key=_begin_of) - 1, -1, -1):
+            for at in range(bisect_left(runs, stop, key=lambda run: run.begin) - 1, -1, -1):
                 if runs[at].end <= first:
                     return
                 yield runs[at]
@@ -199,10 +199,6 @@ class HitSearch:
             runs = self._table.find_runs(self._prompt.hashed(end * step), group, step, begin, end)
             self._segments[group, step, segment] = runs
         return runs
-
-
-def _begin_of(run: Run) -> int:
-    return run.begin
 
 
 def _devices(holders: int, tiers: int) -> int:

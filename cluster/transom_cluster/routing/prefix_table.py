@@ -35,7 +35,7 @@ class PrefixTable:
 
     def __init__(self) -> None:
         self.parts = np.zeros((code.NUM_PARTS, 3), np.int64)
-        self._slots: list[npt.NDArray[np.uint8]] = [_no_slots() for _ in range(code.NUM_PARTS)]
+        self._slots: list[npt.NDArray[np.uint8]] = [np.zeros(0, np.uint8) for _ in range(code.NUM_PARTS)]
         for part in range(code.NUM_PARTS):
             self._resize_part(part, LEAST_SLOTS)
         self.sets = np.zeros((1, 1), np.uint64)  # one set of holders a row; row 0 is not used
@@ -129,7 +129,3 @@ class PrefixTable:
         row = np.array([slots.ctypes.data, num_slots, 0], np.int64)
         code.move_part(self.parts[part], row)
         self.parts[part], self._slots[part] = row, slots
-
-
-def _no_slots() -> npt.NDArray[np.uint8]:
-    return np.zeros(0, np.uint8)

@@ -71,8 +71,6 @@ async def test_where_nothing_is_demanded_there_is_no_grammar(api, fields):
         ({"response_format": {"type": "json_object"}}, ["%json"]),
         ({"response_format": SCHEMA}, ["MARK"]),
         ({"response_format": SCHEMA, "tools": [tool()]}, ["MARK", "weather"]),
-        ({"structured_outputs": {"regex": "MARK+"}}, ["MARK+"]),
-        ({"guided_choice": ["MARK", "x"]}, ['"MARK"']),
     ],
 )
 async def test_what_is_demanded_is_in_every_choices_grammar(api, fields, words):

@@ -103,15 +103,10 @@ def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_f
 
 
 SHORT_PROMPTS = [[(29 * i + 13 * j) % 900 + 50 for j in range(5 + 11 * i)] for i in range(5)]
-TOKENS = 20
 
 
 def answers(start: Start, requests: list[Request], **settings: Any) -> list[Whole]:
     return run(start(block_size=8, max_model_len=256, **settings), requests)
-
-
-def plain_requests() -> list[Request]:
-    return [make_request(str(i), prompt, max_tokens=TOKENS) for i, prompt in enumerate(SHORT_PROMPTS)]
 
 
 def test_the_device_has_the_next_step_before_the_events_of_this_one_are_made(start: Start) -> None:
@@ -142,6 +137,7 @@ def test_the_device_has_the_next_step_before_the_events_of_this_one_are_made(sta
 
 def test_kv_policies_wait_for_their_tokens(start: Start) -> None:
     policies = (WindowPolicy(window=16), HeavyPolicy(budget=64), None, None, None)
-    mixed = [replace(one, kv_policy=policy) for one, policy in zip(plain_requests(), policies, strict=True)]
+    plain = [make_request(str(i), prompt, max_tokens=20) for i, prompt in enumerate(SHORT_PROMPTS)]
+    mixed = [replace(one, kv_policy=policy) for one, policy in zip(plain, policies, strict=True)]
     want = answers(start, mixed, steps_in_flight=1)
     assert answers(start, mixed, steps_in_flight=2, executor=AheadExecutor) == want

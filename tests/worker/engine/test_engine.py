@@ -27,7 +27,6 @@ def engine(start: Start) -> Engine:
 @pytest.mark.parametrize(
     ("prompt", "params", "param", "message"),
     [
-        ([], {}, "prompt", "at least one token"),
         ([1, 2048], {}, "prompt", "Token id 2048 is outside the vocabulary"),
         ([1], {"logit_bias": {5000: 1.0}}, "logit_bias", "5000"),
         ([1], {"stop_token_ids": (4000,)}, "stop_token_ids", "4000"),

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,8 @@ class Tokenizer:
             given = text if second is None else (text, second)
             (encoding,) = self._rust.encode_batch_fast([given], add_special_tokens=add_special_tokens)
         except TypeError:
-            raise _broken_text() from None
+            message = "The text holds half of a surrogate pair (such as \\ud83d alone); send valid Unicode."
+            raise RequestError(message) from None
         if check_length is not None:
             check_length(len(encoding))
         ids: list[int] = encoding.ids
@@ -252,16 +253,15 @@ class Tokenizer:
             checked = messages_with_tools(checked, tools)
         chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
         token_ids = self.encode(chat.text, add_special_tokens=False, check_length=check_length)
-        tokens = ChatTokens(chat.text, token_ids, markers=self._markers, encode=self._encode_plain)
+        tokens = ChatTokens(
+            chat.text, token_ids, markers=self._markers, encode=partial(self.encode, add_special_tokens=False)
+        )
         return Prompt(
             text=chat.text,
             token_ids=tuple(token_ids),
             turn_boundaries=tokens.turn_boundaries(chat.turn_ends),
             cache_marks=tokens.cache_marks(chat.cache_marks, chat.turn_ends),
         )
-
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.encode(text, add_special_tokens=False)
 
     def _choose_template(self, template: str | None) -> ChatTemplate:
         if template is not None:
@@ -374,7 +374,3 @@ def _token_text(value: Any) -> str | None:
     """Return the text of a token in tokenizer_config.json, which is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
-
-
-def _broken_text() -> RequestError:
-    return RequestError("The text holds half of a surrogate pair (such as \\ud83d alone); send valid Unicode.")

@@ -9,6 +9,7 @@ arrays) and dicts, of any depth, with or without a trailing comma. It also reads
 
 import json
 import re
+from functools import partial
 
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading, Write
 
@@ -137,13 +138,9 @@ def _number(word: str) -> str:
         return word
     if len(word) > _LONGEST_NUMBER:
         raise MalformedMarkupError
-    for convert in (_integer, float):
+    for convert in (partial(int, base=0), float):
         try:
             return json.dumps(convert(word), allow_nan=False)
         except ValueError:
             continue
     raise MalformedMarkupError
-
-
-def _integer(word: str) -> int:
-    return int(word, 0)

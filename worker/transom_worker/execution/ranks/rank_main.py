@@ -149,7 +149,7 @@ class _Rank:
             parallel,
             ranks_on_host=load.ranks_on_host,
             index_on_host=load.index_on_host,
-            on_progress=self._send_progress,
+            on_progress=lambda share, num_bytes: self._channel.send(LoadProgress(share, num_bytes)),
             on_busy=self._send_busy,
         )
         self._channel.send(Loaded(setup.contents))
@@ -170,9 +170,6 @@ class _Rank:
         if self._read_channel is None:
             self._read_channel = RankChannel(self._setup, b" reads")
         self._read_channel.send(end)
-
-    def _send_progress(self, share: float, num_bytes: int) -> None:
-        self._channel.send(LoadProgress(share, num_bytes))
 
     def _send_busy(self) -> None:
         self._channel.send(Busy())
