@@ -128,7 +128,8 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
     match kind:
         case "full_attention":
             return layer
-        case "indexed_attention" if config.get("model_type") in INDEXED_FAMILIES:  # transformers' name
+        # transformers' names, the second one before 5.23
+        case "indexed_attention" | "deepseek_sparse_attention" if config.get("model_type") in INDEXED_FAMILIES:
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)

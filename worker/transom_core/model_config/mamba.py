@@ -25,6 +25,7 @@ _KNOWN = (
     *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
     "mamba_chunk_size",  # how many tokens a kernel of theirs computes at a time
 )
+_LARGEST_FLOAT32 = 3.4028235e38
 _LAYER_TYPES = {
     "mamba": "linear_attention",
     "attention": "full_attention",
@@ -121,5 +122,6 @@ def read_mamba(config: Config) -> Mamba | None:
 
 
 def _number(value: Any) -> float:
-    """Return a number of a config; those that JSON does not know are written as {"__float__": "Infinity"}."""
-    return float(value["__float__"] if isinstance(value, Mapping) else value)
+    """Return a number of a config. Infinity is written as {"__float__": "Infinity"}, or as a number that float32 does not hold."""
+    number = float(value["__float__"] if isinstance(value, Mapping) else value)
+    return math.inf if number > _LARGEST_FLOAT32 else number

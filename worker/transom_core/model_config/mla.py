@@ -18,6 +18,7 @@ MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu
 _INDEX_FIELDS = (
     *("index_n_heads", "index_head_dim", "index_topk", "indexer_types", "indexer_rope_interleave"),
     *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+    "index_share_for_mtp_iteration",  # of layers that are not read
 )
 LATENT_NORM_EPS = (
     1e-6  # of the norms of latent rows and low-rank queries; the config's rms_norm_eps is for the other norms

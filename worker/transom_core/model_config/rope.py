@@ -24,6 +24,8 @@ _DEFAULT_THETA = {
     "smollm3": 2_000_000.0,
     "olmo3": 500_000.0,
     "gpt_oss": 150_000.0,
+    "llama4_text": 500_000.0,
+    "mixtral": 1_000_000.0,
     "gemma3_text": 1_000_000.0,
     "minimax_m2": 5_000_000.0,
     "lfm2": 1_000_000.0,

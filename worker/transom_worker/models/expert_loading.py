@@ -2,7 +2,7 @@
 
     experts_by_name    one tensor per expert and matrix (Mixtral, Qwen3-MoE, MiMo, DeepSeek V4)
     experts_by_stack   two tensors of all experts, input axis first (gpt-oss, Llama 4)
-    experts_by_rows    two tensors of all experts, output axis first (Gemma 4)
+    experts_by_rows    two tensors of all experts, output axis first (Gemma 4, Qwen3.5)
 
 Each rank loads a range of the inner columns of every expert (`own` in this file). *Packed* experts stay in MXFP4 as stored, on
 devices that compute with MXFP4.
@@ -102,6 +102,18 @@ def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertT
         gate_up=halves[0] if len(halves) == 1 else torch.cat(halves, dim=1),
         down=load.tensor("down_proj", shape=(experts, hidden_size, inner), part=(ALL, ALL, own)),
     )
+
+
+def experts_by_rows_or_name(
+    load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int
+) -> ExpertTensors | StoredExperts:
+    """Load the tensors below `experts.` as `experts_by_rows` does if the checkpoint has such stacks or `names` is empty, else as
+    `experts_by_name` does: tools that quantise write one tensor per expert and matrix."""
+    # A name may begin with "language_model.", which ends with "model." itself.
+    stack = f"{load.prefix}experts.gate_up_proj"
+    if not names or any(name.endswith(stack) for name in load.weights.names):
+        return experts_by_rows(load.under("experts."), mixture, hidden_size)
+    return experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, hidden_size)
 
 
 def _takes_packed(load: Loader) -> bool:

@@ -41,7 +41,7 @@ from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
-from transom_worker.models.expert_loading import experts_by_name, experts_by_rows, experts_by_stack
+from transom_worker.models.expert_loading import experts_by_name, experts_by_rows_or_name, experts_by_stack
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
 from transom_worker.models.layers.linear import GatedMlp, Linear
 from transom_worker.models.loading import Loader
@@ -93,7 +93,7 @@ def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, co
 
 
 def _routed(
-    architecture: Architecture, load: Loader, *, names: tuple[str, ...] | None = None, correction: str = ""
+    architecture: Architecture, load: Loader, *, names: tuple[str, ...] = (), correction: str = ""
 ) -> FeedForward:
     """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and
     in checkpoints that have such tensors, all experts are in two stacks.
@@ -112,13 +112,8 @@ def _routed(
         top_groups=mixture.top_groups,
     )
     router = ExpertRouter(_gate(architecture, load, "gate"), routing, correction_E=correction_E)
-    is_stacked = any(name.endswith(f"{load.prefix}experts.gate_up_proj") for name in load.weights.names)
     width = mixture.latent_size or architecture.hidden_size
-    weights = (
-        experts_by_rows(load.under("experts."), mixture, width)
-        if is_stacked or names is None
-        else experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, width)
-    )
+    weights = experts_by_rows_or_name(load, names, mixture, width)
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
     return Moe(router, experts, _shared(architecture, load), latent=_latent(architecture, load), comm=load.comm)
 

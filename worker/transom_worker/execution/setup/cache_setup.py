@@ -26,7 +26,7 @@ from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cac
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "6dbc2c025c637196"
+NUMERICS = "3dc114dab03152db"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 

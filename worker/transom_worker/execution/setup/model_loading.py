@@ -32,7 +32,7 @@ ONE_RANK = Parallel()
 
 # Tensors of the text decoder's layers, without rotary frequencies and without the layers of an image encoder.
 _DECODER_TENSOR = re.compile(
-    r"(language_model\.)?((model|backbone)\.)?(language_model\.)?layers\.(?P<layer>\d+)\.(?!.*inv_freq)"
+    r"(language_model\.)?((model|backbone)\.)?(language_model\.)?layers\.(?P<layer>\d+)\.(?!.*inv_freq)(?P<cache>self_attn\.[kv]_)?"
 )
 
 
@@ -95,7 +95,7 @@ def load_model(
             quantization=config.quantization,
             parallel=parallel,
         )
-        _warn_about_unread(weights.unread, files.path, architecture.num_layers + sum(architecture.num_feed_forwards))
+        _warn_about_unread(weights.unread, files.path, architecture)
         part = fetch_with_progress(contents.finish, on_progress, share=1.0) if on_progress else contents.finish()
     finally:
         contents.cancel()
@@ -110,15 +110,17 @@ def load_model(
     )
 
 
-def _warn_about_unread(unread: Sequence[str], path: Path, num_layers: int) -> None:
+def _warn_about_unread(unread: Sequence[str], path: Path, architecture: Architecture) -> None:
     """Warn about tensors of decoder layers that the model code did not read.
 
     An unread tensor, such as a bias that config.json does not mention, may mean that the model computes something wrong. Layers
-    after the model's last one predict further tokens (MTP, DeepSeek V3 and GLM): nothing that the model computes depends on them.
-    `num_layers` counts as names of tensors do; Nemotron-H's count feed-forward networks, too.
+    after the model's last one predict further tokens (MTP, DeepSeek V3 and GLM): nothing that the model computes depends on them,
+    nor on projections of keys and values in layers that read another layer's cache (Gemma 4).
     """
-    found = [(name, _DECODER_TENSOR.match(name)) for name in unread]
-    names = [name for name, match in found if match and int(match["layer"]) < num_layers]
+    num_layers = architecture.num_layers + sum(architecture.num_feed_forwards)  # as Nemotron-H's names count
+    readers = {index for index, layer in enumerate(architecture.layers) if layer.reads_cache_of is not None}
+    found = [(name, match, int(match["layer"])) for name in unread if (match := _DECODER_TENSOR.match(name))]
+    names = [name for name, match, layer in found if layer < num_layers and not (match["cache"] and layer in readers)]
     if names:
         logger.warning(
             "%s: %d tensors of its layers are not used, such as %s; config.json and weights may not belong together.",

@@ -57,8 +57,8 @@ def read_scheme(config: Any) -> Scheme:
         ModelError: the method, or one of its settings, is not supported.
     """
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    if isinstance(config, Mapping) and method is None and "quantization" in config:  # ModelOpt's own file
-        method, config = "modelopt", config["quantization"]
+    if isinstance(config, Mapping) and method is None and ("quantization" in config or "quant_algo" in config):
+        method, config = "modelopt", config.get("quantization", config)  # ModelOpt's own file, and its first configs
     if method not in _READERS or not isinstance(config, Mapping):
         raise ModelError(
             f"config.json says that the weights are quantised by {method!r}; supported: {', '.join(map(repr, _READERS))}. "
