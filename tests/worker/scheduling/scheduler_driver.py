@@ -170,12 +170,12 @@ class Driver:
     def step(self) -> None:
         """One turn of an engine: fill the pipeline, then take a result."""
         while self.schedule() is not None:
-            pass
+            self.check()
         waits_for_others = self.scheduler.cache.tiers.exports.reads_device
         assert self.in_flight or waits_for_others or not self.scheduler.has_work, "work, but nothing to do"
         if self.in_flight:
             self.receive()
-        self.check()
+            self.check()
 
     def run(self, *, max_steps: int = 5000) -> None:
         for _ in range(max_steps):
