@@ -113,6 +113,7 @@ def test_a_plan_that_fails_and_one_that_is_dropped_make_their_copies(executor: E
     while not result.loaded:  # an engine without other work polls
         executor.submit(StepPlan(step_id=next(STEPS)))
         result = executor.receive()
+        assert result.step_id >= 1000  # not the dropped plan's
     assert result.loaded == [8]
     assert executor.read_blocks(TIER_DEVICE, 0, [3]) == data
 

@@ -14,7 +14,7 @@ import zmq
 
 from tests.engine_driver import make_engine, make_request, run
 from tests.worker.ranks.rank_watch import process_ids
-from transom_core.errors import RankLost, StepFailed
+from transom_core.errors import RankLost
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.ranks import ranks_executor as executor
 from transom_worker.execution.ranks.channel import ExecutorChannel
@@ -55,28 +55,6 @@ def test_every_rank_reports_its_usage(engine: Engine) -> None:
         assert f'pid="{report.info.process_id}"' in page
     assert 'host="127.' not in page
     assert 'tensor_parallel_size="2"' in page
-
-
-def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
-    """Every rank drops the plans after it, so that a later result is not taken for its result."""
-    expected = run(engine, [make_request("before", PROMPT, max_tokens=4)])[0].token_ids
-    executor = engine.executor
-    executor.submit(StepPlan(step_id=1_000, version=99))
-    executor.submit(StepPlan(step_id=1_001))
-    with pytest.raises(StepFailed, match="version 99"):
-        executor.receive()
-    with pytest.raises(StepFailed, match="no plan was submitted"):
-        executor.receive()
-    assert run(engine, [make_request("after", PROMPT, max_tokens=4)])[0].token_ids == expected
-
-
-def test_results_of_forgotten_plans_are_dropped(engine: Engine) -> None:
-    """After an interrupt, ranks have run plans that the engine has forgotten."""
-    executor = engine.executor
-    executor.submit(StepPlan(step_id=2_000))
-    executor.drop_in_flight()
-    executor.submit(StepPlan(step_id=2_001))
-    assert executor.receive().step_id == 2_001
 
 
 def enlarge_first_step(monkeypatch: pytest.MonkeyPatch, is_for: Callable[[int], bool]) -> None:

@@ -162,7 +162,7 @@ class ModelRunner:
         self._apply(plan)
         clock.mark(Mark.APPLIED)
         with self._committed():  # if copies fail, the contents of the tiers are unknown
-            step.result.num_copies_done = self.tiers.run(plan)
+            self.tiers.run(plan)
         clock.mark(Mark.COPIED)
         if plan.seq_ids:
             self._compute(step)

@@ -236,7 +236,6 @@ class StepResult:
     hidden_sums: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `pooling`
     attention_mass: dict[int, list[float]] = field(default_factory=dict)  # by batch row with `wants_mass`
     quality: dict[int, PolicyQuality] = field(default_factory=dict)  # by batch row with `measure`
-    num_copies_done: int = 0
     loaded: list[int] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)  # as many as `loaded`
     failed: list[int] = field(default_factory=list)

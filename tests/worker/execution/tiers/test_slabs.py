@@ -28,10 +28,6 @@ EMPTY = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
 SHAPE = architecture([layer(8), layer(), layer(8), layer(8, sinks=2)])
 
 
-def small_layout(dtype: str, block_size: int) -> ArenaLayout:
-    return make_layout(cache_groups(SHAPE, block_size=block_size, dtype=dtype), pool_bytes=100_000)
-
-
 @pytest.mark.parametrize("asked", ["auto", "int8", "fp8", "int4", "window_8=int4,full=int8", "sinks_window=fp8"])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_tensors_and_scales_do_not_overlap(asked: str, block_size: int) -> None:
@@ -62,7 +58,7 @@ def test_tensors_and_scales_do_not_overlap(asked: str, block_size: int) -> None:
 
 
 def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
-    layout = small_layout("float32", 4)
+    layout = make_layout(cache_groups(SHAPE, block_size=4, dtype="float32"), pool_bytes=100_000)
     slab = allocate_slab(layout, CPU)
     assert slab.numel() == layout.slab_bytes
     assert not slab.any()
