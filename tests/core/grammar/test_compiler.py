@@ -82,13 +82,6 @@ def test_a_grammar_counts_for_what_it_takes(grammars: GrammarCompiler[str]) -> N
     assert grammars.num_bytes < 4 << 20
 
 
-def test_states_that_answers_add_count_for_their_grammar(grammars: GrammarCompiler[str]) -> None:
-    schema = '%json {"properties": {' + ", ".join(f'"{n}": {{"type": "string"}}' for n in range(100)) + "}}"
-    grammars.begin("a", f"start: {schema}", num_bytes=1 << 18)
-    take(grammars, 1)
-    assert grammars.num_bytes >= (1 << 18) + 1000 * len(schema)
-
-
 def test_a_client_holds_no_more_than_its_share() -> None:
     """A text waits until the client's other requests end. Another client's does not, nor one that is held already."""
     limited: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, in_use_bytes=10 << 20)
