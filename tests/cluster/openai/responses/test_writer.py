@@ -59,7 +59,7 @@ class ScriptedReader(AnswerReader):
     def is_message(self, position: int) -> bool:
         return True
 
-    def _read(self, event: OutputEvent) -> list[AnswerPart]:
+    def _known_parts(self, event: OutputEvent) -> list[AnswerPart]:
         self.num_read += len(event.token_ids)
         parts = self._parts if event.finish_reason else itertools.islice(self._parts, 1)
         return list(parts)
