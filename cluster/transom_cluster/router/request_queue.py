@@ -168,6 +168,7 @@ class RequestQueue:
         """
         groups: dict[tuple[str, str], list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
+        has_choice = len({one.identity for one in available}) > 1
         refusing = self._refusing if self._waiting else {}
         for request in requests:
             if request.has_ended:
@@ -175,7 +176,7 @@ class RequestQueue:
                 continue
             client = request.original.client
             try:
-                worker_id = self._place_one(request, available, refusing.get(client, set()))
+                worker_id = self._place_one(request, available, refusing.get(client, set()), has_choice=has_choice)
             except Exception as error:  # a bug, because of which no request must wait for ever
                 _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                 self.forget(request)
@@ -189,15 +190,20 @@ class RequestQueue:
             self._wake_workers()
 
     def _place_one(
-        self, request: InFlightRequest, available: Sequence[WorkerConnection], refusing: set[str]
+        self,
+        request: InFlightRequest,
+        available: Sequence[WorkerConnection],
+        refusing: set[str],
+        *,
+        has_choice: bool,
     ) -> str | None:
         """Return the id of the worker that the request is given to; None if it waits or has ended. A new request is given to none
-        of the workers `refusing` its client."""
+        of the workers `refusing` its client. With `has_choice` the `available` workers have more than one identity."""
         refused = request.refusals.keys() | (set() if request in self._waiting else refusing)
         willing = [one for one in available if one.worker_id not in refused]
         by_choice = [willing] if willing else []
         pinned = request.output.identity
-        if pinned is not None or len({one.identity for one in available}) > 1:
+        if pinned is not None or has_choice:
             by_choice = in_order_of_choice(willing, pinned)
         allowed = next(filter(None, (self.quarantine.allowed(request, those) for those in by_choice)), None)
         if allowed is not None:
