@@ -7,7 +7,6 @@ Worker: the deployment named "Worker"; each of its replicas runs one engine, wit
 Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as workers of another role.
 """
 
-import gc
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +65,7 @@ class RouterDeployment:
         from transom_cluster.router.router import Router
         from transom_core.grammar import GrammarChecker
         from transom_core.logs import show_logs
-        from transom_core.machine.host_memory import keep_returning_freed_memory
+        from transom_core.machine.host_memory import freeze_objects, keep_returning_freed_memory
         from transom_core.model_files.resolve import resolve_text_files
         from transom_core.text.tokenizer import Tokenizer
 
@@ -90,8 +89,7 @@ class RouterDeployment:
             autoscaling=self._settings.autoscaling_config(),
         )
         api = build_api(self._router)
-        gc.collect()
-        gc.freeze()  # a garbage collection over the objects of all these modules would hold every stream for 70 ms
+        freeze_objects()
         return api
 
     async def answer_peer(self, asker_id: str, query: PeerQuery[Any]) -> tuple[str, Any]:

@@ -7,7 +7,6 @@ carries the worker's load and the changes of its prefix index; each router keeps
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import threading
@@ -35,7 +34,7 @@ from transom_core.contract.worker import MAX_CALL_MESSAGES
 from transom_core.errors import EngineDead, TransomError
 from transom_core.logs import show_logs
 from transom_core.machine.cores import keep_to_share
-from transom_core.machine.host_memory import keep_returning_freed_memory
+from transom_core.machine.host_memory import freeze_objects, keep_returning_freed_memory
 from transom_core.machine.openmp import call_on_thread
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
@@ -86,8 +85,7 @@ class WorkerReplica:
         if config.ranks.size == 1:  # several ranks divide the cores among themselves
             keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
-        gc.collect()
-        gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
+        freeze_objects()
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker, self._node = worker, node

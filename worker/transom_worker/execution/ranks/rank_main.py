@@ -2,7 +2,6 @@
 killed. `messages` lists, in order, the messages that a rank exchanges with the executor."""
 
 import ctypes
-import gc
 import logging
 import os
 import pickle
@@ -18,7 +17,7 @@ from transom_core.contract import ErrorInfo
 from transom_core.errors import StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
-from transom_core.machine.host_memory import keep_returning_freed_memory
+from transom_core.machine.host_memory import freeze_objects, keep_returning_freed_memory
 from transom_worker.execution.executor import ReadEnd
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
@@ -160,8 +159,7 @@ class _Rank:
                 message = self._channel.receive()
             self._runner = setup.allocate(message.pool_bytes, message.contents)
         self._runner.tiers.on_read_end(self._send_read_end)
-        gc.collect()
-        gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
+        freeze_objects()
         self._channel.send(self._runner.info)
 
     def _send_read_end(self, end: ReadEnd) -> None:
