@@ -263,6 +263,12 @@ class StubWorker:
         assert self._queue is not None
         self._queue.put_nowait(WorkerMessage(events=events))
 
+    def replace_weights(self, identity: str) -> None:
+        """Go on with other weights."""
+        assert self._queue is not None
+        self.identity = identity
+        self._queue.put_nowait(WorkerMessage(identity=identity))
+
     def skip_index_updates(self) -> None:
         """Send an update of the prefix index whose predecessors the router never got."""
         assert self._queue is not None

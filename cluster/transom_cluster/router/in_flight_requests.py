@@ -101,6 +101,7 @@ class InFlightRequest:
         self._num_attempts = 0
         self._num_chars: int | None = None  # None until the first event: a request may be submitted with output
         self._usage: Usage | None = None  # the first worker's report
+        self._num_weight_updates = 0
 
     @property
     def is_sent(self) -> bool:
@@ -186,6 +187,11 @@ class InFlightRequest:
             self._accepted(AttemptState.ACCEPTED)
         self._admit()
 
+    def weights_replaced(self, identity: str) -> None:
+        """Note that the request's worker goes on with other weights, of the identity `identity`, as an operator has chosen."""
+        self.output.identity = identity
+        self._num_weight_updates += bool(self.token_ids)
+
     def leave_worker(self) -> None:
         """Note that the request is no longer at a worker."""
         if self.worker_id is not None:
@@ -211,7 +217,7 @@ class InFlightRequest:
         num_repeated_chars = num_chars - event.text_offset
         fresh = without_first(event, num_repeated, num_repeated_chars) if num_repeated or num_repeated_chars else event
         if fresh.usage is not None:
-            fresh = self._with_first_usage(fresh, fresh.usage)
+            fresh = fresh._replace(usage=self._of_all_attempts(fresh.usage))
         if fresh.token_ids and not self.num_new_tokens:
             hit_tokens = None if event.usage is None else event.usage.num_cached_tokens
             self.events.report(FirstToken(choice=self.index, worker=self.worker_id, hit_tokens=hit_tokens))
@@ -286,14 +292,15 @@ class InFlightRequest:
             resumed_output_ids=tuple(self.token_ids),
         )
 
-    def _with_first_usage(self, event: OutputEvent, usage: Usage) -> OutputEvent:
-        """Return the event with the number of cached tokens that the first worker reported. A later worker's number would count the
-        request's own prompt, which earlier attempts have put into caches."""
+    def _of_all_attempts(self, usage: Usage) -> Usage:
+        """Return the usage with the number of cached tokens that the first worker reported, and with all replacements of weights. A
+        later worker's number would count the request's own prompt, which earlier attempts have put into caches."""
         if self._usage is None:
             self._usage = usage
-        if usage.num_cached_tokens == self._usage.num_cached_tokens:
-            return event
-        return event._replace(usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
+        cached, updates = self._usage.num_cached_tokens, self._num_weight_updates
+        if (usage.num_cached_tokens, usage.num_weight_updates) == (cached, updates):
+            return usage
+        return replace(usage, num_cached_tokens=cached, num_weight_updates=updates)
 
 
 class InFlightRequests:

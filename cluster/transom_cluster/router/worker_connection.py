@@ -275,6 +275,8 @@ class WorkerConnection:
                     yield Opened()
                 elif message.identity is not None:  # its weights were replaced
                     self.info = await self.client.info()
+                    for request in self.in_flight.requests:
+                        request.weights_replaced(self.identity)
                     yield Opened()
                 if loop.time() >= shown_s + self._timings.presence_s:  # a heartbeat comes every 5 s
                     shown_s = loop.time()

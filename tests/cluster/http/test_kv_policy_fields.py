@@ -75,28 +75,21 @@ async def test_a_window_may_run_past_the_model_s_length() -> None:
         assert error["code"] == "context_length_exceeded"
 
 
-async def push_quality(api: Api, *qualities: KvQuality, num_weight_updates: int = 0) -> None:
+async def push_quality(api: Api, *qualities: KvQuality) -> None:
     """End the requests at the worker, each with its quality."""
     await api.worker.until(lambda: len(api.worker.submitted) == len(qualities))
     for request, quality in zip(api.worker.submitted, qualities, strict=True):
         assert request.kv_quality
-        usage = Usage(
-            num_prompt_tokens=2,
-            num_output_tokens=1,
-            num_cached_tokens=0,
-            kv_quality=quality,
-            num_weight_updates=num_weight_updates,
+        usage = Usage(num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0, kv_quality=quality)
+        event = OutputEvent(
+            request_id=request.request_id,
+            position=0,
+            token_ids=(97,),
+            text="a",
+            finish_reason="length",
+            usage=usage,
         )
-        api.worker.push(
-            OutputEvent(
-                request_id=request.request_id,
-                position=0,
-                token_ids=(97,),
-                text="a",
-                finish_reason="length",
-                usage=usage,
-            )
-        )
+        api.worker.push(event)
 
 
 async def test_usage_has_the_quality_of_all_choices() -> None:
@@ -125,14 +118,13 @@ async def test_usage_has_the_quality_of_all_choices() -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
     ],
 )
-async def test_other_apis_have_quality_and_weight_updates_in_their_usage(path: str, fields, stream: bool) -> None:
+async def test_other_apis_have_quality_in_their_usage(path: str, fields, stream: bool) -> None:
     async with running_api(StubWorker(max_events=0)) as api:
         body = fields | {"kv_policy": WINDOW, "kv_quality": True, "stream": stream}
         answer = asyncio.create_task(api.client.post(path, json=body))
         quality = KvQuality(num_tokens=2, kl=0.3, max_kl=0.2, num_agreeing=1, dropped_mass=0.6)
-        await push_quality(api, quality, num_weight_updates=2)
+        await push_quality(api, quality)
         text = (await answer).text
         told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")] or [json.loads(text)]
         *_, usage = (found for event in told if (found := event.get("response", event).get("usage")))
         assert (usage["kv_quality"]["compared_tokens"], usage["kv_quality"]["top_token_agreement"]) == (2, 0.5)
-        assert usage["weight_updates"] == 2

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.cluster.conftest import PATIENT, Api, make_router, running, running_api, sample, sent_events, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.openai.answer.writers import system_fingerprint
@@ -11,6 +13,7 @@ from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_core.contract import Request, SamplingParams, WorkerLoad
 
+MESSAGE = {"messages": [{"role": "user", "content": "hi"}]}
 FULL = WorkerLoad(max_num_seqs=2, num_running=2)
 
 
@@ -64,6 +67,23 @@ async def test_a_stream_whose_model_is_gone_ends_with_a_clear_error() -> None:
         assert "The model was replaced by another" in error["error"]["message"]
         assert plain.status_code == 503
         assert not newer.submitted
+
+
+@pytest.mark.parametrize(("path", "fields"), [("completions", {"prompt": "hi"}), ("messages", MESSAGE)])
+async def test_a_stream_whose_worker_is_lost_after_an_update_of_its_weights_goes_on_and_says_so(path, fields) -> None:
+    first, other = v1("w0", max_events=2), v1("w1")
+    async with running_api(first, **PATIENT) as api:
+        body = {"max_tokens": 6, **fields}
+        answer = asyncio.create_task(api.client.post(f"/v1/{path}", json=body))
+        await until(lambda: first.num_silent and first.is_read)
+        await add(api, other)
+        for identity in ("2" * 32, "3" * 32):
+            first.replace_weights(identity)
+            other.replace_weights(identity)
+        await until(lambda: {one.identity for one in api.router.connections.values()} == {"3" * 32})
+        await lose(api, first)
+        assert (await answer).json()["usage"]["weight_updates"] == 2
+        assert (await api.complete(max_tokens=2)).json()["usage"].get("weight_updates") is None
 
 
 async def test_an_answer_that_has_not_begun_goes_to_the_newer_model() -> None:

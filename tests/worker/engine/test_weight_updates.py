@@ -75,12 +75,10 @@ def test_an_updated_engine_answers_as_a_fresh_one(
     assert engine.scheduler.cache.identity == engine.info.identity == fresh.info.identity != old_identity
     assert not any(blocks.digests for blocks in engine.scheduler.cache.changes.whole().runs)
     engine.pause(None)
-    for event in (events := drain(engine)):
+    for event in drain(engine):
         stream.add(event, first_position=0)
     (resumed,) = run(fresh, [make_request(f"stream{num_ranks}", FIRST, resumed=before)])
     assert stream.token_ids == [*before, *resumed.token_ids]
-    assert events[-1].usage is not None
-    assert events[-1].usage.num_weight_updates == 1
     (first, again), (expected,) = (
         [run(engine, [make_request(name, SECOND)])[0] for name in ("first", "again")],
         run(fresh, [make_request(f"second{num_ranks}", SECOND)]),

@@ -46,8 +46,8 @@ class Usage:
 
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index at
     that version predicts `num_cached_tokens` exactly. `kv_quality` is set if the request asks for it (`Request.kv_quality`), and
-    counts the tokens that this worker has computed. `num_weight_updates` counts how often the model's weights were replaced while
-    the request ran.
+    counts the tokens that this worker has computed. `num_weight_updates` counts how often the model's weights were replaced after
+    the first token; the router counts it, since the request may migrate in between.
     """
 
     num_prompt_tokens: int

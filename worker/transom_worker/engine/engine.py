@@ -312,7 +312,7 @@ class Engine:
 
     def update_weights(self, model: str) -> None:
         """Replace the weights by those of another checkpoint. Requests that have begun go on with the tokens that they have, whose
-        KV is computed again, and their usage says so. The engine must be quiet.
+        KV is computed again; routers say so in their usage. The engine must be quiet.
 
         Raises:
             RequestError: the engine is not quiet or has a disk tier, or the checkpoint is broken or has another architecture.
@@ -341,8 +341,6 @@ class Engine:
             self.transfer_store.memories = self.info.memories
         self._kept_imports.forget()
         self.scheduler.replace_model(self.info.identity)
-        for running in self.requests.values():
-            running.num_weight_updates += bool(running.times.scheduled_s)
         self.events.started(self.config, self.info)
         logger.info("The weights of %s took %.1f s.", model, time.perf_counter() - begin_s)
         self.publish()

@@ -62,7 +62,6 @@ class RunningRequest:
         self.num_fetched_tokens = 0  # tokens of its prefix that came from another worker before it was admitted
         self.num_direct_tokens = 0  # of these, those that came straight into the device's pool
         self.num_disk_tokens = 0  # tokens of its prefix that were read from the disk tier before it was admitted
-        self.num_weight_updates = 0  # since it was admitted
         self._index_version = 0
         self._kv_quality = KvQuality() if request.kv_quality else None
         self.deadline_s: float | None = None  # on the engine's clock
@@ -207,7 +206,6 @@ class RunningRequest:
             num_disk_tokens=min(self.num_disk_tokens, self._num_host_tokens),
             index_version=self._index_version,
             kv_quality=self._kv_quality,
-            num_weight_updates=self.num_weight_updates,
         )
 
 
