@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from transom_core.contract.kv_transfer import RankMemory
-from transom_core.errors import RankLost, StepFailed
+from transom_core.errors import RankLost, RequestError, StepFailed
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
@@ -223,6 +223,11 @@ class Executor(ABC):
     @abstractmethod
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         """Write contents into blocks after all plans that were submitted so far. `data` and errors are as of `read_blocks`."""
+
+    def load_adapter(self, slot: int, path: str) -> None:
+        """Copy a LoRA adapter, a PEFT folder, into a slot of every rank after all plans that were submitted so far. After a start
+        all slots are empty. Raises RequestError: it cannot be loaded, and the slot holds nothing.  StepFailed, RankLost."""
+        raise RequestError("This worker takes no LoRA adapters; serve with --enable-lora.", param="lora_path")
 
     def begin_read(self, read: RemoteRead) -> None:
         """Let all ranks read another worker's memory after the plans that were submitted so far; does not wait for these. Only

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from transom_core.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
 from transom_core.kv_cache import tiers
 
-STEP_VERSION = 6
+STEP_VERSION = 7
 
 TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
@@ -43,7 +43,8 @@ class NewSequence:
 
     With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, not the group's own
     number. With `kv_quality`, blocks that deltas and removals take out of its tables keep their contents until the sequence is
-    finished, so that rows with `measure` can read them.
+    finished, so that rows with `measure` can read them. `adapter_slot` is the slot of the sequence's LoRA adapter
+    (`Executor.load_adapter`); -1 if it has none.
     """
 
     seq_id: int
@@ -55,6 +56,7 @@ class NewSequence:
     choice_index: int = 0
     kv_policy: KvPolicy | None = None
     kv_quality: bool = False
+    adapter_slot: int = -1
 
 
 @dataclass(slots=True, kw_only=True)
