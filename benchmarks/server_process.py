@@ -1,7 +1,7 @@
-"""A server under measurement: a process that leads a session of its own, its log, and all processes that it starts.
+"""A server that runs for a benchmark or a script: a process that leads a session of its own, its log, and all that it starts.
 
-    with ServerProcess("transom", transom_serve("smollm2", port), os.environ) as server:
-        server.wait_until(lambda: READY in server.log_text(), 400)
+    with serving("smollm2", replicas=2) as (server, url):
+        httpx.get(f"{url}/v1/models")
 
 The processes of a server are all of its session and all descendants, so Ray's processes count too.
 """
@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 READY = "Press Ctrl-C to stop"  # in the log of `transom serve` when it serves
+START_TIMEOUT_S = 400.0
 LOOK_S = 0.05
 STOP_TIMEOUT_S = 60.0
 LAST_CHARACTERS = 3000  # of the log, in the message of an error
@@ -33,13 +34,13 @@ class ServerError(RuntimeError):
 class ServerProcess:
     """One running server. A context manager that stops it."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str] = {}) -> None:
+        """Start it with these environment variables beside those of this process."""
+        self._name = Path(command[0]).name
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115, `stop` closes it
-        self.begin_s = time.perf_counter()
         self._process = subprocess.Popen(
-            list(command),
-            env=dict(environment),
+            command,
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -53,22 +54,24 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
-        """Wait until `is_ready()`; return the seconds since the server's start.
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `is_ready()`.
 
         Raises:
             ServerError: it ended before that, or was not ready within `timeout_s`; the message has the end of the log.
         """
-        while (spent_s := time.perf_counter() - self.begin_s) < timeout_s:
-            if self._process.poll() is not None:
-                code = self._process.returncode
-                raise ServerError(
-                    f"{self.name}: the server ended with code {code}: {self.log_text()[-LAST_CHARACTERS:]}"
-                )
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            self.check()
             if is_ready():
-                return time.perf_counter() - self.begin_s
+                return
             time.sleep(LOOK_S)
-        raise ServerError(f"{self.name}: no answer in {spent_s:.0f} s: {self.log_text()[-LAST_CHARACTERS:]}")
+        raise ServerError(f"{self._name} is not ready after {timeout_s:.0f} s: {self.log_text()[-LAST_CHARACTERS:]}")
+
+    def check(self) -> None:
+        """Raise ServerError with the end of the log if the server has ended."""
+        if (code := self._process.poll()) is not None:
+            raise ServerError(f"{self._name} has ended with code {code}: {self.log_text()[-LAST_CHARACTERS:]}")
 
     def log_text(self) -> str:
         """What the server has printed so far."""
@@ -106,10 +109,18 @@ class ServerProcess:
         return code, killed
 
 
-def transom_serve(model: str, port: int, **settings: object) -> list[str]:
-    """The command that serves a model on loopback; `settings` are flags of `transom serve` by their names in Python."""
+@contextlib.contextmanager
+def serving(model: str, **settings: object) -> Iterator[tuple[ServerProcess, str]]:
+    """Serve a model on loopback until the block ends; the server, when it is ready, and its URL.
+
+    `settings` are flags of `transom serve` by their names in Python. Raises ServerError where it does not start.
+    """
+    port = free_port()
     command = [sys.executable, "-m", "transom_cluster.cli", "serve", model, "--port", str(port)]
-    return command + [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    command += [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    with ServerProcess(command) as server:
+        server.wait_until(lambda: READY in server.log_text(), START_TIMEOUT_S)
+        yield server, f"http://127.0.0.1:{port}"
 
 
 def free_port() -> int:

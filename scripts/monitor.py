@@ -5,13 +5,12 @@ Both listen on loopback, with the alert rules of `deploy/monitoring/` and the da
 
 import argparse
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -26,8 +25,9 @@ from scripts.monitor_settings import (
     prometheus_configuration,
 )
 
+from benchmarks.server_process import ServerError, ServerProcess
+
 READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 LOOK_TIMEOUT = httpx.Timeout(30.0, connect=5.0)  # a server whose machine is full has accepted long before it answers
 KEY_HINTS: dict[int, str] = {
@@ -35,31 +35,26 @@ KEY_HINTS: dict[int, str] = {
     httpx.codes.FORBIDDEN: " It wants an admin's key: give --api-key-file the file of --admin-api-key-file.",
 }
 
-Process = subprocess.Popen[bytes]
-
 
 def main() -> int:
     """Start everything, say where it is, wait, and end everything; the exit code."""
     given = arguments(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    running: list[Process] = []
-    with tempfile.TemporaryDirectory(prefix="transom-monitor-") as temporary:
-        folder = given.data.resolve() if given.data else Path(temporary)
+    with tempfile.TemporaryDirectory(prefix="transom-monitor-") as temporary, contextlib.ExitStack() as stack:
         try:
-            start(given, folder, running)
-            while all(process.poll() is None for process in running):
+            servers = start(given, given.data.resolve() if given.data else Path(temporary), stack)
+            while True:
+                for server in servers:
+                    server.check()
                 time.sleep(POLL_S)
-            raise CannotStart("A process has ended by itself; --data FOLDER keeps its log.")
         except KeyboardInterrupt:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print("\nStopping.", flush=True)
             return 0
-        except CannotStart as problem:
+        except (CannotStart, ServerError) as problem:
             print(f"transom: {problem}", file=sys.stderr)
             return 1
-        finally:
-            stop(running)
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -70,23 +65,25 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=9090, help="Prometheus' port (default: %(default)s)")
     parser.add_argument("--grafana-port", type=int, default=3000, help="Grafana's port (default: %(default)s)")
     parser.add_argument(
-        "--data", type=Path, help="where series and logs stay (default: a folder that is removed at the end)"
+        "--data", type=Path, help="where the series stay (default: a folder that is removed at the end)"
     )
     return parser.parse_args(words)
 
 
-def start(given: argparse.Namespace, folder: Path, running: list[Process]) -> None:
-    """Prometheus, then Grafana; their addresses are printed once they answer.
+def start(given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> list[ServerProcess]:
+    """Start Prometheus, then Grafana, until the stack is left; their addresses are printed once they answer.
 
     Raises:
-        CannotStart: a program is missing or does not answer.
+        CannotStart: a program is missing.
+        ServerError: one does not answer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = first_key(given.api_key_file)
     warn_without_answer(given.url, key)
     prometheus_url = f"http://{HOST}:{given.port}"
     command = prometheus_command(folder, prometheus_configuration(given.url, key), given.port)
-    launch(command, {}, folder / "prometheus.log", running, ready=f"{prometheus_url}/-/ready")
+    servers = [stack.enter_context(ServerProcess(command))]
+    wait_for(servers[-1], f"{prometheus_url}/-/ready")
     print(f"Prometheus  {prometheus_url}   (alerts: {prometheus_url}/alerts)", flush=True)
     grafana = grafana_command()
     if grafana is None:
@@ -97,9 +94,11 @@ def start(given: argparse.Namespace, folder: Path, running: list[Process]) -> No
     else:
         url = f"http://{HOST}:{given.grafana_port}"
         settings = grafana_environment(folder, port=given.grafana_port, prometheus_url=prometheus_url, url=given.url)
-        launch(grafana, settings, folder / "grafana.log", running, ready=f"{url}/api/health")
+        servers.append(stack.enter_context(ServerProcess(grafana, settings)))
+        wait_for(servers[-1], f"{url}/api/health")
         print(f"Grafana     {url}/d/transom-overview", flush=True)
     print("\nPress Ctrl-C to stop.", flush=True)
+    return servers
 
 
 def prometheus_command(folder: Path, configuration: str, port: int) -> list[str]:
@@ -124,28 +123,15 @@ def prometheus_command(folder: Path, configuration: str, port: int) -> list[str]
     ]
 
 
-def launch(
-    command: Sequence[str], settings: Mapping[str, str], log: Path, running: list[Process], *, ready: str
-) -> None:
-    """Start a process in a group of its own, so that Ctrl-C ends it by us alone, and wait until it answers.
+def wait_for(server: ServerProcess, url: str) -> None:
+    """Wait until a server answers at this address. Raises ServerError if it ends, or does not answer in time."""
 
-    Raises:
-        CannotStart: it ended, or did not answer in time; the end of its log is in the message.
-    """
-    with log.open("wb") as output:
-        environment = {**os.environ, **settings}
-        running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True))
-    give_up_s = time.monotonic() + READY_TIMEOUT_S
-    with httpx.Client(trust_env=False, timeout=5) as client:
-        while running[-1].poll() is None and time.monotonic() < give_up_s:
-            try:
-                if client.get(ready).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(POLL_S)
-    end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-    raise CannotStart(f"{Path(command[0]).name} did not start. The end of its log:\n{end}")
+    def is_ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(url, trust_env=False, timeout=5).status_code == httpx.codes.OK
+        return False
+
+    server.wait_until(is_ready, READY_TIMEOUT_S)
 
 
 def warn_without_answer(url: str, key: str) -> None:
@@ -161,18 +147,6 @@ def warn_without_answer(url: str, key: str) -> None:
     if status != httpx.codes.OK:
         hint = KEY_HINTS.get(status, "")
         print(f"transom: {url}/metrics answers {status}.{hint}", file=sys.stderr)
-
-
-def stop(running: Sequence[Process]) -> None:
-    """End what was started, the last first."""
-    for process in reversed(running):
-        process.terminate()
-    for process in reversed(running):
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

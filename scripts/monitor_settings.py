@@ -35,12 +35,18 @@ def first_key(path: Path | None) -> str:
     return found[0]
 
 
+def prometheus_file() -> dict[str, Any]:
+    """What deploy/monitoring/prometheus.yml says."""
+    found: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    return found
+
+
 def prometheus_configuration(url: str, key: str) -> str:
     """deploy/monitoring/prometheus.yml over one router, without Ray's pages, which want the cluster's token.
 
     `url` may end in the prefix that Serve or a proxy has the app at.
     """
-    given: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    given = prometheus_file()
     scheme, _, place = url.rstrip("/").partition("://")
     address, slash, prefix = place.partition("/")
     (job,) = [job for job in given["scrape_configs"] if job["job_name"] == "transom"]
@@ -49,11 +55,6 @@ def prometheus_configuration(url: str, key: str) -> str:
     if not key:
         del job["authorization"]
     return yaml.safe_dump({**given, "rule_files": [str(MONITORING / "alerts.yml")], "scrape_configs": [job]})
-
-
-def _scrape_interval() -> str:
-    given: dict[str, Any] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    return str(given["global"]["scrape_interval"])
 
 
 def grafana_command() -> list[str] | None:
@@ -83,7 +84,7 @@ def grafana_environment(folder: Path, *, port: int, prometheus_url: str, url: st
         "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
         "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": str(DASHBOARDS / "transom-overview.json"),
         "PROMETHEUS_URL": prometheus_url,
-        "SCRAPE_INTERVAL": _scrape_interval(),
+        "SCRAPE_INTERVAL": prometheus_file()["global"]["scrape_interval"],
         "TRANSOM_URL": url.rstrip("/"),
         "TRANSOM_DASHBOARDS": str(DASHBOARDS),
     }

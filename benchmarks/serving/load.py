@@ -17,10 +17,8 @@ requirements that exclude ours, and guidellm and vLLM's client bring a second to
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -29,12 +27,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
+from benchmarks.server_process import serving
 from benchmarks.serving.load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
 from benchmarks.serving.load_client import Load, LoadClient, Workload
 
 TABLE_WIDTH = 140
-START_S = 400.0
 
 
 def main(
@@ -61,8 +58,7 @@ def main(
     )
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     loads = read_loads(concurrency, rate)
-    with contextlib.ExitStack() as stack:
-        url = url or stack.enter_context(demo_server())
+    with contextlib.nullcontext((None, url)) if url else serving("smollm2") as (_, url):
         try:
             client = LoadClient(base_url=url, api_key=api_key or None, timeout_s=timeout_s)
             workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))
@@ -76,15 +72,6 @@ def main(
             console.print(f"{summary.load}: {count} x {message}", markup=False)
     if any(summary.errors for summary in summaries):
         raise SystemExit(1)
-
-
-@contextlib.contextmanager
-def demo_server() -> Iterator[str]:
-    """`transom serve` of the demo model; its URL."""
-    port = free_port()
-    with ServerProcess("transom", transom_serve("smollm2", port), os.environ) as server:
-        server.wait_until(lambda: READY in server.log_text(), START_S)
-        yield f"http://127.0.0.1:{port}"
 
 
 def read_range(text: str) -> tuple[int, int]:

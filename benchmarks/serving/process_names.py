@@ -1,8 +1,12 @@
 """What a process of a running `transom serve` does, by name: its workers, ranks, routers, and the processes of its private Ray."""
 
+import contextlib
 from pathlib import Path
 
 import psutil
+
+from benchmarks.server_process import ServerProcess
+from transom_cluster.commands.process_tree import is_running
 
 PROGRAMS = {"raylet": "raylet", "gcs_server": "GCS"}
 # Words of a command line -> name; the first that is found counts.
@@ -36,3 +40,13 @@ def name_of(process: psutil.Process) -> str:
         return process.name()
     program = PROGRAMS.get(Path(command[0]).name)  # their arguments have the command lines of other processes in them
     return program or next((name for word, name in NAMES.items() if word in " ".join(command)), " ".join(command)[:60])
+
+
+def processes_named(server: ServerProcess, *names: str) -> list[psutil.Process]:
+    """The living processes of a server that have one of these names, in the order of their ids."""
+    found = []
+    for process in server.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if name_of(process) in names and is_running(process):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)

@@ -19,10 +19,8 @@ last figures.
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,15 +29,13 @@ from datetime import datetime
 from typing import Any
 
 import httpx
-import psutil
 
-from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
-from benchmarks.serving.process_names import name_of
+from benchmarks.server_process import ServerProcess, serving
+from benchmarks.serving.process_names import processes_named
 
 PHASES = ("detect", "place", "submit", "queue", "recompute", "deliver")
 BEGUN_CHUNKS = 8
 PATIENCE_S = 240.0
-START_S = 400.0
 
 
 @dataclass(slots=True)
@@ -56,7 +52,7 @@ class Stream:
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
-async def ask(client: httpx.AsyncClient, index: int, options: argparse.Namespace, stream: Stream) -> None:
+async def ask(client: httpx.AsyncClient, index: int, stream: Stream) -> None:
     """Send one request, and read its answer into `stream`."""
     prompt = f"Item {index} of the list is " + "a word and " * 20
     body = {"prompt": prompt, "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -74,7 +70,7 @@ async def one_round(server: ServerProcess, url: str, options: argparse.Namespace
     streams = [Stream() for _ in range(options.streams)]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
-        asking = [asyncio.create_task(ask(client, i, options, stream)) for i, stream in enumerate(streams)]
+        asking = [asyncio.create_task(ask(client, i, stream)) for i, stream in enumerate(streams)]
         while any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
             await asyncio.sleep(0.01)
         kill_s = time.time()
@@ -88,24 +84,14 @@ async def one_round(server: ServerProcess, url: str, options: argparse.Namespace
     return [phases(report["steps"], stream.pause_s(kill_s), kill_s) for stream, report in lost]
 
 
-def running(server: ServerProcess, kind: str) -> dict[int, psutil.Process]:
-    """The processes of a kind that run, by id."""
-    found = {}
-    for one in server.processes():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            if name_of(one) == kind:
-                found[one.pid] = one
-    return found
-
-
 def kill(server: ServerProcess, kind: str) -> None:
     """Kill the first process of a kind that runs, and with `rank-twice` the first rank that starts after it."""
-    before = running(server, kind.removesuffix("-twice"))
-    before[min(before)].kill()
+    before = processes_named(server, kind.removesuffix("-twice"))
+    before[0].kill()
     while kind == "rank-twice":
         time.sleep(0.02)
-        if new := running(server, "rank").keys() - before.keys():
-            psutil.Process(min(new)).kill()
+        if new := [one for one in processes_named(server, "rank") if one not in before]:
+            new[0].kill()
             return
 
 
@@ -127,16 +113,14 @@ def phases(steps: Sequence[dict[str, Any]], pause_s: float, kill_s: float) -> di
 
 def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
     """One round."""
-    port, ranks = free_port(), 1 if options.kill == "worker" else 2
     settings = {
         "replicas": options.workers,
-        "tensor_parallel_size": ranks,
+        "tensor_parallel_size": 1 if options.kill == "worker" else 2,
         "dtype": "float32",
         "kv_cache_memory_bytes": "256MiB",
     }
-    with ServerProcess("transom", transom_serve("smollm2", port, **settings), os.environ) as server:
-        server.wait_until(lambda: READY in server.log_text(), START_S)
-        return asyncio.run(one_round(server, f"http://127.0.0.1:{port}", options))
+    with serving("smollm2", **settings) as (server, url):
+        return asyncio.run(one_round(server, url, options))
 
 
 def show(pauses: Sequence[dict[str, float]]) -> None:

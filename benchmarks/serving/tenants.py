@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import sys
 import tempfile
 import time
@@ -36,12 +35,11 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
+from benchmarks.server_process import serving
 from benchmarks.serving.load import TABLE_WIDTH, table
 from benchmarks.serving.load_answers import Summary, summarise
 from benchmarks.serving.load_client import PATH, Load, LoadClient, Workload
 
-START_S = 400.0
 SETTLE_S = 3.0  # the other client is at work for so long before the victim's clock starts
 TIMEOUT_S = 120.0
 BOUND = 2.0
@@ -162,15 +160,13 @@ def main() -> None:
         name, url = options.as_other
         print("begins", flush=True)
         asyncio.run(be_busy(url, OTHER) if name == "busy" else attack(url, OTHER, ATTACKS[name]))
-    console, port = Console(width=TABLE_WIDTH), free_port()
+    console = Console(width=TABLE_WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         key_file = Path(folder, "keys")
         key_file.write_text(f"{VICTIM}\n{OTHER}\n")
         key_file.chmod(0o600)
-        command = transom_serve(options.model, port, api_key_file=key_file, **LIMITS)
-        with ServerProcess("transom", command, os.environ) as server:
-            server.wait_until(lambda: READY in server.log_text(), START_S)
-            found = asyncio.run(measure(f"http://127.0.0.1:{port}", options.requests, options.attacks, console))
+        with serving(options.model, api_key_file=key_file, **LIMITS) as (_, url):
+            found = asyncio.run(measure(url, options.requests, options.attacks, console))
     console.print(table(found, title="the victim, by what another client does"))
     for beside in found[2:]:
         first, gap = ratios(beside, found[1])

@@ -6,7 +6,6 @@ plot; the picture of a dashboard was drawn by this file's predecessor at 4a5ad8d
 """
 
 import contextlib
-import os
 import shutil
 import sys
 import threading
@@ -18,7 +17,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
+from benchmarks.server_process import serving
 
 PICTURE = Path(__file__).with_name("block_map.png")
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -26,7 +25,6 @@ SETTINGS = {"window": 256, "sinks": 4, "window_pattern": "SSF", "kv_cache_memory
 NUM_SESSIONS = 5
 TURN_TOKENS = 24
 TRAFFIC_S = 60.0
-START_TIMEOUT_S = 240.0
 
 
 def main() -> None:
@@ -34,19 +32,15 @@ def main() -> None:
     program = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)  # Playwright's own downloads are not used
     if program is None:
         sys.exit("No Chromium on PATH; on Debian: apt-get install chromium.")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with ServerProcess("transom", transom_serve("smollm2", port, **SETTINGS), os.environ) as server:
-        server.wait_until(lambda: READY in server.log_text(), START_TIMEOUT_S)
-        with traffic(url), sync_playwright() as playwright:
-            time.sleep(TRAFFIC_S)
-            arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-            browser = playwright.chromium.launch(executable_path=program, args=arguments)
-            page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="dark")
-            page.goto(f"{url}/blocks")
-            page.wait_for_function("() => transomBlockMap.numFrames >= 20")
-            page.screenshot(path=PICTURE)
-            browser.close()
+    with serving("smollm2", **SETTINGS) as (_, url), traffic(url), sync_playwright() as playwright:
+        time.sleep(TRAFFIC_S)
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="dark")
+        page.goto(f"{url}/blocks")
+        page.wait_for_function("() => transomBlockMap.numFrames >= 20")
+        page.screenshot(path=PICTURE)
+        browser.close()
     Image.open(PICTURE).convert("RGB").quantize(32, dither=Image.Dither.NONE).save(PICTURE, optimize=True)
     print(f"{PICTURE.name}: {PICTURE.stat().st_size} bytes")
 

@@ -16,7 +16,6 @@ class StubServer:
     def __init__(self, answer: Answer, *, keep_alive: bool = False) -> None:
         self._answer = answer
         self._keep_alive = keep_alive
-        self.num_connections = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.url = ""
@@ -30,7 +29,6 @@ class StubServer:
         self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         try:
             while True:
                 status, events = await self._read(reader)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.answers import Answer
 from benchmarks.serving.soak.cases import GENERATING
-from benchmarks.serving.soak.cluster import COMMON, LOOK_S, Cluster, Page
+from benchmarks.serving.soak.cluster import LOOK_S, Cluster, Page
 from benchmarks.serving.soak.journal import Journal
 
 QUIET_S = 90.0
@@ -50,21 +50,12 @@ async def quiet_page(cluster: Cluster, journal: Journal) -> Page | None:
     begin_s, missing = journal.now_s, "no page"
     while journal.now_s < begin_s + QUIET_S:
         page = await cluster.page()
-        if page is not None:
-            missing = "; ".join(in_use(page)) or whole_page(page, cluster)
-            if not missing:
-                return page
+        missing = await cluster.what_is_missing(page)
+        if page is not None and not (missing := missing or "; ".join(in_use(page))):
+            return page
         await asyncio.sleep(LOOK_S)
     journal.broke(promises.BLOCKS, f"after {QUIET_S:.0f} s without a request: {missing}")
     return None
-
-
-def whole_page(page: Page, cluster: Cluster) -> str:
-    """What is missing on a page that should have every router and worker."""
-    num_routers = len(page.labels("transom_router_workers", "router"))
-    num_workers = len(page.labels("transom_requests_running", "worker"))
-    is_whole = num_routers == COMMON["router_replicas"] and num_workers >= cluster.layout.workers[0]
-    return "" if is_whole else f"a page of {num_routers} routers and {num_workers} workers"
 
 
 def left_tasks(before: Page, after: Page) -> Iterator[str]:
@@ -112,20 +103,18 @@ def wrong_sums(page: Page, worker: str) -> Iterator[str]:
         yield "more checkpoints than were placed and not given up"
 
 
-def compare(before: Page, after: Page, tally: Tally, journal: Journal, *, exact: bool) -> dict[str, list[float]]:
-    """Compare the routers' counts between two pages with the clients' of the same time; the rows of the report.
+def compare(before: Page, after: Page, tally: Tally, journal: Journal, *, exact: bool) -> None:
+    """Compare the routers' counts between two pages with the clients' of the same time.
 
     Both pages have the same processes. Where clients left early (`exact` is false then) the server may have counted more,
     by at most the number of requests that left.
     """
-    rows: dict[str, list[float]] = {}
 
     def grown(name: str, **labels: str) -> float:
         return after.sum(name, **labels) - before.sum(name, **labels)
 
-    def row(name: str, server: float, clients: float, more: float) -> None:
+    def check(name: str, server: float, clients: float, more: float) -> None:
         """The server's count has to be the clients', or up to `more` above it."""
-        rows[name] = [server, clients, clients + more]
         if not clients <= server <= clients + more:
             journal.broke(
                 promises.SUMS, f"{name}: the server counted {server}, clients {clients} and up to {more} more"
@@ -136,14 +125,13 @@ def compare(before: Page, after: Page, tally: Tally, journal: Journal, *, exact:
         for status, count in sorted(ended.items()):
             more = 0.0 if exact or status >= 400 else tally.num_left[path]
             server = grown("transom_router_requests_total", endpoint=path, status=str(status))
-            row(f"requests {path} {status}", server, count, more)
+            check(f"requests {path} {status}", server, count, more)
         server = grown("transom_router_requests_total", endpoint=path)
-        row(f"requests {path}", server, sum(ended.values()), tally.num_left[path])
+        check(f"requests {path}", server, sum(ended.values()), tally.num_left[path])
     more = 0.0 if exact else float("inf")
-    row("prompt tokens", grown("transom_router_prompt_tokens_total"), tally.prompt_tokens, more)
-    row("output tokens", grown("transom_router_output_tokens_total"), tally.output_tokens, more)
+    check("prompt tokens", grown("transom_router_prompt_tokens_total"), tally.prompt_tokens, more)
+    check("output tokens", grown("transom_router_output_tokens_total"), tally.output_tokens, more)
     finished = grown("transom_requests_total")
-    row("choices that ended at workers", finished, tally.num_choices, more)
+    check("choices that ended at workers", finished, tally.num_choices, more)
     admitted = grown("transom_request_prompt_tokens_count")
-    row("choices admitted at workers", admitted, tally.num_choices, finished - tally.num_choices)
-    return rows
+    check("choices admitted at workers", admitted, tally.num_choices, finished - tally.num_choices)

@@ -3,6 +3,7 @@ or streamed, into one form, and compares two of them."""
 
 import asyncio
 import json
+import math
 import socket
 import time
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class Choice:
 class Answer:
     """What came of one request. `is_whole`: the last byte that was due came. `error`: OpenAI's error object.
 
-    `fingerprints` are the `system_fingerprint`s of its parts; an answer of two models has two.
+    `fingerprints` are the `system_fingerprint`s of its parts; an answer of two models has two. `longest_gap_s` is the longest wait
+    for a chunk of a stream, the first one included.
     """
 
     status: int = 0
@@ -42,6 +44,8 @@ class Answer:
     retry_after: str | None = None
     is_whole: bool = False
     num_chunks: int = 0
+    sent_s: float = field(default_factory=time.monotonic)
+    longest_gap_s: float = 0.0
     unreadable: str = ""  # a body that is no JSON, or has another form
 
     @property
@@ -96,11 +100,9 @@ class Answer:
             choice.text += part.get("text") or content.get("content") or ""
             choice.finish_reason = part.get("finish_reason") or choice.finish_reason
             if found := part.get("logprobs"):
-                entries = found.get("content")
-                choice.tokens += [one["token"] for one in entries] if entries is not None else found["tokens"]
-                choice.logprobs += (
-                    [one["logprob"] for one in entries] if entries is not None else found["token_logprobs"]
-                )
+                is_chat = "content" in found
+                choice.tokens += [one["token"] for one in found["content"]] if is_chat else found["tokens"]
+                choice.logprobs += [one["logprob"] for one in found["content"]] if is_chat else found["token_logprobs"]
 
 
 def error_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +132,9 @@ def difference(answer: Answer, expected: Answer) -> str | None:
 
 
 def _close(a: float | None, b: float | None) -> bool:
-    return a == b if a is None or b is None else abs(a - b) <= LOGPROB_TOLERANCE * max(1.0, abs(b))
+    if a is None or b is None:
+        return a == b
+    return math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
 
 
 def is_beginning(answer: Answer, expected: Answer) -> bool:
@@ -145,18 +149,6 @@ class Hung(Exception):
     """No end of an answer within `PATIENCE_S`."""
 
 
-@dataclass(slots=True)
-class Reading:
-    """How a client reads a stream: a pause before every chunk, and after how many chunks it leaves (None: it stays).
-
-    `longest_gap_s` is the longest wait for a chunk, the first one included.
-    """
-
-    pause_s: float = 0.0
-    leave_after: int | None = None
-    longest_gap_s: float = 0.0
-
-
 def http_client(url: str, *, slow: bool = False, address: str | None = None) -> httpx.AsyncClient:
     """A client whose every request has a connection of its own, so that none meets a connection that the server is closing.
 
@@ -168,46 +160,40 @@ def http_client(url: str, *, slow: bool = False, address: str | None = None) -> 
     return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, transport=transport, trust_env=False)
 
 
-async def ask(client: httpx.AsyncClient, case: Case, *, stream: bool, reading: Reading | None = None) -> Answer:
-    """Send a request and read its answer.
+async def ask(
+    client: httpx.AsyncClient, case: Case, *, stream: bool, pause_s: float = 0.0, leave_after: float = math.inf
+) -> Answer:
+    """Send a request and read its answer: a stream with a pause after every chunk, and up to `leave_after` chunks.
 
     Raises:
         httpx.TransportError: the connection broke.
         Hung: the answer did not end.
     """
-    reading = reading or Reading()
     answer = Answer()
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            if stream:
-                await _read_stream(client, case, answer, reading)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            client.stream("POST", case.path, json=case.body | options) as reply,
+        ):
+            answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
+            if stream and reply.status_code == 200:
+                await _read_stream(reply, answer, pause_s, leave_after)
             else:
-                await _read_whole(client, case, answer)
+                answer.read_body(await reply.aread())
     except (TimeoutError, httpx.TimeoutException):
         raise Hung(f"{case.name}: {answer.num_chunks} chunks within {PATIENCE_S:.0f} s") from None
     return answer
 
 
-async def _read_whole(client: httpx.AsyncClient, case: Case, answer: Answer) -> None:
-    reply = await client.post(case.path, json=case.body)
-    answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
-    answer.read_body(reply.content)
-
-
-async def _read_stream(client: httpx.AsyncClient, case: Case, answer: Answer, reading: Reading) -> None:
-    body: dict[str, Any] = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
-    last_s = time.monotonic()
-    async with client.stream("POST", case.path, json=body) as reply:
-        answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
-        if reply.status_code != 200:
-            answer.read_body(await reply.aread())
+async def _read_stream(reply: httpx.Response, answer: Answer, pause_s: float, leave_after: float) -> None:
+    last_s = answer.sent_s
+    async for line in reply.aiter_lines():
+        answer.read_line(line)
+        now_s = time.monotonic()
+        answer.longest_gap_s, last_s = max(answer.longest_gap_s, now_s - last_s), now_s
+        if answer.num_chunks >= leave_after:
             return
-        async for line in reply.aiter_lines():
-            answer.read_line(line)
-            now_s = time.monotonic()
-            reading.longest_gap_s, last_s = max(reading.longest_gap_s, now_s - last_s), now_s
-            if reading.leave_after is not None and answer.num_chunks >= reading.leave_after:
-                return
-            if reading.pause_s and line:
-                await asyncio.sleep(reading.pause_s)
-                last_s = time.monotonic()
+        if pause_s and line:
+            await asyncio.sleep(pause_s)
+            last_s = time.monotonic()

@@ -84,15 +84,12 @@ def attacks(source: random.Random) -> list[Attack]:
 class Rude:
     """Opens connections to a server and treats them badly; each method is one way, and ends with the connection closed."""
 
+    WAYS = ("silent", "half_head", "half_body", "reset", "half_closed", "never_read")
+
     def __init__(self, url: str, source: random.Random) -> None:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._source = source
-
-    @property
-    def ways(self) -> list[str]:
-        """Names of the methods."""
-        return ["silent", "half_head", "half_body", "reset", "half_closed", "never_read"]
 
     async def behave(self, way: str) -> str | None:
         """Do it; the path of the request that the server may have seen whole, or None."""

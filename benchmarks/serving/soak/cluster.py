@@ -7,11 +7,8 @@ that a worker names is a living process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,12 +22,10 @@ from prometheus_client.samples import Sample
 
 from benchmarks.json_child import ROOT
 from benchmarks.server_process import ServerProcess
-from benchmarks.serving.process_names import name_of
+from benchmarks.serving.process_names import processes_named
 from benchmarks.serving.soak.journal import Journal
-from transom_cluster.commands.process_tree import is_running
 
-SOURCES = ("cluster", "worker", "kernels")
-REDEPLOY = Path("tests", "end_to_end", "redeploy.py")
+REDEPLOY = ROOT / "tests/end_to_end/redeploy.py"
 LOOK_S = 0.5
 WHOLE_S = 400.0
 PAGE_S = 30.0
@@ -81,19 +76,6 @@ def settings_of(layout: Layout, disk: Path) -> dict[str, Any]:
     return {**COMMON, **layout.settings, "disk_cache": str(disk)}
 
 
-def copy_sources(folder: Path) -> Path:
-    """Copy what the server runs, and have all processes that are started from now on import the copy.
-
-    Processes start throughout a soak: without a copy, a change of the working tree would give them other code than the rest has.
-    """
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / REDEPLOY).parent.mkdir(parents=True)
-    shutil.copy(ROOT / REDEPLOY, folder / REDEPLOY)
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(folder / name) for name in SOURCES)
-    return folder
-
-
 @dataclass(slots=True)
 class Page:
     """A page of metrics: samples by name."""
@@ -128,7 +110,6 @@ class Cluster:
 
     server: ServerProcess
     url: str
-    sources: Path
     folders: tuple[Path, Path]
     disk: Path
     journal: Journal
@@ -153,30 +134,23 @@ class Cluster:
         return Page.read(reply.text) if reply.status_code == 200 else None
 
     async def processes(self, *kinds: str) -> list[psutil.Process]:
-        """Living processes of these kinds (`process_names.NAMES`), the oldest first."""
-        return await asyncio.to_thread(self._processes, kinds)
-
-    def _processes(self, kinds: Sequence[str]) -> list[psutil.Process]:
-        found = []
-        for process in self.server.processes():
-            with contextlib.suppress(psutil.Error):
-                if name_of(process) in kinds and is_running(process):
-                    found.append((process.create_time(), process.pid, process))
-        return [process for _, _, process in sorted(found, key=lambda one: one[:2])]
+        """Living processes of these kinds (`process_names.NAMES`)."""
+        return await asyncio.to_thread(processes_named, self.server, *kinds)
 
     async def until_whole(self, *, without: Sequence[psutil.Process] = ()) -> bool:
         """Wait until the cluster is whole without these processes; whether that came within `WHOLE_S`."""
         begin_s = self.journal.now_s
         state = ""
         while self.journal.now_s < begin_s + WHOLE_S:
-            if (state := await self._what_is_missing(without)) == "":
+            if not (state := await self.what_is_missing(await self.page(), without)):
                 return True
             await asyncio.sleep(LOOK_S)
         self.journal.note("not whole", missing=state, layout=self.layout.name)
         return False
 
-    async def _what_is_missing(self, without: Sequence[psutil.Process]) -> str:
-        if (page := await self.page()) is None:
+    async def what_is_missing(self, page: Page | None, without: Sequence[psutil.Process] = ()) -> str:
+        """What a page shows that is not whole; empty where all is."""
+        if page is None:
             return "no page"
         routers = page.labels("transom_router_workers", "router")
         if len(routers) != COMMON["router_replicas"]:
@@ -209,7 +183,7 @@ class Cluster:
         assert address is not None
         settings = json.dumps({"model": str(self.folders[self.is_second]), **settings_of(layout, self.disk)})
         deploying = await asyncio.create_subprocess_exec(
-            sys.executable, str(self.sources / REDEPLOY), address[1], settings,
+            sys.executable, str(REDEPLOY), address[1], settings,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, errors = await deploying.communicate()

@@ -25,7 +25,7 @@ ROUNDING = 1e-3  # of the largest number of a block; blocks of two models differ
 def check_disk(disk: Path, models: Sequence[Path], cases: Sequence[Case], journal: Journal) -> None:
     """Count the blocks, and break the promise for each one that is of another model."""
     folder = disk / "transom-kv"
-    journal.count("folders of blocks on the disk", sum(one.is_dir() for one in folder.iterdir()))
+    journal.counts["folders of blocks on the disk"] = sum(one.is_dir() for one in folder.iterdir())
     for path in folder.rglob("*.kv"):
         journal.count("blocks on the disk")
         contents_of(path, journal)

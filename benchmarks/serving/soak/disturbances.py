@@ -10,7 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -20,8 +20,9 @@ from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.traffic import Traffic
 from transom_cluster.commands.process_tree import is_running
 
-BURST_CLIENTS = 16
-KINDS: dict[str, int] = {
+BURST_CLIENTS, BURST_S = 16, 10.0
+PAUSE_S = 20.0  # mean pause between two disturbances
+KINDS = {  # weights
     "worker": 6,
     "router": 4,
     "rank": 5,
@@ -30,41 +31,48 @@ KINDS: dict[str, int] = {
     "hang": 2,
     "folder": 3,
     "burst": 3,
-}  # weights
+}
 
 
 @dataclass(slots=True)
 class Disturbances:
-    """Disturbs a cluster, one disturbance at a time. `recoveries` has how long each kind took, in seconds."""
+    """Disturbs a cluster, one disturbance at a time."""
 
     cluster: Cluster
     traffic: Traffic
     journal: Journal
     source: random.Random
-    hangs: bool
-    recoveries: list[tuple[str, str, float]] = field(default_factory=list)
 
-    async def one(self) -> None:
+    async def until(self, is_over: Callable[[], bool]) -> None:
+        """One disturbance at least, and then one after another, with random pauses."""
+        while True:
+            await asyncio.sleep(self.source.uniform(0.3, 1.7) * PAUSE_S)
+            try:
+                await self._one()
+            except Exception as fault:
+                self.journal.broke(promises.WHOLE, f"the soak could not disturb: {fault!r}")
+            if is_over():
+                return
+
+    async def _one(self) -> None:
         """A random one that suits the layout."""
         weights = dict(KINDS)
         if self.cluster.layout.ranks_per_worker == 1:
             del weights["rank"]
-        if not self.hangs:
-            del weights["hang"]
         [kind] = self.source.choices(list(weights), list(weights.values()))
         if kind == "burst":
             await self._burst()
         elif kind == "two":
             kinds = self.source.choices(("worker", "router", "rank"), k=2)
-            await self.kill(kinds, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
+            await self._kill(kinds, signal.SIGKILL, pause_s=self.source.uniform(0.0, 8.0))
         elif kind == "folder":
             await self.exchange_models()
         elif kind == "hang":
-            await self.kill([self.source.choice(("worker", "rank"))], signal.SIGSTOP)
+            await self._kill([self.source.choice(("worker", "rank"))], signal.SIGSTOP)
         else:
-            await self.kill([kind], signal.SIGKILL)
+            await self._kill([kind], signal.SIGKILL)
 
-    async def kill(self, kinds: Sequence[str], number: signal.Signals, *, pause_s: float = 0.0) -> None:
+    async def _kill(self, kinds: Sequence[str], number: signal.Signals, *, pause_s: float = 0.0) -> None:
         """Send a signal to a process of each of these kinds, and wait until the cluster is whole without them."""
         victims: list[psutil.Process] = []
         with ExitStack() as windows:
@@ -95,7 +103,7 @@ class Disturbances:
     async def exchange_models(self) -> None:
         """Change the weights in the served folder, and kill a worker or a rank, which then loads the other model."""
         self.cluster.exchange_models()
-        await self.kill([self.source.choice(("worker", "rank"))], signal.SIGKILL)
+        await self._kill([self.source.choice(("worker", "rank"))], signal.SIGKILL)
 
     async def redeploy(self, layout: Layout) -> None:
         """Deploy the app with other settings and the other model under load."""
@@ -108,21 +116,16 @@ class Disturbances:
     async def _burst(self) -> None:
         """Many clients at once, so that queues fill, sequences are preempted, and the autoscaler adds workers."""
         self.journal.note("burst", clients=BURST_CLIENTS)
-        end_s = self.journal.now_s + 10.0
-        await self.traffic.run(
-            BURST_CLIENTS,
-            0.0,
-            f"burst {self.journal.now_s}",
-            lambda: self.journal.now_s > end_s,
-            only=("single", "conversation"),
-        )
+        end_s = self.journal.now_s + BURST_S
+        seed, kinds = f"burst {self.journal.now_s}", ("single", "conversation")
+        await self.traffic.run(BURST_CLIENTS, 0.0, seed, lambda: self.journal.now_s > end_s, only=kinds)
 
     async def _recover(self, name: str, victims: Sequence[psutil.Process], begin_s: float) -> None:
         if not await self.cluster.until_whole(without=victims):
             self.journal.broke(promises.WHOLE, f"{name} ({self.cluster.layout.name}): not whole after a long time")
             return
         took_s = self.journal.now_s - begin_s
-        self.recoveries.append((name, self.cluster.layout.name, took_s))
+        self.journal.recoveries.append((name, self.cluster.layout.name, took_s))
         self.journal.note("whole", after=name, took_s=round(took_s, 2))
 
     async def _come_back(self, victims: Sequence[psutil.Process]) -> None:
@@ -139,15 +142,3 @@ class Disturbances:
                 self.journal.broke(promises.LEFTOVERS, f"{living} were replaced, and have not ended")
                 return
             await asyncio.sleep(LOOK_S)
-
-
-async def disturb_until(disturbances: Disturbances, pause_s: float, is_over: Callable[[], bool]) -> None:
-    """One disturbance at least, and then one after another, with random pauses of `pause_s` on average."""
-    while True:
-        await asyncio.sleep(disturbances.source.uniform(0.3, 1.7) * pause_s)
-        try:
-            await disturbances.one()
-        except Exception as fault:
-            disturbances.journal.broke(promises.WHOLE, f"the soak could not disturb: {fault!r}")
-        if is_over():
-            return

@@ -1,16 +1,15 @@
-"""What happens in a soak and when: the journal, one JSON object a line, the promises that broke, and the times of disturbances.
+"""What happens in a soak and when: the journal, one JSON object a line, the report, and the times of disturbances.
 
-Every part of the soak writes into it. Its lines are enough to follow a failure: each disturbance, each answer that was not whole,
-each promise that broke.
+Every part of the soak writes into the journal. Its lines are enough to follow a failure: each phase, each disturbance, each answer
+that was not whole, each promise that broke.
 """
 
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,21 @@ PROMISES = (ENDS, KINDS, TEXTS, FILES, BAD_BODIES, WHOLE, BLOCKS, SUMS, MEMORY, 
 AFTERWARDS_S = 3.0  # a client may see the end of a disturbance late
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A promise that did not hold, when (seconds since the journal was opened), and what was seen."""
-
-    promise: str
-    time_s: float
-    seen: str
-
-
 class Journal:
-    """A file of events, counts of them, and the promises that broke."""
+    """A file of events, and what the report has.
+
+    `broken` has each promise that did not hold, and what was seen. `recoveries` says what was done to which layout, and after how
+    many seconds the cluster was whole. `longest_gaps_s` has the longest wait for a token of each stream around disturbances, and
+    `growth_mib_per_h` how fast the memory of each kind of process grew in the steady phase.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.broken: list[Broken] = []
+        self.broken: list[tuple[str, str]] = []
         self.counts: Counter[str] = Counter()
+        self.recoveries: list[tuple[str, str, float]] = []
+        self.longest_gaps_s: list[float] = []
+        self.growth_mib_per_h: Mapping[str, float] = {}
         self._begin_s = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", buffering=1)
@@ -57,38 +55,64 @@ class Journal:
         """Write one event."""
         self._file.write(json.dumps({"time_s": round(self.now_s, 3), "event": event, **fields}, default=str) + "\n")
 
-    def count(self, what: str, number: int = 1) -> None:
-        """Add to a count of the report without writing a line."""
-        self.counts[what] += number
+    def phase(self, name: str) -> None:
+        """Write and print that a phase begins."""
+        self.note("phase", name=name)
+        print(f"{self.now_s / 60:6.1f} min  {name}", flush=True)
+
+    def count(self, what: str) -> None:
+        """Add one to a count of the report without writing a line."""
+        self.counts[what] += 1
 
     def broke(self, promise: str, seen: str, **fields: Any) -> None:
         """Write that a promise did not hold."""
-        broken = Broken(promise, round(self.now_s, 3), seen[:2000])
-        self.broken.append(broken)
-        self.note("BROKEN", **asdict(broken), **fields)
+        self.broken.append((promise, seen[:2000]))
+        self.note("BROKEN", promise=promise, seen=seen[:2000], **fields)
+
+    def report(self) -> dict[str, Any]:
+        """The figures of the soak. `promises`: how often each of them broke."""
+        times = Counter(promise for promise, _ in self.broken)
+        return {
+            "promises": {promise: times[promise] for promise in PROMISES},
+            "broken": self.broken,
+            "recoveries": self.recoveries,
+            "longest_gaps_s": gap_figures(self.longest_gaps_s),
+            "growth_mib_per_h": self.growth_mib_per_h,
+            "counts": dict(sorted(self.counts.items())),
+        }
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+def gap_figures(gaps_s: Sequence[float]) -> dict[str, float]:
+    """The number of streams, and how long each waited at worst for a token, in seconds."""
+    if not gaps_s:
+        return {}
+    ordered = sorted(gaps_s)
+    shares = {f"p{percent}": ordered[len(ordered) * percent // 100] for percent in (50, 90, 99)}
+    return {"streams": len(ordered), **shares, "at most": ordered[-1]}
+
+
 class Windows:
-    """All intervals of one kind of disturbance, each from the kill until the cluster is whole again and a little longer."""
+    """All intervals of one kind of disturbance, each from the kill until the cluster is whole again and a little longer.
+
+    One begins after the other has ended, so the end of the last one tells whether any of them reaches into a time.
+    """
 
     def __init__(self) -> None:
-        self._windows: list[list[float]] = []  # begin and end on `time.monotonic`; infinite while it lasts
+        self._end_s = -math.inf  # of the last interval, on `time.monotonic`; infinite while it lasts
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """An interval that lasts as long as the block."""
-        window = [time.monotonic(), math.inf]
-        self._windows.append(window)
+        self._end_s = math.inf
         try:
             yield
         finally:
-            window[1] = time.monotonic() + AFTERWARDS_S
+            self._end_s = time.monotonic() + AFTERWARDS_S
 
     def overlaps(self, begin_s: float) -> bool:
         """Whether one of them overlaps the time from `begin_s` until now."""
-        now_s = time.monotonic()
-        return any(begin <= now_s and end >= begin_s for begin, end in self._windows)
+        return self._end_s >= begin_s

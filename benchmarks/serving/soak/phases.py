@@ -4,17 +4,15 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally, check_page, compare, left_tasks, quiet_page
 from benchmarks.serving.soak.cases import make_cases, make_conversations
 from benchmarks.serving.soak.cluster import LAYOUTS, TWO_WORKERS, Cluster, Page
-from benchmarks.serving.soak.disturbances import Disturbances, disturb_until
+from benchmarks.serving.soak.disturbances import Disturbances
 from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.process_watch import ProcessWatch, Sample, leftovers
-from benchmarks.serving.soak.report import Report, gap_figures
 from benchmarks.serving.soak.traffic import Known, Traffic
 
 DISTURBED_SHARE, STEADY_SHARE = 0.45, 0.45  # of the time; the rest is for the calm phase and the end
@@ -25,6 +23,7 @@ NUM_FILLING = 4_400  # each of two routers and workers keeps the timelines of it
 MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
 FLAT_MIB_PER_H = 10.0
 OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported
+CLIENT_PAUSE_S = 1.5  # mean pause of a client between two requests
 HOSTILE_PAUSE_S = 10.0  # mean pause between two attacks
 SPARE = 12  # descriptors and threads that a process may have more than at the start
 
@@ -32,8 +31,8 @@ SPARE = 12  # descriptors and threads that a process may have more than at the s
 class Soak:
     """One soak of a running server."""
 
-    def __init__(self, options: argparse.Namespace, cluster: Cluster, journal: Journal, report: Report) -> None:
-        self._options, self._cluster, self._journal, self._report = options, cluster, journal, report
+    def __init__(self, options: argparse.Namespace, cluster: Cluster, journal: Journal) -> None:
+        self._options, self._cluster, self._journal = options, cluster, journal
         self._known = Known(cases=make_cases(options.seed), conversations=make_conversations(options.seed))
         self._traffic = Traffic(cluster.url, self._known, journal)
         self._watch = ProcessWatch(cluster.server)
@@ -44,18 +43,17 @@ class Soak:
         is_over = asyncio.Event()
         watching = asyncio.create_task(self._watch.run(is_over.is_set))
         try:
-            with self._phase("calm"):
-                before = await self._calm()
-            with self._phase("disturbed"):
-                await self._disturbed()
-            with self._phase("steady"):
-                await self._steady()
-            with self._phase("end"):
-                await self._end(before)
+            self._journal.phase("calm")
+            before = await self._calm()
+            self._journal.phase("disturbed")
+            await self._disturbed()
+            self._journal.phase("steady")
+            await self._steady()
+            self._journal.phase("end")
+            await self._end(before)
         finally:
             is_over.set()
             await watching
-            self._report.longest_gaps_s = gap_figures(self._traffic.longest_gaps_s)
             await self._traffic.close()
             await self._cluster.close()
 
@@ -79,23 +77,20 @@ class Soak:
         for _ in range(20):
             await self._traffic.once("conversation", source)
         await self._ask_each(source)
-        self._idle_page = await self._settle("calm", page, exact=True)
+        self._idle_page = await self._settle(page, exact=True)
 
     async def _disturbed(self) -> None:
-        options, traffic = self._options, self._traffic
-        source = random.Random(f"{options.seed}/disturbances")
-        disturbances = Disturbances(
-            self._cluster, traffic, self._journal, source, options.hangs, self._report.recoveries
-        )
+        source = random.Random(f"{self._options.seed}/disturbances")
+        disturbances = Disturbances(self._cluster, self._traffic, self._journal, source)
         over = asyncio.Event()
 
         async def disturb() -> None:
             await disturbances.exchange_models()
             for layout in LAYOUTS:
-                end = self._after(options.seconds * DISTURBED_SHARE / len(LAYOUTS))
+                end = self._after(self._options.seconds * DISTURBED_SHARE / len(LAYOUTS))
                 if layout is not self._cluster.layout:
                     await disturbances.redeploy(layout)
-                await disturb_until(disturbances, options.disturb_s, end)
+                await disturbances.until(end)
             await disturbances.redeploy(TWO_WORKERS)
 
         disturbing = asyncio.create_task(disturb())
@@ -104,22 +99,21 @@ class Soak:
         await disturbing
 
     async def _steady(self) -> None:
-        options = self._options
         page = await quiet_page(self._cluster, self._journal)
         self._traffic.tally = Tally()
-        steady_s = options.seconds * STEADY_SHARE
+        steady_s = self._options.seconds * STEADY_SHARE
         if steady_s >= MIN_FLAT_S:
             await self._traffic.fill(NUM_FILLING)
         begin_s, end = time.time(), self._after(steady_s)
         await self._clients("steady", end)
         self._check_memory(begin_s, time.time())
-        await self._settle("steady", page, exact=False)
+        await self._settle(page, exact=False)
 
     async def _clients(self, phase: str, is_over: Callable[[], bool]) -> None:
         """All clients, the hostile one too, until `is_over()`."""
-        options, seed = self._options, f"{self._options.seed}/{phase}"
+        seed = f"{self._options.seed}/{phase}"
         await asyncio.gather(
-            self._traffic.run(options.clients, options.pause_s, seed, is_over),
+            self._traffic.run(self._options.clients, CLIENT_PAUSE_S, seed, is_over),
             self._traffic.hostile(seed, HOSTILE_PAUSE_S, is_over),
         )
 
@@ -127,7 +121,7 @@ class Soak:
         page = await quiet_page(self._cluster, self._journal)
         self._traffic.tally = Tally()
         await self._ask_each(random.Random(1))
-        await self._settle("end", page, exact=True)
+        await self._settle(page, exact=True)
         found: list[str] = []
         for _ in range(12):  # what was closed on the other side is closed here a little later
             found = leftovers(before, await asyncio.to_thread(self._watch.look), SPARE)
@@ -136,7 +130,6 @@ class Soak:
             if not found:
                 break
             await asyncio.sleep(5.0)
-        self._report.leftovers = found
         for one in found:
             self._journal.broke(promises.LEFTOVERS, one)
 
@@ -145,34 +138,23 @@ class Soak:
         for _ in range(len(self._known.cases)):
             await self._traffic.once("single", source)
 
-    async def _settle(self, phase: str, before: Page | None, *, exact: bool) -> Page | None:
+    async def _settle(self, before: Page | None, *, exact: bool) -> Page | None:
         """Wait until all is quiet, and compare the server's counts with the clients'; the page at that time."""
         after = await quiet_page(self._cluster, self._journal)
         if after is not None:
             check_page(after, self._journal)
             if before is not None:
-                sums = compare(before, after, self._traffic.tally, self._journal, exact=exact)
-                self._report.sums[phase] = sums
+                compare(before, after, self._traffic.tally, self._journal, exact=exact)
         return after
 
     def _check_memory(self, begin_s: float, end_s: float) -> None:
         warm_up_s = min(WARM_UP_S, (end_s - begin_s) / 3)
-        self._report.growth = self._watch.growth(begin_s, end_s, warm_up_s)
+        self._journal.growth_mib_per_h = self._watch.growth_mib_per_h(begin_s, end_s, warm_up_s)
         if end_s - begin_s < MIN_FLAT_S:
             return
-        for one in self._report.growth:
-            if one.kind in OURS and one.rss_mib_per_h > FLAT_MIB_PER_H:
-                self._journal.broke(promises.MEMORY, f"{one.kind}: {one.rss_mib_per_h:+.1f} MiB/h")
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        begin_s = self._journal.now_s
-        self._journal.note("phase", name=name)
-        print(f"{begin_s / 60:6.1f} min  {name}", flush=True)
-        try:
-            yield
-        finally:
-            self._report.phases_s[name] = round(self._journal.now_s - begin_s, 1)
+        for kind, growth in self._journal.growth_mib_per_h.items():
+            if kind in OURS and growth > FLAT_MIB_PER_H:
+                self._journal.broke(promises.MEMORY, f"{kind}: {growth:+.1f} MiB/h")
 
     def _after(self, seconds: float) -> Callable[[], bool]:
         end_s = self._journal.now_s + seconds

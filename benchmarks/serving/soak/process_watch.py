@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 
 from benchmarks.server_process import ServerProcess
@@ -31,22 +32,9 @@ class Sample:
     pid: int
     start_s: float
     time_s: float
-    rss: int
-    pss: int
+    resident_mib: float
     num_fds: int
     num_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Memory of one kind of process over an interval."""
-
-    kind: str
-    num_processes: int
-    observed_h: float
-    rss_mib: float
-    rss_mib_per_h: float
-    pss_mib_per_h: float
 
 
 class ProcessWatch:
@@ -68,50 +56,33 @@ class ProcessWatch:
         found = (_sample(process) for process in self._server.processes())
         return [sample for sample in found if sample is not None]
 
-    def growth(self, begin_s: float, end_s: float, warm_up_s: float) -> list[Growth]:
-        """A row for each kind of process, from samples between two times (`time.time`), without the first `warm_up_s`."""
+    def growth_mib_per_h(self, begin_s: float, end_s: float, warm_up_s: float) -> dict[str, float]:
+        """Kind of process -> how fast its memory grew between two times (`time.time`), without the first `warm_up_s`."""
         kinds: dict[str, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
         for one in self.samples:
             if max(begin_s, one.start_s) + warm_up_s <= one.time_s <= end_s:
                 kinds[one.kind][one.pid].append(one)
-        return [_growth(kind, pids.values()) for kind, pids in sorted(kinds.items())]
+        return {kind: slope_per_h(pids.values()) for kind, pids in sorted(kinds.items())}
 
 
 def _sample(process: psutil.Process) -> Sample | None:
     try:
         with process.oneshot():
-            memory = process.memory_full_info()
             return Sample(
                 name_of(process), process.pid, process.create_time(), time.time(),
-                memory.rss, memory.pss, process.num_fds(), process.num_threads(),
+                process.memory_info().rss / MIB, process.num_fds(), process.num_threads(),
             )  # fmt: skip
     except (psutil.Error, FileNotFoundError):
         return None
 
 
-def _growth(kind: str, processes: Iterable[list[Sample]]) -> Growth:
-    rows = [samples for samples in processes if len(samples) > 2]
-    observed_s = sum(samples[-1].time_s - samples[0].time_s for samples in rows)
-    newest = [samples[-1].rss for samples in rows]
-    return Growth(
-        kind,
-        len(rows),
-        observed_s / 3600,
-        sum(newest) / len(newest) / MIB if newest else 0.0,
-        slope_per_h(rows, lambda one: one.rss / MIB),
-        slope_per_h(rows, lambda one: one.pss / MIB),
-    )
-
-
-def slope_per_h(rows: Iterable[list[Sample]], value: Callable[[Sample], float]) -> float:
-    """The common slope of several processes' values, each with an intercept of its own."""
-    products = squares = 0.0
-    for samples in rows:
-        mean_s = sum(one.time_s for one in samples) / len(samples)
-        mean = sum(map(value, samples)) / len(samples)
-        products += sum((one.time_s - mean_s) * (value(one) - mean) for one in samples)
-        squares += sum((one.time_s - mean_s) ** 2 for one in samples)
-    return 3600 * products / squares if squares else 0.0
+def slope_per_h(processes: Iterable[list[Sample]]) -> float:
+    """The common slope of several processes' memory in MiB an hour; 0 without two samples of one process."""
+    points = [np.array([(one.time_s, one.resident_mib) for one in samples]) for samples in processes]
+    # An intercept for each process: its own mean is the middle of its line.
+    times_s, sizes_mib = np.concatenate([some - some.mean(axis=0) for some in points] or [np.zeros((1, 2))]).T
+    squares = times_s @ times_s
+    return 3600 * float(times_s @ sizes_mib / squares) if squares else 0.0
 
 
 def leftovers(before: Iterable[Sample], after: Iterable[Sample], allowed: int) -> list[str]:

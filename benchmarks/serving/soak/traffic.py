@@ -7,7 +7,7 @@ allowed) and where it was told to come later; every other end without the calm r
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally
-from benchmarks.serving.soak.answers import Answer, Hung, Reading, ask, difference, http_client, is_beginning
+from benchmarks.serving.soak.answers import Answer, Hung, ask, difference, http_client, is_beginning
 from benchmarks.serving.soak.bad_clients import HOSTILE_ADDRESS, Attack, Rude, attacks, bad_requests
 from benchmarks.serving.soak.cases import COMPLETIONS, FILLING, Case, Conversation
 from benchmarks.serving.soak.journal import Journal, Windows
@@ -61,7 +61,6 @@ class Traffic:
     def __init__(self, url: str, known: Known, journal: Journal) -> None:
         self.tally = Tally()
         self.disturbed, self.router_killed = Windows(), Windows()
-        self.longest_gaps_s: list[float] = []  # of streams during disturbances
         self._url, self._known, self._journal = url, known, journal
         self._quick, self._narrow = http_client(url), http_client(url, slow=True)
 
@@ -75,17 +74,14 @@ class Traffic:
     ) -> None:
         """Run `num_clients` clients until `is_over()`, each with random choices of its own; `only` names behaviours, if not all."""
         weights = {name: weight for name, weight in BEHAVIOURS.items() if not only or name in only}
-        await asyncio.gather(
-            *(self._client(random.Random(f"{seed}/{i}"), weights, pause_s, is_over) for i in range(num_clients))
-        )
 
-    async def _client(
-        self, source: random.Random, weights: Mapping[str, int], pause_s: float, is_over: Callable[[], bool]
-    ) -> None:
-        while not is_over():
-            [behaviour] = source.choices(list(weights), list(weights.values()))
-            await self.once(behaviour, source, pause_s)
-            await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
+        async def client(source: random.Random) -> None:
+            while not is_over():
+                [behaviour] = source.choices(list(weights), list(weights.values()))
+                await self.once(behaviour, source, pause_s)
+                await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
+
+        await asyncio.gather(*(client(random.Random(f"{seed}/{i}")) for i in range(num_clients)))
 
     async def once(self, behaviour: str, source: random.Random, pause_s: float = 0.0) -> None:
         """Behave once; a fault of the soak's own code counts as a broken promise, and does not end the soak."""
@@ -144,8 +140,7 @@ class Traffic:
 
     async def _slow(self, source: random.Random, _pause_s: float) -> None:
         wide = [case for case in self._known.cases if case.name.startswith("wide")]
-        reading = Reading(pause_s=source.uniform(0.02, 0.15))
-        await self._ask_well(source.choice(wide), stream=True, reading=reading, client=self._narrow)
+        await self._ask_well(source.choice(wide), stream=True, pause_s=source.uniform(0.02, 0.15), client=self._narrow)
 
     async def _conversation(self, source: random.Random, pause_s: float) -> None:
         conversation = source.choice(self._known.conversations)
@@ -161,7 +156,7 @@ class Traffic:
         self.tally.left(case.path)
         try:
             async with asyncio.timeout(source.uniform(0.01, 4.0)):
-                answer = await ask(self._quick, case, stream=True, reading=Reading(leave_after=source.randint(0, 25)))
+                answer = await ask(self._quick, case, stream=True, leave_after=source.randint(0, 25))
         except TimeoutError:
             return
         except httpx.TransportError as error:
@@ -197,7 +192,7 @@ class Traffic:
 
     async def _rude(self, source: random.Random, _pause_s: float) -> None:
         rude = Rude(self._url, source)
-        way = source.choice(rude.ways)
+        way = source.choice(rude.WAYS)
         self._journal.count(f"rude {way}")
         try:
             path = await rude.behave(way)
@@ -233,15 +228,14 @@ class Traffic:
     # judging
 
     async def _ask_well(
-        self, case: Case, *, stream: bool, reading: Reading | None = None, client: httpx.AsyncClient | None = None
+        self, case: Case, *, stream: bool, pause_s: float = 0.0, client: httpx.AsyncClient | None = None
     ) -> Answer | None:
         """Ask until there is a whole answer, which must be the calm run's; None where a promise broke."""
         self._journal.count("well-behaved requests")
         while True:
-            reading = Reading(reading.pause_s) if reading else Reading()
             begin_s = time.monotonic()
             try:
-                answer = await ask(client or self._quick, case, stream=stream, reading=reading)
+                answer = await ask(client or self._quick, case, stream=stream, pause_s=pause_s)
             except Hung as hung:
                 self.tally.left(case.path)
                 self._journal.broke(promises.ENDS, str(hung), case=case.name, stream=stream)
@@ -253,7 +247,7 @@ class Traffic:
                 await asyncio.sleep(RETRY_S)
                 continue
             if self.disturbed.overlaps(begin_s):
-                self.longest_gaps_s.append(reading.longest_gap_s)
+                self._journal.longest_gaps_s.append(answer.longest_gap_s)
             if answer.is_good:
                 return self._judge_answer(case, answer)
             if not self._judge_error(case, answer, begin_s, stream=stream):
