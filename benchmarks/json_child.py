@@ -128,3 +128,13 @@ def answer_calls(child: object) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(reply, default=str) + "\n")
         answers.flush()
+
+
+def commit() -> str:
+    """The commit of this tree, with a mark where files have changed since; TRANSOM_COMMIT where there is no git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except OSError:
+        found = ""
+    return os.environ.get("TRANSOM_COMMIT") or found or "unknown"

@@ -32,7 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = arguments_of(PART, __doc__)
-    parser.add_argument("--quick", action="store_true", help="a few sizes of each operator")
     parser.add_argument("--check", action="store_true", help="correctness alone, no times")
     options = parser.parse_args(given)
     if options.device == "cpu":
@@ -93,7 +92,7 @@ def _timer(device_name: str) -> Timer:
     return Timer(torch.device(device_name))
 
 
-def report(results: list[Result]) -> list[Result]:
+def report(results: Sequence[Result]) -> list[Result]:
     """Rows about promises. Puts into each case's `reached` its rivals' times over ours, and a window's short context's time."""
     times: dict[str, Any] = {result["job"]: result.get("time_us") for result in results}
     for result in results:
@@ -107,18 +106,16 @@ def report(results: list[Result]) -> list[Result]:
     return promise_rows(results)
 
 
-def line(result: Result) -> str:
-    """One line of output."""
-    said = str(result.get("error", ""))[:100]
-    if "reached" in result:
-        said = f"{result['time_us']:10.1f} us  {result['reached']['floor']:.2f} of the floor"
-    elif "time_us" in result:
-        said = f"{result['time_us']:10.1f} us"
-    return f"{result['status']:9} {result['job']:60} {said}"
+def figure(result: Result) -> str:
+    """What a line of output says of a job."""
+    if "time_us" not in result:
+        return ""
+    share = f"  {result['reached']['floor']:.2f} of the floor" if "reached" in result else ""
+    return f"{result['time_us']:10.1f} us{share}"
 
 
 PART = Part(
-    name="kernels", module="benchmarks.engine.kernels", jobs=jobs, answer=answer, line=line, report=report,
+    name="kernels", module="benchmarks.engine.kernels", jobs=jobs, answer=answer, figure=figure, report=report,
     job_s=110.0, budget_s=420.0, counts=lambda job: BESIDE not in job,
 )  # fmt: skip
 

@@ -1,19 +1,17 @@
 """A device: its name and versions for the record, its clocks, and the two ceilings that figures are shares of."""
 
 import datetime
-import os
 import platform
 import subprocess
-import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.timing import Timer
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
+PACKAGES = ("torch", "triton", "transformers", "numpy")
 COPIED_BYTES = (1 << 30, 4 << 30)
 MATRIX_SIZES = (8192, 4096)
 TINY_BYTES, TINY_SIZE = 1 << 16, 64
@@ -53,54 +51,31 @@ def _matrix_rate(timer: Timer, size: int, device: torch.device) -> float:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Date, chip, driver and versions."""
-    chip: dict[str, Any] = {"name": platform.processor() or platform.machine()}
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        chip = {
-            "name": card.name,
-            "capability": f"{card.major}.{card.minor}",
-            "processors": card.multi_processor_count,
-            "memory_bytes": card.total_memory,
-            "l2_bytes": getattr(card, "L2_cache_size", None),
-            "driver": _driver(),
-        }
+    is_cuda = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": chip,
-        "python": sys.version.split()[0],
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "device": str(torch.cuda.get_device_properties(device)) if is_cuda else platform.machine(),
+        "driver": _driver() if is_cuda else "",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "cores": os.cpu_count(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
     }
 
 
 def clocks(device: torch.device) -> dict[str, float]:
-    """Clocks, power and temperature as the driver says, taken right after the work: a hot or capped card measures less. Empty where
-    its library is not installed; asking the driver's program instead would take longer than a case."""
+    """Clock, power and temperature, taken right after the work: a hot or capped card measures less. Empty where none is known."""
     if device.type != "cuda":
         return {}
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        card = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
         return {
-            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
-            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(card) / 1e3,
-            "celsius": pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
-            "throttle_reasons": pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(card),
+            "sm_mhz": torch.cuda.clock_rate(device),
+            "power_w": torch.cuda.power_draw(device) / 1e3,
+            "celsius": torch.cuda.temperature(device),
         }
-    except Exception:  # absent, or a driver that does not tell: clocks are a remark, never a reason to lose a figure
+    except (
+        Exception
+    ):  # without pynvml, or of a driver that does not tell: clocks are a remark, never a reason to lose a figure
         return {}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str:

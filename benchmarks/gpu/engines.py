@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from benchmarks.engine.steps import Steps
 from benchmarks.gpu.geometries import RandomWeights, config_json
 from tests.tiny_checkpoints import byte_tokenizer
-from transom_core.contract import SamplingParams
+from transom_core.contract import OutputEvent, SamplingParams
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import ModelFiles
 from transom_core.settings.settings import Settings
@@ -71,28 +71,18 @@ class Transom:
             files = ModelFiles(name="random", path=Path(folder), is_gguf=False, config={}, generation_config={})
             tokenizer = Tokenizer.load(files)
         metrics = EngineMetrics(model=config.model_type, worker="0")
-        begin_s = time.perf_counter()
         self._executor = LocalExecutor(engine_config, loaded)
         self._engine = Engine(engine_config, self._executor, tokenizer, metrics)
         self._steps = Steps(self._engine)
         self.architecture, self.weight_bytes = architecture, model.weight_bytes
         self.kv_pool_bytes = self._engine.info.memory.kv_bytes
-        self._about = {
-            "warm_up_s": time.perf_counter() - begin_s,
-            "kv_pool_bytes": self._engine.info.memory.kv_bytes,
-            "weight_bytes": model.weight_bytes,
-            "num_graphs": self._engine.info.num_graphs,
-        }
+        self._about = {"kv_pool_bytes": self.kv_pool_bytes, "num_graphs": self._engine.info.num_graphs}
 
     def prefill(self, num_tokens: int) -> dict[str, Any]:
         """`seconds` to the first token of one prompt, their `spread` over some runs, and that `first_token`."""
-        seconds, first = [], -1
-        for _ in range(1 + RUNS):  # the first warms up
-            [prompt] = prompts(1, num_tokens, self._vocab_size)
-            begin_s = time.perf_counter()
-            self._steps.add(prompt, ONE_TOKEN)
-            [first] = [token for event in self._steps.to_the_end() for token in event.token_ids]
-            seconds.append(time.perf_counter() - begin_s)
+        [prompt] = prompts(1, num_tokens, self._vocab_size)
+        seconds, events = self._first_tokens([prompt] * (1 + RUNS), salt=None)  # the first warms up
+        [first] = [token for event in events for token in event.token_ids]
         return _middle("seconds", seconds[1:]) | {"first_token": first} | self._about
 
     def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
@@ -100,13 +90,12 @@ class Transom:
         and what the device's kernels take of a step."""
         self._start(batch, context)
         self._steps.tokens(FIRST_STEPS)
-        forward_s, num_replayed, moments = self._engine.forward_s, self._num_replayed(), [time.perf_counter()]
+        num_replayed, moments = self._num_replayed(), [time.perf_counter()]
         for _ in range(RUNS):
             if self._steps.tokens(steps) != batch * steps:
                 raise RuntimeError(f"{steps} steps did not bring a token for each of {batch} sequences every time.")
             # A step's result has come; what is in flight then belongs to the next run.
             moments.append(time.perf_counter())
-        outside_s = moments[-1] - moments[0] - (self._engine.forward_s - forward_s)
         num_replayed = self._num_replayed() - num_replayed
         kernels = self._profiled()
         self._steps.stop()
@@ -116,7 +105,6 @@ class Transom:
             "steps": RUNS * steps,
             "steps_replayed": num_replayed,
             "tokens_per_s": batch / found["step_s"],
-            "outside_forward_s": outside_s / (RUNS * steps),
             **kernels,
             **self._about,
         }
@@ -128,14 +116,21 @@ class Transom:
     def prefix_hit(self, cached: int, more: int) -> dict[str, Any]:
         """`seconds` to the first token of prompts whose first `cached` tokens are in the prefix cache, and `more` are new."""
         [prefix] = prompts(1, cached, self._vocab_size)
-        seconds, hits = [], 0
         # The first prompt is the prefix, the second warms up.
-        for tail in [[], *prompts(1 + RUNS, more, self._vocab_size)]:
-            begin_s = time.perf_counter()
-            self._steps.add(prefix + tail, ONE_TOKEN, salt="prefix")
-            [hits] = [event.usage.num_cached_tokens for event in self._steps.to_the_end() if event.usage is not None]
-            seconds.append(time.perf_counter() - begin_s)
+        tails = [[], *prompts(1 + RUNS, more, self._vocab_size)]
+        seconds, events = self._first_tokens([prefix + tail for tail in tails], salt="prefix")
+        [hits] = [event.usage.num_cached_tokens for event in events if event.usage is not None]
         return _middle("seconds", seconds[2:]) | {"cached": hits, "more": more} | self._about
+
+    def _first_tokens(self, given: Sequence[list[int]], *, salt: str | None) -> tuple[list[float], list[OutputEvent]]:
+        """The seconds from each prompt to its first token, one prompt after the other, and the events of the last."""
+        seconds, events = [], []
+        for prompt in given:
+            begin_s = time.perf_counter()
+            self._steps.add(prompt, ONE_TOKEN, salt=salt)
+            events = self._steps.to_the_end()
+            seconds.append(time.perf_counter() - begin_s)
+        return seconds, events
 
     def mixed(self, batch: int, steps: int, length: int) -> dict[str, Any]:
         """`step_s` of `steps` steps in which `batch` sequences decode, and prompts of `length` tokens are computed beside them, one

@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks.gpu.device import describe
-from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, promise_rows, run_part
+from benchmarks.gpu.jobs import ABOUT, Part, Result, main
 from tests import checkpoints
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
@@ -33,12 +32,6 @@ TOLERANCE = 1e-3  # of log-probabilities
 SITUATIONS = ("cold", "hit", "repaired")
 TOGETHER, AGAIN, SINGLE = "together", "again", "alone"  # without a cache
 V4 = "deepseek_v4"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, write and print."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return run_part(PART, arguments_of(PART, __doc__).parse_args(given), given)
 
 
 def jobs(options: argparse.Namespace) -> list[str]:
@@ -160,16 +153,10 @@ def compare(cpu: list[Whole], other: list[Whole]) -> Compared:
     return result
 
 
-def line(result: Result) -> str:
-    """One line of output."""
-    said = str(result.get("error", ""))[:160]
-    return f"{result['status']:9} {result['job']:36} {result.get('job_s', 0):6.1f} s  {said}"
-
-
 PART = Part(
-    name="families", module="benchmarks.gpu.families", jobs=jobs, answer=answer, line=line, report=promise_rows,
+    name="families", module="benchmarks.gpu.families", jobs=jobs, answer=answer,
     job_s=150.0, budget_s=420.0,
 )  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PART, __doc__))

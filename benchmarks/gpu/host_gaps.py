@@ -12,19 +12,17 @@ The engine and rank 0 are real. With several ranks each is a process of its own,
 Other ranks have cores of their own on a GPU machine and do there what rank 0 does; here they only receive the plans
 (`simulated_rank`). Collectives take no time.
 
-The figure is the device's share: 100 % means that it never waits. `host us` is the CPU time of a step while steps are launched
-ahead, in all processes that are measured, without the time in which the simulation spins. The last figures stand in docs/gpu.md.
+The figure is the device's share: 100 % means that it never waits. The table is that of docs/gpu.md, which has the last figures:
+ahead, and in brackets waiting, with graphs / eager.
 """
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
 from benchmarks.engine.steps import Steps
@@ -41,7 +39,7 @@ from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.telemetry.metrics import EngineMetrics
 
-BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0, 10.0), {"graphs": 0.1, "eager": 1.5}
+BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0), {"graphs": 0.1, "eager": 1.5}
 CONTEXT = 1024
 FIRST_STEPS = 8  # not timed
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1 << 14, ignore_eos=True)
@@ -78,9 +76,8 @@ def make_engine(device: SimulatedDevice, num_ranks: int) -> Engine:
     return Engine(config, executor, tokenizer, EngineMetrics(model="simulated", worker="0"))
 
 
-def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: float) -> tuple[float, float]:
-    """The share of the time in which the device computed, while `batch` sequences decoded for some seconds, and the CPU seconds of
-    a step."""
+def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: float) -> float:
+    """The share of the time in which the device computed, while `batch` sequences decoded for some seconds."""
     device_step_s, steps = device.numbers[0], Steps(engine)
     device.numbers[0] = 0.0
     for i in range(batch):
@@ -88,20 +85,12 @@ def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: f
     steps.until_started()
     device.numbers[0] = device_step_s
     steps.tokens(FIRST_STEPS)
-    measured = {os.getpid(), engine.executor.rank_reports()[0].info.process_id}
-    begin_s, busy_s, cpu_s, num_steps = time.perf_counter(), float(device.numbers[2]), _cpu_s(measured, device), 0
+    begin_s, busy_s = time.perf_counter(), float(device.numbers[2])
     while time.perf_counter() < begin_s + seconds:
         steps.step()
-        num_steps += 1
     share = (float(device.numbers[2]) - busy_s) / (time.perf_counter() - begin_s)
-    host_s = (_cpu_s(measured, device) - cpu_s) / num_steps
     steps.stop()
-    return share, host_s
-
-
-def _cpu_s(processes: set[int], device: SimulatedDevice) -> float:
-    """The CPU seconds of some processes so far, without those that the simulation has spun."""
-    return sum(sum(psutil.Process(one).cpu_times()[:2]) for one in processes) - float(device.numbers[4])
+    return share
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[DEVICE_FILE] = str(Path(folder) / "device")
-        Path(os.environ[DEVICE_FILE]).write_bytes(bytes(5 * 8))
+        Path(os.environ[DEVICE_FILE]).write_bytes(bytes(4 * 8))
         device = SimulatedDevice(shared_numbers())
         device.numbers[3] = True
         engine = make_engine(device, options.ranks)
@@ -124,19 +113,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measure(engine: Engine, device: SimulatedDevice, seconds: float) -> None:
-    print(f"{'batch':>5} {'device':>7} {'launch':>7} {'ahead':>7} {'waiting':>7} {'host us':>7}")
-    rows: dict[int, dict[float, list[str]]] = {batch: {step_ms: [] for step_ms in DEVICE_MS} for batch in BATCHES}
-    for batch, step_ms, (launch, launch_ms) in itertools.product(BATCHES, DEVICE_MS, LAUNCH_MS.items()):
-        device.numbers[:2] = step_ms / 1e3, launch_ms / 1e3
-        device.numbers[3] = False
-        waiting, _ = device_share(engine, device, batch, seconds)
-        device.numbers[3] = True
-        ahead, host_s = device_share(engine, device, batch, seconds)
-        figures = f"{ahead:7.1%} {waiting:7.1%} {1e6 * host_s:7.0f}"
-        print(f"{batch:5} {step_ms:4.0f} ms {launch:>7} {figures}", flush=True)
-        rows[batch][step_ms].append(f"{100 * ahead:.0f} ({100 * waiting:.0f})")
-    for batch, cells in rows.items():  # the table of docs/gpu.md
-        print(f"| {batch} | {' | '.join(' / '.join(cell) for cell in cells.values())} |")
+    print("| sequences | " + " | ".join(f"{step_ms:.0f} ms" for step_ms in DEVICE_MS) + " |")
+    for batch in BATCHES:
+        cells = []
+        for step_ms in DEVICE_MS:
+            shares = []
+            for launch_ms in LAUNCH_MS.values():
+                device.numbers[:2] = step_ms / 1e3, launch_ms / 1e3
+                device.numbers[3] = False
+                waiting = device_share(engine, device, batch, seconds)
+                device.numbers[3] = True
+                ahead = device_share(engine, device, batch, seconds)
+                shares.append(f"{100 * ahead:.0f} ({100 * waiting:.0f})")
+            cells.append(" / ".join(shares))
+        print(f"| {batch} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import hashlib
 import json
 import os
 import queue
-import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.json_child import ROOT, Child, ChildEnded, ChildError, ChildTimeout, answer_calls
+from benchmarks.json_child import ROOT, Child, ChildEnded, ChildError, ChildTimeout, answer_calls, commit
 
 Result = dict[str, Any]  # "job", "status", and what the part measured
 
@@ -55,10 +55,12 @@ class Part:
     module: str
     jobs: Callable[[argparse.Namespace], list[str]]  # but the first
     answer: Callable[[argparse.Namespace, str, Result], Result]  # of a job, beside the first job's result
-    line: Callable[[Result], str]  # of a result, for who watches
-    report: Callable[[list[Result]], list[Result]]  # rows about promises, from all results
     job_s: float  # the most that one may take
     budget_s: float
+    figure: Callable[[Result], str] = lambda result: ""  # of a job that has passed, for its line of output
+    report: Callable[[Sequence[Result]], list[Result]] = lambda results: promise_rows(
+        results
+    )  # about promises, from all
     counts: Callable[[str], bool] = lambda job: True  # whether a job that broke makes the whole unsound
 
 
@@ -68,14 +70,20 @@ def arguments_of(part: Part, description: str | None) -> argparse.ArgumentParser
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="jobs whose name holds all of these words")
     parser.add_argument("--tiny", action="store_true", help="sizes for the harness itself")
+    parser.add_argument("--quick", action="store_true", help="a few sizes, where the part has many")
     parser.add_argument("--budget-s", type=float, default=part.budget_s, help="jobs that it does not reach are skipped")
     parser.add_argument("--at-once", type=int, default=1, help="child processes side by side; not for times")
     parser.add_argument("--again", action="store_true", help="also jobs that passed in an earlier run")
     parser.add_argument("--out", type=Path, default=LOCAL)
-    parser.add_argument("--list", action="store_true", help="names of the jobs")
     parser.add_argument("--in-process", action="store_true", help="no child process; for debuggers and sanitizers")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def main(part: Part, description: str | None) -> int:
+    """Run a part as a program, with the command line's options."""
+    given = sys.argv[1:]
+    return run_part(part, arguments_of(part, description).parse_args(given), given)
 
 
 def run_part(part: Part, options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -85,9 +93,6 @@ def run_part(part: Part, options: argparse.Namespace, given: Sequence[str]) -> i
         return 0
     words, all_jobs = options.only.split(), part.jobs(options)
     jobs = [job for job in all_jobs if all(word in job for word in words)]
-    if options.list:
-        print("\n".join(jobs))
-        return 0
     path = options.out / f"{part.name}.json"
     kind = {
         "sources": sources(),
@@ -96,26 +101,17 @@ def run_part(part: Part, options: argparse.Namespace, given: Sequence[str]) -> i
     found = {} if options.again else _earlier(path, kind)
     asking, left = Asking(part, options, given), [job for job in jobs if job not in found]
     with closing(asking):
-        about = asking.first() if left else {"status": "passed"}
+        about = next(asking.results([ABOUT], {})) if left else {"status": "passed"}
         if about["status"] != "passed":
-            print(part.line(about))
+            print(_line(part, about))
             return 1
         for result in asking.results(left, about):
             found[result["job"]] = result
-            print(part.line(result), flush=True)
+            print(_line(part, result), flush=True)
             results = [dict(found[job]) for job in all_jobs if job in found]
             promises = part.report(results)
-            _write(
-                path,
-                {
-                    "part": part.name,
-                    "commit": commit(),
-                    "kind": kind,
-                    "about": about,
-                    "promises": promises,
-                    "results": results,
-                },
-            )
+            written = {"part": part.name, "commit": commit(), "kind": kind, "about": about}
+            _write(path, {**written, "promises": promises, "results": results})
     for row in part.report([dict(result) for result in found.values()]):
         figure = "" if row["reached"] is None else f"{row['reached']:.3g}"
         wanted = "" if row["least"] is None else f"at least {row['least']:.2f}"
@@ -132,10 +128,6 @@ class Asking:
         self._end_s = time.monotonic() + options.budget_s
         self._local = JobChild(part, options) if options.in_process else None
         self._idle: list[Child] = []
-
-    def first(self) -> Result:
-        """The answer to the first job."""
-        return next(self.results([ABOUT], {}))
 
     def results(self, jobs: Sequence[str], about: Result) -> Iterator[Result]:
         """Each job's result as it comes: in order where one child answers all."""
@@ -224,40 +216,28 @@ def promise_rows(results: Sequence[Result]) -> list[Result]:
 
     A result names its promises as name -> [what it is about, least], and has what was `reached` by the same words.
     """
-    rows: dict[str, Result] = {}
+    found: dict[tuple[str, str, float | None], list[tuple[float, str]]] = {}  # promise -> what each case reached
     for result in results:
         for name, (of, least) in result.get("promises", {}).items():
-            row = rows.setdefault(
-                name, {"promise": name, "of": of, "least": least, "reached": None, "at": None, "cases": 0}
-            )
-            reached = result.get("reached", {}).get(of)
-            if reached is not None:
-                row["cases"] += 1
-                if row["reached"] is None or reached < row["reached"]:
-                    row |= {"reached": reached, "at": result["job"]}
-    for row in rows.values():
-        reached, least = row["reached"], row["least"]
-        is_met = least is None or (reached is not None and reached >= least)
-        row["status"] = (
-            "not measured" if reached is None else "reported" if least is None else "met" if is_met else "missed"
-        )
-    return list(rows.values())
+            cases = found.setdefault((name, of, least), [])
+            if (reached := result.get("reached", {}).get(of)) is not None:
+                cases.append((reached, result["job"]))
+    rows = []
+    for (name, of, least), cases in found.items():
+        row: Result = {"promise": name, "of": of, "least": least, "cases": len(cases)}
+        if not cases:
+            rows.append(row | {"status": "not measured", "reached": None, "at": None})
+            continue
+        reached, at = min(cases)
+        status = "reported" if least is None else "met" if reached >= least else "missed"
+        rows.append(row | {"status": status, "reached": reached, "at": at})
+    return rows
 
 
 def tally(results: Sequence[Result]) -> str:
     """How many results have which status, worst first."""
-    counts = {status: sum(result["status"] == status for result in results) for status in STATUSES}
-    return ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "nothing ran"
-
-
-def commit() -> str:
-    """The commit of this tree, with a mark where files have changed since; TRANSOM_COMMIT where there is no git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except OSError:
-        found = ""
-    return os.environ.get("TRANSOM_COMMIT") or found or "unknown"
+    counts = Counter(result["status"] for result in results)
+    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "nothing ran"
 
 
 @cache
@@ -268,6 +248,12 @@ def sources() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _line(part: Part, result: Result) -> str:
+    """One line of output."""
+    said = str(result.get("error", ""))[:160] or (part.figure(result) if result["status"] == "passed" else "")
+    return f"{result['status']:9} {result['job']:60} {said}".rstrip()
 
 
 def _earlier(path: Path, kind: Result) -> dict[str, Result]:

@@ -1,7 +1,7 @@
 """Whole models over random weights, Llama 3.1 8B and gpt-oss-20b: decode, prefill, prefix hits and mixed steps, beside what their
 kernels and the device's bandwidth allow, and beside what was predicted (`roofline`).
 
-    python -m benchmarks.gpu.models [--only WORDS] [--budget-s 440] [--quick]
+    python -m benchmarks.gpu.models [--only WORDS] [--budget-s 440] [--quick: decode of a batch of 64 alone]
 
 Writes models.json; docs/gpu.md says what each figure means, and that there is none of a GPU yet.
 """
@@ -9,7 +9,6 @@ Writes models.json; docs/gpu.md says what each figure means, and that there is n
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from benchmarks.gpu.device import Ceilings, clocks, describe, measure_ceilings
 from benchmarks.gpu.engines import RUNS, Transom
 from benchmarks.gpu.geometries import geometry
-from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, promise_rows, run_part
+from benchmarks.gpu.jobs import ABOUT, Part, Result, main
 from benchmarks.gpu.roofline import SIZES, cached_bytes, predicted_step_s, prompt_flops, step_bytes
 from transom_core.model_config.architecture import Architecture
 
@@ -31,14 +30,6 @@ TINY_SIZES, TINY_PROMPT, TINY_STEPS, TINY_LONGEST = ((1, 40), (3, 40)), 50, 4, 2
 LEFT_BEHIND_BYTES = 2 << 30  # by an engine that was closed; more, and the next one needs a process of its own
 
 _held: dict[tuple[str, str], Transom] = {}  # one engine with its model
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write and print."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = arguments_of(PART, __doc__)
-    parser.add_argument("--quick", action="store_true", help="decode of a batch of 64, and no more")
-    return run_part(PART, parser.parse_args(given), given)
 
 
 def jobs(options: argparse.Namespace) -> list[str]:
@@ -129,18 +120,15 @@ def _engine(name: str, how: str, device: torch.device, *, tiny: bool) -> Transom
     return _held[name, how]
 
 
-def line(result: Result) -> str:
-    """One line of output."""
-    said = str(result.get("error", ""))[:100]
-    if "tokens_per_s" in result:
-        said = f"{result['tokens_per_s']:12,.0f} tokens/s"
-    return f"{result['status']:9} {result['job']:36} {said}"
+def figure(result: Result) -> str:
+    """What a line of output says of a job."""
+    return f"{result['tokens_per_s']:12,.0f} tokens/s" if "tokens_per_s" in result else ""
 
 
 PART = Part(
-    name="models", module="benchmarks.gpu.models", jobs=jobs, answer=answer, line=line, report=promise_rows,
+    name="models", module="benchmarks.gpu.models", jobs=jobs, answer=answer, figure=figure,
     job_s=200.0, budget_s=440.0,
 )  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PART, __doc__))

@@ -18,7 +18,7 @@ from transom_worker.execution.device_queue import Fetch
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.models.parallel.communicator import Communicator
+from transom_worker.models.parallel.communicator import SingleRank
 from transom_worker.sampling import sampler, sharded
 
 VOCABULARY, HEADS = 1024, 4
@@ -47,7 +47,7 @@ class SimulatedDevice:
     """Computes what is launched, one after the other. As a `DeviceQueue` it gives tokens when their step has ended.
 
     `numbers`, which another process may share, are the seconds of a step and of a launch, those in which the device has computed,
-    whether steps are launched ahead (1) or one after the other (0), and the CPU seconds in which the host spun instead of working.
+    and whether steps are launched ahead (1) or one after the other (0).
     """
 
     def __init__(self, numbers: NDArray[np.float64]) -> None:
@@ -75,10 +75,8 @@ class SimulatedDevice:
         """Wait without working."""
         if (left_s := moment_s - time.perf_counter()) > SPIN_S:
             time.sleep(left_s - SPIN_S)
-        begin_s = time.thread_time()
         while time.perf_counter() < moment_s:
             pass
-        self.numbers[4] += time.thread_time() - begin_s
 
 
 class SimulatedModel:
@@ -99,10 +97,8 @@ class SimulatedModel:
     hidden = logits = forward
 
 
-class NoExchange(Communicator):
+class NoExchange(SingleRank):
     """Collectives that the device would run; they change nothing here."""
-
-    can_capture = True
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -110,21 +106,6 @@ class NoExchange(Communicator):
     def gather(self, x: torch.Tensor, *, fixed_widths: bool = False) -> list[torch.Tensor] | None:
         """See `Communicator.gather`, on rank 0."""
         return [x] * self._size
-
-    def end_step(self) -> None:
-        """See `Communicator.end_step`."""
-
-    def check(self) -> None:
-        """See `Communicator.check`."""
-
-    def close(self) -> None:
-        """See `Communicator.close`."""
-
-    def _all_reduce(self, x: torch.Tensor) -> None:
-        pass
-
-    def _broadcast(self, x: torch.Tensor) -> None:
-        pass
 
 
 def simulated_model(device: SimulatedDevice, *, num_ranks: int, max_rows: int) -> LoadedModel:

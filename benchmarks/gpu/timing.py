@@ -32,9 +32,9 @@ class Timing:
 class Timer:
     """Times work on one device."""
 
-    def __init__(self, device: torch.device, *, seconds: float = 0.25, most: int = 200, least: int = 10) -> None:
-        """About `seconds` are spent on each piece of work, within `least` and `most` repeats."""
-        self._device, self._seconds, self._most, self._least = device, seconds, most, least
+    def __init__(self, device: torch.device, *, seconds: float = 0.25) -> None:
+        """About `seconds` are spent on each piece of work, in 10 to 200 repeats."""
+        self._seconds = seconds
         self._is_cuda = device.type == "cuda"
         self._flushed = torch.zeros(FLUSH_BYTES // 4 if self._is_cuda else 1, device=device)
         self._sum = torch.empty((), device=device)
@@ -51,7 +51,7 @@ class Timer:
         graph = self._capture(work) if captured else None
         timed: Work = work if graph is None else graph.replay
         once_s = statistics.median(self._device_s(timed, 3, writes))
-        repeats = int(min(self._most, max(self._least, self._seconds / max(once_s, 1e-6))))
+        repeats = int(min(200, max(10, self._seconds / max(once_s, 1e-6))))
         halves = [statistics.median(self._device_s(timed, repeats, writes)) for _ in range(2)]
         return Timing(
             seconds=statistics.median(halves),

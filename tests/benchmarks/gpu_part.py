@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 
-from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, promise_rows, run_part
+from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, run_part
 
 
 def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
@@ -32,7 +32,7 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
 
 PART = Part(
     name="stub", module=__name__, jobs=lambda options: ["one", "two"], answer=answer,
-    line=lambda result: f"{result['job']} {result['status']}", report=promise_rows, job_s=60.0, budget_s=600.0,
+ job_s=60.0, budget_s=600.0,
 )  # fmt: skip
 
 if __name__ == "__main__":

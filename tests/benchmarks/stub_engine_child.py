@@ -1,32 +1,25 @@
-"""A child as `cpu_peers` starts it, whose engine computes nothing: its speed is what SECONDS_PER_STEP says."""
+"""A child as `cpu_peers` starts it, whose engine computes nothing: its speed is what it was told."""
 
-import os
 from typing import Any
 
 from benchmarks.json_child import answer_calls
 
-SECONDS_PER_STEP = float(os.environ.get("SECONDS_PER_STEP", "0.25"))
-
 
 class StubEngineChild:
-    def __init__(self) -> None:
-        self._running = 0
+    _seconds_per_step: float
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         print("what a library prints")  # must not come between the answers
-        if settings.get("model") == "broken":
+        if not settings:
             raise ValueError("no such model")
-        return {"seconds": 1.0}
+        self._seconds_per_step = settings["seconds_per_step"]
+        return {"version": "1"}
 
     def prefill(self, num_tokens: int) -> dict[str, Any]:
-        return {"seconds": num_tokens * SECONDS_PER_STEP}
+        return {"seconds": num_tokens * self._seconds_per_step}
 
-    def start(self, batch: int, context: int) -> dict[str, Any]:
-        self._running = batch
-        return {}
-
-    def decode(self, steps: int) -> dict[str, Any]:
-        return {"seconds": steps * SECONDS_PER_STEP, "tokens": steps * self._running}
+    def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        return {"seconds": steps * self._seconds_per_step}
 
 
 if __name__ == "__main__":

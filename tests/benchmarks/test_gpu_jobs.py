@@ -49,19 +49,22 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (found["one"]["status"], found["hang"]["status"]) == ("passed", "timed out")
 
 
+def answered(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Status and name of each job that was asked, in order."""
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return [f"{status} {job}" for status, job, *_ in lines if job in ("one", "two", "fail")]
+
+
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = only("one", "two", "fail")
     assert run(tmp_path, "--in-process", "--only", "one", **names)[0] == 0
     code, found = run(tmp_path, "--in-process", **names)
     assert (code, list(found)) == (1, ["one", "two", "fail"])
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.endswith(("passed", "failed"))] == ["one passed", "two passed", "fail failed"]
+    assert answered(capsys) == ["passed one", "passed two", "failed fail"]
     run(tmp_path, "--in-process", **names)
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(("one", "two", "fail"))] == [
-        "fail failed"
-    ]
+    assert answered(capsys) == ["failed fail"]
     run(tmp_path, "--in-process", "--again", **names)
-    assert "one passed" in capsys.readouterr().out
+    assert "passed one" in answered(capsys)
 
 
 def test_the_worst_case_decides_a_promise() -> None:

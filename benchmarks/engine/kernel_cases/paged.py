@@ -62,7 +62,7 @@ def make_paged(
         v_cache=v_cache,
         k_scale=k_scale,
         v_scale=v_scale,
-        batch=_batch(tables, firsts, starts, counts, device),
+        batch=paged_batch(tables, firsts, starts, counts, device),
         scale=heads.size**-0.5,
         rule=MaskRule(window=window),
         sink_logits=torch.randn(heads.query, device=device) if has_sinks else None,
@@ -171,12 +171,15 @@ def _part(paged: PagedInputs, sequences: list[int], starts: list[int], counts: l
     """A batch over the tables of some sequences."""
     batch = paged.batch
     tables = [batch.block_table_host[b] for b in sequences]
-    return _batch(tables, [batch.first_block_host[b] for b in sequences], starts, counts, paged.q.device)
+    return paged_batch(tables, [batch.first_block_host[b] for b in sequences], starts, counts, paged.q.device)
 
 
-def _batch(
+def paged_batch(
     tables: list[list[int]], firsts: list[int], starts: list[int], counts: list[int], device: torch.device
 ) -> PagedBatch:
+    """Sequences with `starts[b]` tokens in the cache and `counts[b]` new ones, whose blocks are in `tables[b]` from block
+    `firsts[b]` on."""
+
     def on_device(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 

@@ -1,15 +1,14 @@
-"""What `cpu_peers` needs of an engine: whether it is installed, and how it runs.
+"""What `cpu_peers` knows of an engine, and an engine that runs.
 
-Each engine is one small class derived from `Engine`. An engine in Python runs offline in a child process, which is the same module
-run as a program under that engine's Python, and which answers `load`, `prefill`, `start` and `decode`; `ChildRun` turns these calls
-into tokens per second. This file uses the standard library only, since every engine's Python imports it.
+An engine runs in a child process: a module of this package as a program, under the engine's own Python, with its own environment
+variables. The child answers `load`, `prefill` and `decode`; `RunningEngine` turns the answers into tokens per second. This file
+uses the standard library only, since every engine's Python imports it.
 """
 
 import os
 import random
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.json_child import Child
 
@@ -17,19 +16,30 @@ NOT_INHERITED = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTHON
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000  # of random prompts: no special tokens
 
 
-class ChildRun:
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One engine on this machine, or what has to be installed or given before it can run (`missing`)."""
+
+    name: str
+    python: str
+    module: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    missing: str = ""
+
+
+class RunningEngine:
     """A loaded engine, in a child that answers calls. Its figures are tokens per second."""
 
-    def __init__(self, child: Child, settings: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Load the engine in the child, and compute once what is computed in every round. Raises ChildError."""
-        self._child = child
+        self._child = Child(engine.name, engine.python, engine.module, engine.environment)
         try:
-            child.call("load", settings=settings)
-            child.call("prefill", num_tokens=512)
-            child.call("start", batch=4, context=16)
-            child.call("decode", steps=8)
+            self.version = str(self._child.call("load", settings=engine.settings)["version"])
+            self.prefill(512)
+            self.decode(4, 16, 8)
         except BaseException:
-            child.stop()
+            self.stop()
             raise
 
     def prefill(self, num_tokens: int) -> float:
@@ -38,38 +48,11 @@ class ChildRun:
 
     def decode(self, batch: int, context: int, steps: int) -> float:
         """The speed of `batch` sequences together over `steps` steps, after prompts of `context` tokens."""
-        self._child.call("start", batch=batch, context=context)
-        figures = self._child.call("decode", steps=steps)
-        return float(figures["tokens"]) / float(figures["seconds"])
+        return batch * steps / float(self._child.call("decode", batch=batch, context=context, steps=steps)["seconds"])
 
     def stop(self) -> None:
-        """End the engine's processes."""
+        """End the engine's process."""
         self._child.stop()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine(ABC):
-    """One engine on this machine. `model` is a folder of bfloat16 safetensors, and `num_threads` the number of cores to use."""
-
-    name: ClassVar[str]
-    model: str
-    num_threads: int
-
-    @abstractmethod
-    def missing(self) -> str:
-        """What has to be installed or given before this engine can run; empty if nothing."""
-
-    @abstractmethod
-    def version(self) -> str:
-        """Version and settings, for the report."""
-
-    @abstractmethod
-    def offline(self) -> ChildRun:
-        """Load the engine."""
-
-    def environment(self) -> dict[str, str]:
-        """The variables of its processes."""
-        return clean_environment()
 
 
 def clean_environment(**added: str) -> dict[str, str]:

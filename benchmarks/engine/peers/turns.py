@@ -11,142 +11,86 @@ median of the rounds' ratios is reported. Above 1 an engine is faster than the b
 """
 
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from benchmarks.engine.peers.engine import ChildRun, Engine
+from benchmarks.engine.peers.engine import Engine, RunningEngine
 from benchmarks.json_child import ChildError
 
-Item = TypeVar("Item")
-Found = TypeVar("Found")
-
-FAILURES = (ChildError, RuntimeError, ValueError, OSError, subprocess.SubprocessError)
 PAUSE_S = 0.5  # between engines, in which the threads of the one before stop spinning
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much is measured. A decode case is (batch, context, steps)."""
-
-    rounds: int
-    sections: tuple[str, ...]
-    prefill_tokens: int
-    decode: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(slots=True)
-class Figure:
-    """One row of the table, in tokens per second."""
-
-    label: str
-    decimals: int = 1
-    values: dict[str, dict[int, float]] = field(default_factory=dict)  # by engine and round
-
-    def add(self, engine: str, number: int, value: float | None) -> None:
-        """Add the value of one round, counted from 0; None where the engine failed."""
-        if value is not None:
-            self.values.setdefault(engine, {})[number] = value
-
-    def median(self, engine: str) -> float | None:
-        """The median of all rounds that gave a value."""
-        found = self.values.get(engine)
-        return statistics.median(found.values()) if found else None
-
-    def ratio(self, engine: str, base: str) -> float | None:
-        """How many times as good as the base: the median over the rounds in which both gave a value."""
-        ours, theirs = self.values.get(engine, {}), self.values.get(base, {})
-        pairs = [(ours[number], theirs[number]) for number in ours.keys() & theirs.keys()]
-        ratios = [a / b for a, b in pairs if a and b]
-        return statistics.median(ratios) if ratios else None
-
-
-class Figures:
-    """All rows, in the order in which they were first asked for."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, Figure] = {}
-
-    def row(self, label: str, *, decimals: int = 1) -> Figure:
-        """The row of this label, new if there is none."""
-        return self._rows.setdefault(label, Figure(label, decimals))
-
-    def table(self, engines: list[str], base: str) -> list[str]:
-        """Lines of a Markdown table: the median, and in brackets the ratio against the base."""
-        lines = ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
-        for row in self._rows.values():
-            cells = [_cell(row, engine, base) for engine in engines]
-            lines.append(f"| {row.label}, tokens/s | " + " | ".join(cells) + " |")
-        return lines
-
-
-def _cell(row: Figure, engine: str, base: str) -> str:
-    median = row.median(engine)
-    if median is None:
-        return "-"
-    ratio = None if engine == base else row.ratio(engine, base)
-    return f"{median:,.{row.decimals}f}" + ("" if ratio is None else f" ({ratio:.2f})")
+Figure = Mapping[str, Mapping[int, float]]  # engine -> round -> tokens per second
+Found = TypeVar("Found")
 
 
 class Bench:
-    """Takes the figures of some engines."""
+    """Takes figures of some engines. `figures`: label -> figure; `failures`: what went wrong."""
 
-    def __init__(self, engines: list[Engine], plan: Plan) -> None:
-        self.engines, self.plan = engines, plan
-        self.figures = Figures()
+    def __init__(self) -> None:
+        self.figures: dict[str, dict[str, dict[int, float]]] = {}
         self.failures: list[str] = []
 
-    def run(self) -> None:
-        """Load all engines, and take each case in turns."""
-        runs: dict[str, ChildRun] = {}
+    def run(
+        self, engines: Sequence[Engine], measures: Mapping[str, Callable[[RunningEngine], float]], num_rounds: int
+    ) -> None:
+        """Load all engines, and take each figure in turns. `measures`: label -> how it is taken."""
+        running: dict[str, RunningEngine] = {}
         try:
-            for engine in self.engines:
+            for engine in engines:
                 say(f"{engine.name}: loading")
-                run = self._attempt(engine.name, "load", engine.offline)
-                if run is not None:
-                    runs[engine.name] = run
-            if "prefill" in self.plan.sections:
-                self._prefill(runs)
-            if "decode" in self.plan.sections:
-                for case in self.plan.decode:
-                    self._decode(runs, *case)
+                if loaded := self._attempt(engine.name, "load", lambda engine=engine: RunningEngine(engine)):
+                    running[engine.name] = loaded
+                    say(f"{engine.name}: {loaded.version}, bfloat16")
+            for label, measure in measures.items():
+                self.figures[label] = defaultdict(dict)
+                for number in range(num_rounds):
+                    self._round(label, number, measure, running)
         finally:
-            for run in runs.values():
-                run.stop()
+            for one in running.values():
+                one.stop()
 
-    def _prefill(self, runs: dict[str, ChildRun]) -> None:
-        tokens = self.plan.prefill_tokens
-        row = self.figures.row(f"prefill {tokens}", decimals=0)
-        self._turns(runs, row, lambda run: run.prefill(tokens))
-
-    def _decode(self, runs: dict[str, ChildRun], batch: int, context: int, steps: int) -> None:
-        row = self.figures.row(f"decode, batch {batch} at {context} to {context + steps}")
-        self._turns(runs, row, lambda run: run.decode(batch, context, steps))
-
-    def _turns(self, runs: dict[str, ChildRun], row: Figure, measure: Callable[[ChildRun], float]) -> None:
-        """Take one figure from every engine, in every round."""
-        for number in range(self.plan.rounds):
-            for name in rotated(list(runs), number):
-                time.sleep(PAUSE_S)
-                value = self._attempt(name, row.label, lambda run=runs[name]: measure(run))
-                row.add(name, number, value)
-                said = "failed" if value is None else f"{value:,.1f} tokens/s"
-                say(f"{row.label}, round {number + 1}: {name} {said}")
+    def _round(
+        self,
+        label: str,
+        number: int,
+        measure: Callable[[RunningEngine], float],
+        running: Mapping[str, RunningEngine],
+    ) -> None:
+        names = list(running)
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
+            time.sleep(PAUSE_S)
+            value = self._attempt(name, label, lambda name=name: measure(running[name]))
+            if value is not None:
+                self.figures[label][name][number] = value
+                say(f"{label}, round {number + 1}: {name} {value:,.1f} tokens/s")
 
     def _attempt(self, name: str, what: str, function: Callable[[], Found]) -> Found | None:
         try:
             return function()
-        except FAILURES as error:
+        except (ChildError, OSError) as error:
             self.failures.append(f"{name}, {what}: {error}")
             say(f"FAILED {self.failures[-1]}")
             return None
 
 
-def rotated(items: list[Item], number: int) -> list[Item]:
-    """The items in the order of this round: each begins in turn."""
-    return items[number % len(items) :] + items[: number % len(items)] if items else []
+def table(figures: Mapping[str, Figure], engines: Sequence[str], base: str) -> Iterator[str]:
+    """Lines of a Markdown table: the median, and in brackets the ratio against the base."""
+    yield "| | " + " | ".join(engines) + " |"
+    yield "|---|" + "---|" * len(engines)
+    for label, figure in figures.items():
+        yield f"| {label}, tokens/s | " + " | ".join(cell(figure, engine, base) for engine in engines) + " |"
+
+
+def cell(figure: Figure, engine: str, base: str) -> str:
+    """An engine's median, and how many times as good as the base it is in the rounds in which both gave a value."""
+    ours, theirs = figure.get(engine, {}), figure.get(base, {})
+    if not ours:
+        return "-"
+    ratios = [ours[number] / theirs[number] for number in ours if number in theirs]
+    median = f"{statistics.median(ours.values()):,.1f}"
+    return median if engine == base or not ratios else f"{median} ({statistics.median(ratios):.2f})"
 
 
 def say(text: str) -> None:

