@@ -25,46 +25,33 @@ class Case:
         return f"{self.workload or self.trace}, {self.model}, {self.memory}{overlapping}"
 
 
-def _sessions() -> tuple[Case, ...]:
-    published = {  # sessions that take turns
-        (GEMMA, "3x"): (0.814, 0.0),
-        (GEMMA, "2x"): (0.153, 0.0),
-        (GEMMA, "1.5x"): (None, None),
-        (GPT_OSS, "0.8x"): (0.474, None),
-    }
-    turns = tuple(
+# Model and memory -> vLLM's shares
+SESSIONS: dict[tuple[str, str], tuple[float | None, float | None]] = {  # that take turns
+    (GEMMA, "3x"): (0.814, 0.0),
+    (GEMMA, "2x"): (0.153, 0.0),
+    (GEMMA, "1.5x"): (None, None),
+    (GPT_OSS, "0.8x"): (0.474, None),
+}
+CONVERSATIONS: dict[tuple[str, str], tuple[float | None, float | None]] = {  # of conversation_a.jsonl
+    (GPT_OSS, "20GiB"): (0.040, 0.040),
+    (GPT_OSS, "40GiB"): (0.045, 0.047),
+    (GPT_OSS, "80GiB"): (0.070, 0.070),
+    (GPT_OSS, "300GiB"): (0.154, 0.237),
+    (GEMMA, "80GiB"): (0.039, None),
+}
+CASES = (
+    *(
         Case(workload="sessions", model=model, memory=memory, vllm_default=default, vllm_dense=dense)
-        for (model, memory), (default, dense) in published.items()
-    )
-    others = tuple(
+        for (model, memory), (default, dense) in SESSIONS.items()
+    ),
+    *(
         Case(workload=workload, model=model, memory=memory, arrivals=arrivals)
         for workload, arrivals in (("shuffled", "sequential"), ("poisson", "recorded"))
-        for model, memory in published
-    )
-    return turns + others
-
-
-def _traces() -> tuple[Case, ...]:
-    published = {  # of conversation_a.jsonl
-        (GPT_OSS, "20GiB"): (0.040, 0.040),
-        (GPT_OSS, "40GiB"): (0.045, 0.047),
-        (GPT_OSS, "80GiB"): (0.070, 0.070),
-        (GPT_OSS, "300GiB"): (0.154, 0.237),
-        (GPT_OSS, "2000GiB"): (0.179, 0.331),
-        (GEMMA, "20GiB"): (0.038, None),
-        (GEMMA, "40GiB"): (0.038, None),
-        (GEMMA, "80GiB"): (0.039, None),
-    }
-    conversation = tuple(
+        for model, memory in SESSIONS
+    ),
+    *(
         Case(trace="conversation_a", model=model, memory=memory, vllm_default=default, vllm_dense=dense)
-        for (model, memory), (default, dense) in published.items()
-    )
-    overlapping = Case(trace="conversation_a", model=GPT_OSS, memory="40GiB", arrivals="recorded")
-    mixed = tuple(
-        Case(trace="synthetic", model=model, memory=memory)
-        for model, memory in ((GPT_OSS, "40GiB"), (GPT_OSS, "80GiB"), (GEMMA, "80GiB"))
-    )
-    return (*conversation, overlapping, *mixed)
-
-
-CASES = _sessions() + _traces()
+        for (model, memory), (default, dense) in CONVERSATIONS.items()
+    ),
+    Case(trace="conversation_a", model=GPT_OSS, memory="40GiB", arrivals="recorded"),
+)

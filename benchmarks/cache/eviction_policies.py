@@ -6,21 +6,18 @@ rank is evicted: a leaf with its windows, or the windows alone. The policies are
 compute again for each byte that eviction frees. Segmented LRU and S3-FIFO gave their figures at c6cb44c (docs/cache_simulation.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.kvcache.prefix.tree import Node
 
 
-class LruPolicy:
-    """Least recently used: when a node was made or last returned to."""
+class LruPolicy(EvictionPolicy):
+    """Least recently used: when a node was made or last returned to. A node that was not used to its end keeps its time."""
 
     def __init__(self) -> None:
         self._now = 0
-
-    def admitted(self) -> None:
-        """Nothing to learn."""
 
     def created(self, node: Node) -> None:
         """Used now."""
@@ -38,18 +35,6 @@ class LruPolicy:
     def continued(self, node: Node, upper: Node) -> None:
         """What the request shares is used now."""
         self.returned(upper)
-
-    def returned_inside(self, node: Node, share: float) -> None:
-        """Its own time stays: it was not used to its end."""
-
-    def missed(self, chain: Sequence[bytes], begin: int, end: int) -> None:
-        """Nothing to learn."""
-
-    def windows_evicted(self, node: Node) -> None:
-        """Its segment keeps its time."""
-
-    def removed(self, node: Node) -> None:
-        """Forgotten."""
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """The time of last use."""

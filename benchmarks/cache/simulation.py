@@ -2,7 +2,7 @@
 
     python -m benchmarks.cache.simulation --configs DIR --traces DIR
     python -m benchmarks.cache.simulation --configs DIR --traces DIR --only sessions --policy default --policy lru
-    python -m benchmarks.cache.simulation --configs DIR --traces DIR --only synthetic --seed 0 --seed 1 --seed 2 --block-size 128
+    python -m benchmarks.cache.simulation --configs DIR --traces DIR --only poisson --seed 0 --seed 1 --block-size 128
 
 DIRs hold the models' folders with their config.json, and the traces as JSON lines. Each row is one case; a cell is the share of
 prompt tokens hit (+ repaired), and of several seeds the mean, with the range of hits in brackets. The table is Markdown, as in
@@ -10,7 +10,6 @@ docs/cache_simulation.md, which has the last figures; the README's plot is drawn
 but are not what a server has by default.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -41,16 +40,14 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(POLICIES)}.", param_hint="--policy")
     cases = [case for case in CASES if only in case.name]
     seeds = tuple(dict.fromkeys(seed or [0]))
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {case.name: {} for case in cases}
     runs = [Run(case, name, one, configs, traces, block_size) for case in cases for name in policies for one in seeds]
     print_row("case", "vLLM", "dense", *policies)
     print_row("---", *["---:"] * (2 + len(policies)))
     with ProcessPoolExecutor(jobs) as pool:
-        for run, report in zip(runs, pool.map(simulate_case, runs), strict=True):
-            reports = results[run.case.name]
-            reports.setdefault(run.policy, []).append(report)
-            if sum(map(len, reports.values())) == len(policies) * len(seeds):
-                print_row(*case_row(run.case, reports, policies))
+        reports = pool.map(simulate_case, runs)  # in the order of the runs
+        for case in cases:
+            cells = [shares([next(reports) for _ in seeds]) for _ in policies]
+            print_row(case.name, percent(case.vllm_default), percent(case.vllm_dense), *cells)
 
 
 class Run(NamedTuple):
@@ -77,12 +74,6 @@ def simulate_case(run: Run) -> dict[str, Any]:
         seed=run.seed,
     )
     return Simulation(config, policy=POLICIES[run.policy]()).run().as_json()
-
-
-def case_row(case: Case, reports: dict[str, list[dict[str, Any]]], policies: tuple[str, ...]) -> Iterator[str]:
-    """The cells of one line; `reports` are those of all seeds by policy."""
-    yield from (case.name, percent(case.vllm_default), percent(case.vllm_dense))
-    yield from (shares(reports[name]) for name in policies)
 
 
 def shares(reports: list[dict[str, Any]]) -> str:

@@ -7,7 +7,6 @@ figures.
 """
 
 import random
-import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +32,6 @@ COLUMNS = {
     "p95 ms": "{first_token_p95_ms:.0f}",
     "busiest": "{busiest_share:.2f}",
     "place us": "{placement_us:.0f}",
-    "s": "{spent_s:.0f}",
 }
 
 SYSTEM_TOKENS = 1_024
@@ -56,10 +54,8 @@ def main(
     for name in WORKLOADS:
         for num_workers in map(int, workers.split(",")):
             for one in POLICIES:
-                begin_s = time.perf_counter()
                 row = simulate(config, name, num_workers, one, seed=seed)
-                spent_s = time.perf_counter() - begin_s
-                cells = {"workload": name, "workers": num_workers, "policy": one, **row, "spent_s": spent_s}
+                cells = {"workload": name, "workers": num_workers, "policy": one, **row}
                 print_row(*(column.format(**cells) for column in COLUMNS.values()))
 
 
