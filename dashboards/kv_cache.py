@@ -5,7 +5,7 @@ from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
 from dashboards.kv_tiers import DISK, POLICIES, TRANSFERS
 from dashboards.panels import Panel, high_is_bad, lines, low_is_bad, number
-from dashboards.queries import GROUP, WORKER, each_of, or_zero, rate, split, total
+from dashboards.queries import GROUP, WORKER, or_zero, rate, split, total
 
 UID = "transom-kv-cache"
 HEADROOM_OF = 'transom_kv_headroom_requests{%s,length="%s"}'
@@ -46,13 +46,6 @@ NOW = [
         act="High with misses for `full_evicted`, `window_evicted` or `state_not_kept`: the cache is too small for the traffic.",
     ),
     number(
-        "Repairs",
-        rate("transom_kv_repairs_total", WORKER),
-        "ops",
-        shows="Windows that were computed again below a hit's boundary, a second.",
-        act="They are exact and cheaper than a miss; *Repairs and their tokens* has what they cost.",
-    ),
-    number(
         "Preempted",
         or_zero(rate("transom_preemptions_total", WORKER)),
         "ops",
@@ -65,7 +58,6 @@ NOW = [
 
 
 POOL_BYTES = total("transom_kv_pool_bytes", WORKER)
-ACTIVE_BYTES = total("transom_kv_bytes", f'{GROUP},state="active"', "group")
 POOL: list[Panel] = [
     lines(
         "Bytes by group and state",
@@ -73,7 +65,8 @@ POOL: list[Panel] = [
         "bytes",
         shows="Active blocks belong to running requests, cached ones can be hit, "
         "empty ones are free inside leased pages. Dashed: the whole pool, all groups.",
-        act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see *Fragmentation and waste*.",
+        act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see *Fragmentation and waste*. "
+        "One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
         stack=True,
         unstacked=["pool"],
         shades=BLOCK_STATES,
@@ -90,19 +83,13 @@ POOL: list[Panel] = [
         width=12,
     ),
     lines(
-        "In use by group",
-        {"{{group}}": each_of(ACTIVE_BYTES, POOL_BYTES)},
-        "percentunit",
-        shows="Bytes of active blocks over all pools; the sum is how full they are.",
-        act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
-        stack=True,
-        maximum=1,
-    ),
-    lines(
         "Pinned cached blocks",
-        split(total, "transom_kv_held_blocks", GROUP, "group"),
+        {
+            "{{group}} cached": total("transom_kv_blocks", f'{GROUP},state="cached"', "group"),
+            "{{group}} pinned": total("transom_kv_held_blocks", GROUP, "group"),
+        },
         "short",
-        shows="Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
+        shows="Cached blocks by group, and those of them that a checkpoint pins; the others are evicted first.",
         act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
     ),
     lines(

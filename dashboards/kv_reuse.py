@@ -2,7 +2,7 @@
 
 from dashboards.colors import OUTCOMES
 from dashboards.panels import Panel, heat, lines
-from dashboards.queries import GROUP, WORKER, buckets, quantile, rate, ratio, split, total
+from dashboards.queries import GROUP, WORKER, buckets, rate, ratio, split, total
 
 PREFIX = "transom_prefix_tokens_total"
 FOUND = f'{WORKER},outcome=~"hit|repaired"'
@@ -84,16 +84,6 @@ EVICTION: list[Panel] = [
         shows="Blocks evicted, a second, by what needed their memory.",
         act="Compare with *Misses from lack of memory*: evictions without misses cost nothing.",
         stack=True,
-    ),
-    lines(
-        "Ages, median",
-        {
-            "{{group}} evicted": quantile(0.5, RESIDENCY, GROUP, "group"),
-            "{{group}} hit": quantile(0.5, REUSE, GROUP, "group"),
-        },
-        "s",
-        shows="Median age at eviction and at a hit, by group.",
-        act="Eviction below hit: blocks are evicted sooner than requests return.",
     ),
 ]
 

@@ -2,22 +2,18 @@
 
 from dashboards.colors import PHASES
 from dashboards.panels import high_is_bad, lines
-from dashboards.queries import GROUP, WORKER, each_of, rate, ratio, split, total
+from dashboards.queries import GROUP, WORKER, each_of, rate, ratio, split
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
 THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", f'{WORKER},mode="recompute"'), COMPUTED)
-MOVED_BLOCKS = rate("transom_kv_host_moved_blocks_total", GROUP, "model", "worker", "group", "move")
-BLOCK_BYTES = ratio(
-    total("transom_kv_bytes", GROUP, "model", "worker", "group"),
-    total("transom_kv_blocks", GROUP, "model", "worker", "group"),
-)
 SHORTAGE = [
     lines(
         "Repairs and their tokens",
         {"repairs": rate("transom_kv_repairs_total", WORKER), "tokens": rate("transom_kv_repair_tokens_total", WORKER)},
         "short",
         shows="Repairs begun, and tokens that they compute again, a second.",
-        act="Many tokens a repair: windows are evicted long before requests return to them; add memory.",
+        act="A repair is exact, and cheaper than a miss. Many tokens a repair: "
+        "windows are evicted long before requests return to them; add memory.",
     ),
     lines(
         "Repeated work",
@@ -48,14 +44,7 @@ SHORTAGE = [
         "ops",
         shows="Blocks a second that moved between device and host tier: spilled (evicted from the device), swapped (of "
         "preempted requests), imported (from other workers or the disk), loaded (back to the device), and dropped.",
-        act="Dropped and nothing loaded: the tier is too small for what returns; raise `--swap-space`.",
-    ),
-    lines(
-        "Host tier: bytes moved",
-        {"{{move}}": f"sum by (move) ({MOVED_BLOCKS} * on (model, worker, group) group_left () ({BLOCK_BYTES}))"},
-        "Bps",
-        shows="Bytes a second that moved between device and host tier, padding between blocks not counted.",
-        act="Near what the link carries: requests wait for loads. "
+        act="Dropped and nothing loaded: the tier is too small for what returns; raise `--swap-space`. "
         "Spilled and loaded alike for long: the runbook of TransomHostTierThrashing.",
     ),
     lines(

@@ -4,7 +4,7 @@ from dashboards import kv_cache, router, service_levels
 from dashboards.board import Board, firing, to_board
 from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
-from dashboards.panels import high_is_bad, lines, low_is_bad, named_numbers, number
+from dashboards.panels import high_is_bad, lines, low_is_bad, number
 from dashboards.queries import API, ROUTER, WORKER, happening, or_zero, quantile, rate, ratio, seen, split, total
 from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS
 
@@ -15,15 +15,23 @@ ERRORS = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status=~
 
 
 NOW = [
-    named_numbers(
-        "Alerts",
-        {
-            "critical": (or_zero(f"count({firing('critical')})"), high_is_bad(1, 1)),
-            "warning": (or_zero(f"count({firing('warning')})"), high_is_bad(1, 1000)),
-        },
+    number(
+        "Critical alerts",
+        or_zero(f"count({firing('critical')})"),
         "short",
-        shows="Alerts that fire now, of all models: critical ones, red from 1, and warnings, orange from 1.",
+        shows="Critical alerts that fire now, of all models. Red from 1.",
         act="Prometheus' page of alerts names them, as the marks on every panel do; each has a runbook.",
+        limits=high_is_bad(1, 1),
+        width=2,
+    ),
+    number(
+        "Warnings",
+        or_zero(f"count({firing('warning')})"),
+        "short",
+        shows="Alerts of the severity `warning` that fire now, of all models. Orange from 1.",
+        act="As for critical ones.",
+        limits=high_is_bad(1, 1000),
+        width=2,
     ),
     number(
         "Requests",
@@ -73,6 +81,7 @@ NOW = [
         shows="Workers that take requests. Red at none, which is right only after a scale-down to zero.",
         act="None while requests wait: read the workers' logs for why they do not start, and see *Router*.",
         limits=low_is_bad(1, 1),
+        width=2,
     ).links([to_board(router.UID, "Router")]),
     number(
         "Fullest cache",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from grafana_foundation_sdk.builders import bargauge, common, dashboard, heatmap, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import heatmap as heatmaps
 from grafana_foundation_sdk.models.dashboard import (
@@ -29,7 +29,7 @@ IDLE = "idle"  # where a share or a quantile has no value: nothing happened
 LEAST_TOPS = {"percentunit": 0.01, "reqps": 1, "ops": 1, "short": 1, "s": 1e-4}
 HIDDEN_COLUMNS = ("Time", "Value")
 
-Panel = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel | bargauge.Panel
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel
 P = TypeVar("P")
 
 
@@ -125,46 +125,22 @@ def number(
     """One value, coloured by its limits, with its course over time in the background unless it is an `instant` one."""
     panel = _common(stat.Panel(), title, {"": query}, unit, words, limits=limits, instant=instant)
     graph = shapes.BigValueGraphMode.NONE if instant else shapes.BigValueGraphMode.AREA
-    _show_values(panel.graph_mode(graph).text_mode(shapes.BigValueTextMode.VALUE).span(width))
+    panel.graph_mode(graph).text_mode(shapes.BigValueTextMode.VALUE).span(width).height(4)
+    panel.color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)
+    panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)).orientation(shapes.VizOrientation.AUTO)
+    panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def named_numbers(
-    title: str, judged: Mapping[str, tuple[str, Limits]], unit: str, *, width: int = 3, **words: Unpack[Words]
-) -> stat.Panel:
-    """A few values beside each other by name: each one's query, and limits of its own."""
-    series = {name: query for name, (query, _) in judged.items()}
-    (_, first), *others = judged.values()
-    panel = _common(stat.Panel(), title, series, unit, words, limits=first).decimals(0).span(width)
-    _show_values(panel.graph_mode(shapes.BigValueGraphMode.NONE).text_mode(shapes.BigValueTextMode.VALUE_AND_NAME))
-    for name, (_, limits) in zip(list(judged)[1:], others, strict=True):
-        panel.override_by_name(name, [DynamicConfigValue(id_val="thresholds", value=limits.build().build())])
-    return panel
-
-
-def bars(
-    title: str, series: Series, unit: str, *, limits: Limits = NO_LIMITS, width: int = 8, **words: Unpack[Words]
-) -> bargauge.Panel:
-    """The latest value of every series as a horizontal bar."""
-    panel = _common(bargauge.Panel(), title, series, unit, words, limits=limits, instant=True)
-    panel.span(width).height(8).min(0)
-    panel.display_mode(shapes.BarGaugeDisplayMode.BASIC).orientation(shapes.VizOrientation.HORIZONTAL)
-    panel.value_mode(shapes.BarGaugeValueMode.COLOR).show_unfilled(True)
-    panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
-    return panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
-
-
-def heat(
-    title: str, query: str, unit: str, *, cells: str = "short", width: int = 12, **words: Unpack[Words]
-) -> heatmap.Panel:
+def heat(title: str, query: str, unit: str, *, width: int = 12, **words: Unpack[Words]) -> heatmap.Panel:
     """A histogram over time: colour says how many observations fell into a cell, and empty cells are left out."""
-    panel = _common(heatmap.Panel(), title, {"{{le}}": query}, cells, words, form=PromQueryFormat.HEATMAP)
+    panel = _common(heatmap.Panel(), title, {"{{le}}": query}, "short", words, form=PromQueryFormat.HEATMAP)
     panel.span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
     # Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright.
     panel.color(heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64))
-    panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_values(heatmap.CellValues().unit(cells))
+    panel.filter_values(heatmap.FilterValueRange().le(1e-9)).cell_values(heatmap.CellValues().unit("short"))
     return panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(shapes.AxisPlacement.LEFT))
 
 
@@ -204,13 +180,6 @@ def _common(
         target.format(form).editor_mode(QueryEditorMode.CODE).exemplar(bool(exemplars) and legend == exemplars)
         one.with_target(target.instant() if instant else target.range())
     return panel
-
-
-def _show_values(panel: stat.Panel) -> None:
-    """The last values, coloured by their limits."""
-    panel.height(4).color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)
-    panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)).orientation(shapes.VizOrientation.AUTO)
-    panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
 
 
 def _idle() -> SpecialValueMap:

@@ -10,7 +10,6 @@ from dashboards.queries import (
     happening,
     increase,
     or_zero,
-    quantile,
     quantiles,
     rate,
     ratio,
@@ -48,14 +47,6 @@ NOW = [
         shows="Tokens between predicted and actual hit, over the greater of both. Orange from 10 %, red from 25 %.",
         act="Runbook of TransomHitPredictionOff.",
         limits=OFF_LIMITS,
-    ),
-    number(
-        "Choice p95",
-        quantile(0.95, "transom_router_placement_seconds", ROUTER),
-        "s",
-        shows="Cost of one choice, hashing included. Orange from 5 ms, red from 20 ms.",
-        act="It grows with prompts' length: add routers (`--router-replicas`).",
-        limits=high_is_bad(0.005, 0.02),
     ),
     number(
         "Failovers",

@@ -1,7 +1,7 @@
 """The Workers dashboard's sections about what workers run on, what they say of their load, and how they were started."""
 
 from dashboards.colors import MEMORY
-from dashboards.panels import Panel, bars, high_is_bad, lines, rows
+from dashboards.panels import Panel, high_is_bad, lines, rows
 from dashboards.queries import WORKER, rate, ratio, split, total
 from transom_worker.telemetry.metrics.identity import CONFIG_LABELS
 
@@ -161,11 +161,11 @@ PROCESSES: list[Panel] = [
         shows="Resident bytes of each worker's main process.",
         act="It grows for hours under even load: a leak, worth a report.",
     ),
-    bars(
+    lines(
         "Start-up",
         {"{{worker}}": f"max by (worker) (transom_worker_start_seconds{{{WORKER}}})"},
         "s",
-        shows="How long each worker took to start. Orange from one minute, red from five.",
+        shows="How long each worker took to start. Dashed: one minute and five.",
         act="Long: weights come over the network; put them on a local disk. It decides how fast autoscaling helps.",
         limits=high_is_bad(60, 300),
     ),

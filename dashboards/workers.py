@@ -5,7 +5,7 @@ from dashboards.board import Board
 from dashboards.colors import PARTS as PART_COLORS
 from dashboards.colors import PHASES
 from dashboards.panels import Panel, lines, number
-from dashboards.queries import WORKER, each_of, mean, quantile, quantiles, rate, split
+from dashboards.queries import WORKER, each_of, mean, quantiles, rate, split
 
 UID = "transom-workers"
 STEP_RATE = rate("transom_steps_total", WORKER)
@@ -19,14 +19,6 @@ NOW = [
         "short",
         shows="Workers that Prometheus hears of.",
         act="Fewer than *Router* has open: their pages come too late; see *Router*, dropped scrapes.",
-        width=4,
-    ),
-    number(
-        "Forward pass p95",
-        quantile(0.95, "transom_step_seconds", f'{WORKER},part="forward"'),
-        "s",
-        shows="Time of a step's forward pass.",
-        act="It grows with tokens a step; see *Tokens a step* before looking at the machine.",
         width=4,
     ),
     number(
@@ -67,7 +59,7 @@ STEPS = [
         "Forward pass",
         quantiles("transom_step_seconds", f'{WORKER},part="forward"'),
         "s",
-        shows="Time of a step's forward pass, of all workers.",
+        shows="Time of a step's forward pass, of all workers. It grows with *Tokens a step*.",
         act="p99 far above p50 is prompts among answers. All up at once: another process takes the machine.",
     ),
     lines(
