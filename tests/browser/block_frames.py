@@ -202,11 +202,3 @@ class FakeWorker:
             }
             for name, stride in self.strides.items()
         ]
-
-
-def fake_with_a_request(name: str = "w0") -> FakeWorker:
-    """A worker whose first page is full's, and whose first block a request uses."""
-    fake = FakeWorker(worker=name, running=1)
-    fake.lease(0, 0)
-    fake.put(0, 0, ACTIVE, references=1)
-    return fake

@@ -10,9 +10,10 @@ from tests.browser.map_server import MapServer
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-RECT = """([worker, group, block]) => {
-  const app = transomBlockMap, w = app.workers.get(worker);
-  const rect = app.map.rectOf({ worker: w, page: w.state.geometry.pageOf(group, block), group, block });
+RECT = """([id, tier, group, block]) => {
+  const app = transomBlockMap, worker = app.workers.get(id), { state } = worker;
+  const { geometry } = tier === "host" ? state.host : state;
+  const rect = app.map.rectOf({ worker, tier, page: geometry.pageOf(group, block), group, block });
   return [rect[0], rect[1] - app.map.scrollPx, rect[2], rect[3]];
 }"""
 PIXELS = """([x, y, w, h]) => {
@@ -71,9 +72,9 @@ class MapPage:
         """Wait until what was asked for is drawn."""
         self.page.wait_for_function("() => !transomBlockMap.isRenderDue")
 
-    def rect(self, group: int, block: int, worker: str = "w0") -> list[int]:
+    def rect(self, group: int, block: int, worker: str = "w0", *, tier: str = "device") -> list[int]:
         """Where a block lies on the canvas, in its pixels."""
-        found: list[int] = self.page.evaluate(RECT, [worker, group, block])
+        found: list[int] = self.page.evaluate(RECT, [worker, tier, group, block])
         return found
 
     def cell(self, group: int, block: int, worker: str = "w0") -> list[list[str]]:
@@ -95,9 +96,9 @@ class MapPage:
         found: str = self.page.evaluate(ALL_PIXELS)
         return found
 
-    def hover(self, group: int, block: int, worker: str = "w0") -> None:
+    def hover(self, group: int, block: int, worker: str = "w0", *, tier: str = "device") -> None:
         """Point at a block."""
-        x, y, w, h = self.rect(group, block, worker)
+        x, y, w, h = self.rect(group, block, worker, tier=tier)
         ratio = self.page.evaluate("devicePixelRatio")
         self.page.locator("#map").hover(position={"x": (x + w / 2) / ratio, "y": (y + h / 2) / ratio})
 

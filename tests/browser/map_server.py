@@ -10,7 +10,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 import transom_cluster.blockmap
 from tests.loopback_server import served
@@ -36,7 +37,6 @@ class MapServer:
         self.description: dict[str, Any] = {}
         self.described: list[dict[str, str]] = []
         self.stream_queries: list[dict[str, str]] = []
-        self.periods: tuple[float, list[str]] | None = None  # seconds between events and the events, over and over
         self._streams: set[asyncio.Queue[str | None]] = set()
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -67,7 +67,7 @@ class MapServer:
         return Starlette(
             routes=[
                 Route("/blocks", self._page),
-                Route("/blocks/assets/{name}", self._asset),
+                Mount("/blocks/assets", StaticFiles(directory=STATIC)),
                 Route("/blocks/stream", self._stream),
                 Route("/blocks/describe", self._describe),
             ]
@@ -75,9 +75,6 @@ class MapServer:
 
     async def _page(self, request: Request) -> Response:
         return FileResponse(f"{STATIC}/index.html", headers={"content-security-policy": POLICY})
-
-    async def _asset(self, request: Request) -> Response:
-        return FileResponse(f"{STATIC}/{request.path_params['name']}", headers={"cache-control": "no-cache"})
 
     async def _describe(self, request: Request) -> Response:
         self.described.append(dict(request.query_params))
@@ -87,8 +84,7 @@ class MapServer:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "wrong key"}}, status_code=401)
         self.stream_queries.append(dict(request.query_params))
-        source = self._fed() if self.periods is None else self._paced(*self.periods)
-        return StreamingResponse(source, media_type="text/event-stream")
+        return StreamingResponse(self._fed(), media_type="text/event-stream")
 
     async def _fed(self) -> AsyncIterator[str]:
         queue: asyncio.Queue[str | None] = asyncio.Queue()
@@ -100,12 +96,6 @@ class MapServer:
                 yield told
         finally:
             self._streams.discard(queue)
-
-    async def _paced(self, period_s: float, texts: list[str]) -> AsyncIterator[str]:
-        for text in [*self.on_open(), *texts]:
-            yield text
-            await asyncio.sleep(period_s)
-        await asyncio.Event().wait()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, FREE, FakeWorker, fake_with_a_request
+from tests.browser.block_frames import ACTIVE, FREE, FakeWorker
 from tests.browser.map_page import MapPage
 from tests.browser.map_server import event
 
@@ -13,7 +13,11 @@ BLUE = "#0072b2"
 
 @pytest.fixture
 def worker() -> FakeWorker:
-    return fake_with_a_request()
+    """Its first page is full's, and a request uses its first block."""
+    fake = FakeWorker(running=1)
+    fake.lease(0, 0)
+    fake.put(0, 0, ACTIVE, references=1)
+    return fake
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(block_map: MapPage, worker: FakeWorker) -> None:

@@ -12,11 +12,6 @@ STATES = """(worker) => {
   return host === null ? null : [[...host.states], [...host.owners]];
 }"""
 SECTIONS = "() => transomBlockMap.map.placed.sections.map(({ worker, tier, top }) => [worker.id, tier, top])"
-HOST_RECT = """([group, block]) => {
-  const app = transomBlockMap, worker = app.workers.get("w0"), { geometry } = worker.state.host;
-  const rect = app.map.rectOf({ worker, tier: "host", page: geometry.pageOf(group, block), group, block });
-  return [rect[0], rect[1] - app.map.scrollPx, rect[2], rect[3]];
-}"""
 PER_PAGE = 16  # blocks of group 0
 
 
@@ -52,7 +47,7 @@ def test_every_state_has_its_own_look(block_map: MapPage) -> None:
     for block, state in enumerate(looks):
         worker.put_host(0, block, 1, state)
     block_map.show(worker)
-    pixels = {str(block_map.pixels(block_map.evaluate(HOST_RECT, [0, block]))) for block in range(len(looks))}
+    pixels = {str(block_map.pixels(block_map.rect(0, block, tier="host"))) for block in range(len(looks))}
     assert len(pixels) == len(looks)
 
 
@@ -79,9 +74,7 @@ def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage)
     block_map.send(worker.frame())
     assert block_map.evaluate(STATES, "w0")[1][1] == 1
     assert "spilled1 block of full" in block_map.text("#events").replace("\n", "")
-    x, y, width, height = block_map.evaluate(HOST_RECT, [0, 20])
-    ratio = block_map.evaluate("devicePixelRatio")
-    block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
+    block_map.hover(0, 20, tier="host")
     assert block_map.text("#tooltip") == "host tier, full block 20: needed"
     assert block_map.rows("#inspector [data-rows]")["State"] == "needed"
     block_map.page.wait_for_function("() => document.querySelector('#inspector [data-details]').children.length > 0")

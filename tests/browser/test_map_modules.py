@@ -1,12 +1,12 @@
 """The page's modules on their own: decoder, server-sent events, geometry, layout; 100,000 blocks."""
 
 import base64
+import random
 from typing import Any
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
-from tests.browser.busy_worker import BusyWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, FakeWorker
 from tests.browser.map_page import MapPage
 from tests.browser.map_server import event
 
@@ -20,13 +20,10 @@ def modules(block_map: MapPage) -> MapPage:
     return block_map
 
 
-def run(modules: MapPage, names: str, body: str, argument: Any = None) -> Any:
-    imports = "".join(f"const {{ {name} }} = await import('/blocks/assets/{file}.js');" for file, name in pairs(names))
+def run(modules: MapPage, body: str, argument: Any, **names: str) -> Any:
+    """Run a script with what it imports: module -> names."""
+    imports = "".join(f"const {{ {name} }} = await import('/blocks/assets/{file}.js');" for file, name in names.items())
     return modules.evaluate(f"async (argument) => {{ {imports} {body} }}", argument)
-
-
-def pairs(names: str) -> list[tuple[str, str]]:
-    return [(part.split(":")[0], part.split(":")[1]) for part in names.split()]
 
 
 def text(frame: bytes) -> str:
@@ -45,7 +42,7 @@ def test_the_decoder_reads_any_alignment(modules: MapPage) -> None:
       moved.set(bytes);
       return [...decodeFrame(moved).blocks.slice(15, 20)];
     }));"""
-    found = run(modules, "frames:decodeFrame,fromBase64", body, frames)
+    found = run(modules, body, frames, frames="decodeFrame, fromBase64")
     assert found == [[ACTIVE << 8 | 2 << 16, 3, 7, 0xDEADBEEF, 12]] * 16
 
 
@@ -58,7 +55,7 @@ def test_server_sent_events_come_in_any_pieces(modules: MapPage, size: int) -> N
       found.push(...parser.push(argument.stream.slice(i, i + argument.size)));
     }
     return found;"""
-    assert run(modules, "frame_sources:SseParser", body, {"stream": stream, "size": size}) == [
+    assert run(modules, body, {"stream": stream, "size": size}, frame_sources="SseParser") == [
         {"event": "frame", "data": "AAAA"},
         {"event": "message", "data": "first\nsecond"},
         {"event": "workers", "data": "[]"},
@@ -82,8 +79,8 @@ def test_the_middle_of_every_cell_belongs_to_its_block(modules: MapPage) -> None
       }
     }
     return wrong;"""
-    names = "geometry:Geometry,layoutPages,blockRect,pageAt,blockAt frames:decodeFrame,fromBase64"
-    assert run(modules, names, body, text(fake.frame(whole=True))) == []
+    names = {"geometry": "Geometry, layoutPages, blockRect, pageAt, blockAt", "frames": "decodeFrame, fromBase64"}
+    assert run(modules, body, text(fake.frame(whole=True)), **names) == []
 
 
 def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPage) -> None:
@@ -98,17 +95,31 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     for (const text of argument) worker.takeFrame(decodeFrame(fromBase64(text)));
     const { states, geometry } = worker.state, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
-    assert run(modules, "app:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
+    assert run(modules, body, [first, second], app="Worker", frames="decodeFrame, fromBase64") == [0, 32]
 
 
 NUM_DIFFS = 12
 
 
 def test_a_hundred_thousand_blocks_keep_up(block_map: MapPage) -> None:
-    busy = BusyWorker()
-    assert busy.num_blocks == 100_000
-    texts = [event("frame", busy.whole()), *(event("frame", busy.diff()) for _ in range(NUM_DIFFS))]
-    block_map.server.periods = (0.25, texts)
+    """With every frame one block in a hundred changes, and each of 64 requests."""
+    source = random.Random(0)
+    fake = FakeWorker(num_pages=1000, page_bytes=25_600, strides={"full": 256, "window(128)": 256}, running=64)
+    fake.lease(0, *range(500))
+    fake.lease(1, *range(500, 1000))
+    blocks = list(fake.records)
+    assert len(blocks) == 100_000
+    texts = []
+    for number in range(1 + NUM_DIFFS):
+        for group, block in source.sample(blocks, 1000) if number else blocks:
+            state, references = source.randint(FREE, EVICTED), source.randint(0, 2)
+            fake.put(group, block, state, references=references, logical=block % 500, hash_prefix=block + 1, age=number)
+        for request in range(64):
+            runs = [[[0, 40 * request, 40]], [[0, 50_000 + 8 * request, 8]]]
+            fake.sequence(request, f"cmpl-{request:04d}", runs, processed=number)
+        fake.event("evicted", group=0)
+        texts.append(event("frame", fake.frame(whole=number == 0, after_s=0.25)))
+    block_map.server.on_open = lambda: texts
     block_map.open()
     block_map.wait_for_frames(1 + NUM_DIFFS)
     shown = block_map.evaluate(

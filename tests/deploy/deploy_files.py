@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
-from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
 
 from transom_cluster.app import SERVE_PROXY_SETTINGS
 from transom_core.settings.settings import Settings
@@ -20,27 +20,19 @@ def document(path: Path) -> Any:
 
 
 def serve_problems(config: dict[str, Any]) -> list[str]:
-    """What is wrong with a Serve config of ours. Ray says nothing about keys that it does not know, so they are looked for here."""
-    problems = [*_unknown(ServeDeploySchema, config, "")]
-    for app in config.get("applications", []):
-        problems += _unknown(ServeApplicationSchema, app, "applications.")
-        problems += [p for one in app.get("deployments", []) for p in _deployment_problems(one)]
+    """What is wrong with a Serve config of ours. Ray itself says nothing about keys that it does not know."""
+    problems = []
+    try:
+        ServeDeploySchema.model_validate(config, extra="forbid")
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    for app in config["applications"]:
+        names = {one["name"] for one in app.get("deployments", [])}
+        problems += [f"deployments.name {name!r} is none of {sorted(DEPLOYMENTS)}" for name in names - DEPLOYMENTS]
         problems += [
             f"args.{name} is {SERVE_PROXY_SETTINGS[name]}" for name in SERVE_PROXY_SETTINGS if name in app["args"]
         ]
     if not problems:
-        ServeDeploySchema.model_validate(config)
         for app in config["applications"]:
             Settings.parse(**app["args"])
     return problems
-
-
-def _deployment_problems(deployment: dict[str, Any]) -> list[str]:
-    unknown = [*_unknown(DeploymentSchema, deployment, "deployments.")]
-    name = deployment.get("name")
-    return unknown if name in DEPLOYMENTS else [*unknown, f"deployments.name {name!r} is none of {sorted(DEPLOYMENTS)}"]
-
-
-def _unknown(schema: type[BaseModel], given: dict[str, Any], prefix: str) -> list[str]:
-    known = set(schema.model_fields)
-    return [f"{prefix}{name} is no key of {schema.__name__}" for name in given if name not in known]

@@ -1,13 +1,11 @@
 """`every_host.py`, which the head runs for every worker host, with stand-ins for ssh, rsync and ray that record their calls."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from tests.deploy.deploy_files import DEPLOY
+from deploy.node import every_host
 
 CONFIG = {
     "provider": {"type": "local", "head_ip": "192.0.2.10", "worker_ips": ["192.0.2.11", "192.0.2.12"]},
@@ -24,20 +22,15 @@ case "$*" in *192.0.2.12*) [ ! -e {broken} ] || {{ echo "no route to host" >&2; 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with its cluster's YAML and the stand-ins; `no_app` instead of ending Serve."""
-    spec = importlib.util.spec_from_file_location("every_host", DEPLOY / "node/every_host.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name in ("ssh", "rsync", "bash"):
         program = tmp_path / name
         program.write_text(STAND_IN.format(calls=tmp_path / "calls", broken=tmp_path / "broken"))
         program.chmod(0o755)
     (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(module, "CONFIG", tmp_path / "config.yaml")
-    monkeypatch.setattr(module, "end_app", lambda: None)
+    monkeypatch.setattr(every_host, "CONFIG", tmp_path / "config.yaml")
+    monkeypatch.setattr(every_host, "end_app", lambda: None)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return module
+    return every_host
 
 
 def calls(tmp_path: Path) -> list[str]:

@@ -20,25 +20,13 @@ from tests.prometheus_programs import run_promtool
 MONITORING = DEPLOY / "monitoring"
 PATH = MONITORING / "prometheus.yml"
 LARGE = MONITORING / "prometheus_large.yml"
-TOP = {"global", "rule_files", "scrape_configs"}
-OF_A_JOB = {"job_name", "metrics_path", "static_configs", "http_sd_configs", "authorization"}
-
-
-def config_problems(config: dict[str, Any]) -> list[str]:
-    """Keys that are none of those in use here, and jobs without targets or with one name."""
-    jobs = config.get("scrape_configs", [])
-    unknown = [
-        key for part, known in [(config, TOP), *((job, OF_A_JOB) for job in jobs)] for key in part if key not in known
-    ]
-    without = [job["job_name"] for job in jobs if not ("static_configs" in job or "http_sd_configs" in job)]
-    names = [job["job_name"] for job in jobs]
-    return [*unknown, *without, *{name for name in names if names.count(name) > 1}]
 
 
 @pytest.mark.parametrize("path", [PATH, LARGE], ids=lambda path: path.name)
-def test_it_is_valid(path: Path) -> None:
+def test_jobs_have_targets_and_rules_exist(path: Path) -> None:
+    """The keys are checked by promtool."""
     config = document(path)
-    assert config_problems(config) == []
+    assert all("static_configs" in job or "http_sd_configs" in job for job in config["scrape_configs"])
     assert [job["job_name"] for job in config["scrape_configs"]] == ["transom", "ray"]
     assert all((MONITORING / name).exists() for name in config["rule_files"])
 

@@ -1,6 +1,7 @@
 """Every cluster YAML validates against Ray's schema and has what Transom needs besides."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,6 @@ CLOUDS = [path for path in PATHS if path.parent.name != "on_premise"]
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.parent.name)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = document(request.param)
-    return found
-
-
-@pytest.fixture(params=CLOUDS, ids=lambda path: path.parent.name)
-def cloud(request: pytest.FixtureRequest) -> dict[str, Any]:
     found: dict[str, Any] = document(request.param)
     return found
 
@@ -50,7 +45,9 @@ def test_hosts_install_what_was_tested_and_what_triton_needs(config: dict[str, A
     assert config["provider"]["type"] == "local" or "install gcc python3-dev python3-venv" in setup
 
 
-def test_autoscaler_limits_hold_together(cloud: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", CLOUDS, ids=lambda path: path.parent.name)
+def test_autoscaler_limits_hold_together(path: Path) -> None:
+    cloud = document(path)
     types = validate(cloud)["available_node_types"]
     head = types.pop(cloud["head_node_type"])
     assert head["resources"] == {"CPU": 0, "GPU": 0}
