@@ -92,7 +92,7 @@ async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) 
         # the test before has left, which takes a moment
         await until(lambda: len(server.replica.block_map._watchers) == 1)
     registry = server.replica.engine.scheduler.cache.registry
-    await until(lambda: not server.replica.block_map._watchers and not registry.watches_changes)
+    await until(lambda: not server.replica.block_map._watchers and registry._touched is None)
     await ask(server, "Without a watcher.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now
         seen = Map()

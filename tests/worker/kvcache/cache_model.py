@@ -176,11 +176,26 @@ class Mirror:
         self.version = update.version
 
 
+def check_sequence(sequence: SequenceBlocks) -> None:
+    """Check that the fields do not contradict each other."""
+    state, load, is_under_way = sequence.state, sequence.load, sequence.repair.is_under_way
+    held_in_host = (BlocksState.AWAITS_LOAD, BlocksState.LOADING, BlocksState.SWAPPED)
+    has_holes = any(HOLE in (*table.sink_blocks, *table.run, *table.aside.values()) for table in sequence.tables)
+    assert bool(load.host_blocks) == (state in held_in_host)
+    assert bool(load.ticket) == (state is BlocksState.LOADING)
+    assert not has_holes or state in (BlocksState.AWAITS_LOAD, BlocksState.SWAPPED)
+    assert sequence.base_node is None or state not in (BlocksState.SWAPPED, BlocksState.RELEASED)
+    assert sequence.repair.start <= sequence.repair.end
+    assert not (is_under_way and state is BlocksState.SWAPPED)
+    assert not (sequence.is_private and sequence.num_published)
+    assert sequence.planned_checkpoints == sorted(sequence.planned_checkpoints, key=lambda planned: planned[0])
+
+
 def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     """Check the counts of every pool, that each block is in exactly one state, and that sequences have their live blocks."""
     sequences = list(sequences)
     for sequence in sequences:
-        sequence.check()
+        check_sequence(sequence)
     holds = held_digests(cache)
     check_tree(cache, holds[DEVICE])
     check_host(cache, sequences, holds[HOST])

@@ -11,13 +11,11 @@ is a host block in the index that nothing needs (`host_tier`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.compaction import Compaction
-from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
 from transom_worker.kvcache.tiers.tiers import Tiers
 
@@ -72,8 +70,6 @@ class CacheSnapshots:
 
     def __init__(
         self,
-        arena: Arena,
-        pools: Sequence[GroupPool],
         registry: BlockRegistry,
         compaction: Compaction,
         outcomes: OutcomeCounts,
@@ -81,8 +77,6 @@ class CacheSnapshots:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self._arena = arena
-        self._pools = pools
         self._registry = registry
         self._registries = (registry, tiers.host.registry)
         self._compaction = compaction
@@ -102,20 +96,20 @@ class CacheSnapshots:
 
     def copy(self, group: int) -> GroupCopy:
         """Return a copy of all blocks of a group."""
-        pool = self._pools[group]
+        pool = self._registry.pools[group]
         return GroupCopy(
             now_s=self._clock(),
             refs=pool.refs.copy(),
             pins=pool.pins.copy(),
             names=dict(pool.published),
-            cached_since_s=self._registry.cached_since_s(group),
+            cached_since_s=self._registry.times[group].since_s(),
         )
 
     def take(self) -> CacheSnapshot:
         """Return pages and counts, and the blocks that changed since the last call, or since `begin`."""
         return CacheSnapshot(
-            owners=self._arena.owner.copy(),
-            free_pages=self._arena.num_free,
+            owners=self._registry.arena.owner.copy(),
+            free_pages=self._registry.arena.num_free,
             num_compacted=self._compaction.num_moved,
             num_repairs=self._outcomes.num_repairs,
             outcome_tokens=dict(self._outcomes.tokens),
@@ -137,7 +131,7 @@ class CacheSnapshots:
                 num_evictable=len(pool.evictable),
                 num_free=pool.num_free,
             )
-            for group, pool in enumerate(self._pools)
+            for group, pool in enumerate(self._registry.pools)
         )
 
 

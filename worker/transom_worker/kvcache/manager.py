@@ -32,12 +32,10 @@ from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.allocator import BlockAllocator, Capacity
-from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable, StateTable
 from transom_worker.kvcache.blocks.compaction import Compaction
-from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.eviction.checkpoints import Checkpoints
@@ -48,9 +46,11 @@ from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
 from transom_worker.kvcache.prefix.tree import CheckpointKind, PrefixTree
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.stats import CacheStats
-from transom_worker.kvcache.tiers.disk.index import DiskStores
+from transom_worker.kvcache.tiers.disk.index import DiskIndex, DiskStores
+from transom_worker.kvcache.tiers.exports import Exports
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.loads import Load
+from transom_worker.kvcache.tiers.imports import Imports
+from transom_worker.kvcache.tiers.loads import Load, Loads
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 from transom_worker.kvcache.tiers.tiers import Tiers
 
@@ -84,17 +84,15 @@ class KvCache:
         self.identity = identity
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
+        self.clock = clock
         self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
         # The group of recurrent layers, which have all their state in one block; None if the model has none.
         self.state_group = next((index for index, one in enumerate(self.retentions) if one.spec.is_state), None)
         # The device's blocks.
-        self.arena = Arena(layout)
-        self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
         self.index = PrefixIndex(len(layout.groups))
         self.changes = _change_log(self.index, layout, has_host=host_layout is not None)
-        self.registry = BlockRegistry(
-            layout, self.pools, self.index, self.changes, tier=DEVICE, block_size=block_size, clock=clock
-        )
+        self.registry = BlockRegistry(layout, self.index, self.changes, tier=DEVICE, block_size=block_size, clock=clock)
+        self.arena, self.pools = self.registry.arena, self.registry.pools
         block_bytes = [group.block_bytes for group in layout.groups]
         self.copies = CopyQueue(block_bytes, lambda: self.changes.rates)
         # The prefix tree, what is evicted from it, and where that goes.
@@ -102,55 +100,46 @@ class KvCache:
             host_layout or replace(layout, num_pages=0), self.index, self.changes, block_size=block_size, clock=clock
         )
         tree = PrefixTree(self.retentions, pins=(self.registry, host))
-        moves = TierMoves(tree, self.index, self.registry, self.pools, host, self.copies, layout=layout)
+        moves = TierMoves(tree, self.registry, host, self.copies)
         stores = DiskStores(self.index, self.copies, block_bytes=block_bytes)
         self.checkpoints = Checkpoints(
-            layout,
-            tree,
-            moves,
-            stores,
-            policy or ReturnTimePolicy(block_size),
-            block_size=block_size,
-            repair=window_repair,
-            present=self.registry.has,
+            self.registry, tree, moves, stores, policy or ReturnTimePolicy(block_size), repair=window_repair
         )
         self.eviction = self.checkpoints.eviction
         self.tiers = Tiers(
-            host,
-            moves,
-            stores,
-            make_room=self.eviction.make_room,
-            take_free=self._take_free,
-            lock=self.checkpoints.lock,
-            unlock=self.checkpoints.unlock,
-            index=self.index,
-            changes=self.changes,
-            registry=self.registry,
-            copies=self.copies,
-            retentions=self.retentions,
-            block_size=block_size,
+            host=host,
+            moves=moves,
+            loads=Loads(self.registry, host, self.copies),
+            imports=Imports(
+                self.retentions,
+                self.registry,
+                host,
+                self.copies,
+                make_room=self.eviction.make_room,
+                take_free=self._take_free,
+                lock=self.checkpoints.lock,
+                unlock=self.checkpoints.unlock,
+            ),
+            exports=Exports(self.retentions, self.registry, host, self.copies),
+            stores=stores,
+            disk=DiskIndex(len(layout.groups)),
         )
         # Sequences.
-        self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
+        self.allocator = BlockAllocator(self.registry, self.eviction.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id(): those with blocks on the device
         self.publishing = Publishing(
-            self.registry,
-            self.checkpoints,
+            registry=self.registry,
+            checkpoints=self.checkpoints,
             host=host,
-            block_size=block_size,
             is_on=enable_prefix_caching,
             state_group=self.state_group,
         )
-        self.compaction = Compaction(
-            self.arena, self.pools, self.registry, self.running, self.copies, self.tiers.fixed_blocks
-        )
+        self.compaction = Compaction(self.registry, self.running, self.copies, self.tiers.fixed_blocks)
         self._num_releases = 0
         # What others ask.
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size, keeps_states=self.state_group is not None)
-        self.snapshots = CacheSnapshots(
-            self.arena, self.pools, self.registry, self.compaction, self.outcomes, self.tiers, clock=clock
-        )
+        self.snapshots = CacheSnapshots(self.registry, self.compaction, self.outcomes, self.tiers, clock=clock)
 
     # Searching
 
@@ -297,7 +286,7 @@ class KvCache:
                 blocks.tables_changed = True
             if keeps_state and isinstance(table, StateTable):
                 table.keep(end)
-                self.registry.taken(group, table.run)  # the block map shows what they stand for
+                self.registry.touch(group, table.run)  # the block map shows what they stand for
         blocks.capacity_tokens = max(blocks.capacity_tokens, self._capacity(end))
         return True
 
@@ -507,7 +496,7 @@ class KvCache:
         taken = self.allocator.allocate_all(needs, near)
         for group, ids in enumerate(taken):
             if ids:
-                self.registry.taken(group, ids)
+                self.registry.touch(group, ids)
         return taken
 
 

@@ -17,6 +17,7 @@ never published. Example with one window group, live blocks 6 and 7 at the end, 
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
@@ -27,29 +28,19 @@ from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Publishing:
     """Publishes blocks in the registry and places checkpoints. If `is_on` is False (no prefix caching) it does nothing."""
 
-    def __init__(
-        self,
-        registry: BlockRegistry,
-        checkpoints: Checkpoints,
-        *,
-        host: HostTier,
-        block_size: int,
-        is_on: bool,
-        state_group: int | None,
-    ) -> None:
-        self._registry = registry
-        self._checkpoints = checkpoints
-        self._host = host
-        self._block_size = block_size
-        self._is_on = is_on
-        self._state_group = state_group
+    registry: BlockRegistry
+    checkpoints: Checkpoints
+    host: HostTier
+    is_on: bool
+    state_group: int | None
 
     def publishes(self, blocks: SequenceBlocks) -> bool:
         """Return whether a sequence's blocks are published."""
-        return self._is_on and not blocks.is_private
+        return self.is_on and not blocks.is_private
 
     def expect(self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]]) -> None:
         """Plan the checkpoints that are known before a sequence is admitted: at these boundaries (in hash blocks), and where its
@@ -76,9 +67,9 @@ class Publishing:
         self.expect(blocks, boundaries)
         hit = blocks.hit
         if hit is not None:
-            self._checkpoints.count_hit(blocks.base_node, hit.num_hash_blocks)
+            self.checkpoints.count_hit(blocks.base_node, hit.num_hash_blocks)
             if is_new:
-                continuation = self._checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
+                continuation = self.checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
                 blocks.num_returns = continuation.num_returns
                 if continuation.parts_at is not None and continuation.parts_at > hit.num_hash_blocks:
                     self._plan_fork(blocks, continuation.parts_at)
@@ -90,7 +81,7 @@ class Publishing:
 
         Without sliding groups none is needed: all blocks stay.
         """
-        if self._is_on and blocks.retentions.slides:
+        if self.is_on and blocks.retentions.slides:
             self._plan_fork(blocks, boundary)
 
     def _plan_fork(self, blocks: SequenceBlocks, boundary: int) -> None:
@@ -99,17 +90,17 @@ class Publishing:
 
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Publish the whole blocks among the `processed` tokens that are not published yet."""
-        num_whole = processed // self._block_size
+        num_whole = processed // self.registry.block_size
         nothing_new = num_whole <= blocks.num_published and not blocks.repair.is_under_way
-        if not self._is_on or blocks.is_private or processed < blocks.repair.end or nothing_new:
+        if not self.is_on or blocks.is_private or processed < blocks.repair.end or nothing_new:
             return
         if len(blocks.chain) < num_whole:
-            extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
+            extend_chain(blocks.chain, blocks.root, token_ids, self.registry.block_size)
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             begin = blocks.num_published
             if blocks.repair.is_under_way and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.repair.end)
-            step = retention.block_size // self._block_size
+            step = retention.block_size // self.registry.block_size
             self._publish(group, table, begin // step, num_whole // step, blocks.chain)
         blocks.num_published = num_whole
         blocks.repair.is_published = True
@@ -118,7 +109,7 @@ class Publishing:
         """Place the checkpoints whose boundaries the sequence has passed."""
         while blocks.planned_checkpoints and blocks.planned_checkpoints[0][0] <= blocks.num_published:
             boundary, kind = blocks.planned_checkpoints[0]
-            if processed < boundary * self._block_size or processed < blocks.repair.end:
+            if processed < boundary * self.registry.block_size or processed < blocks.repair.end:
                 return
             del blocks.planned_checkpoints[0]
             self._place(blocks, boundary, kind)
@@ -129,14 +120,14 @@ class Publishing:
         Nothing is placed if the blocks up to there were not all published, or if their contents are unknown (`lost_contents`). With
         recurrent layers the checkpoint is the last boundary whose state is kept, if that is not the sequence's node already.
         """
-        boundary = blocks.processed // self._block_size
-        if self._state_group is not None:
+        boundary = blocks.processed // self.registry.block_size
+        if self.state_group is not None:
             above = blocks.base_node.boundary if blocks.base_node is not None else 0
             boundary = min(boundary, len(blocks.chain))
-            while boundary > above and not self._registry.has(self._state_group, blocks.chain[boundary - 1]):
+            while boundary > above and not self.registry.has(self.state_group, blocks.chain[boundary - 1]):
                 boundary -= 1
         complete = (
-            self._is_on
+            self.is_on
             and not (blocks.is_private or blocks.lost_contents)
             and blocks.processed >= blocks.repair.end
             and boundary <= blocks.num_published
@@ -147,9 +138,9 @@ class Publishing:
     def _publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
         """Publish logical blocks `[begin, end)` of a table on the device, and free the host's blocks with equal contents that
         nothing needs (leftovers)."""
-        published = self._registry.publish(group, table, begin, end, chain)
+        published = self.registry.publish(group, table, begin, end, chain)
         if published:
-            self._host.forget_leftovers(group, published)
+            self.host.forget_leftovers(group, published)
 
     def _place(self, blocks: SequenceBlocks, boundary: int, kind: CheckpointKind) -> None:
         """Place a checkpoint at a boundary up to which everything was published.
@@ -157,18 +148,18 @@ class Publishing:
         A block that was not published because the index had its twin is published now if the twin was evicted meanwhile.
         """
         chain = blocks.chain
-        owned = self._checkpoints.tree.reach_on_device(chain, boundary)
+        owned = self.checkpoints.tree.reach_on_device(chain, boundary)
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
-            step = retention.block_size // self._block_size
+            step = retention.block_size // self.registry.block_size
             end = boundary // step
             kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
             self._publish(group, table, owned // step, kept, chain)
             # What the repair computed below the blocks that are live at its end is inexact.
             first = max(kept, table.first_block, retention.first_live_block(blocks.repair.end))
             self._publish(group, table, first, end, chain)
-            if not self._registry.has_all(group, chain, owned // step, kept):
+            if not self.registry.has_all(group, chain, owned // step, kept):
                 return
-        blocks.base_node = self._checkpoints.place(
+        blocks.base_node = self.checkpoints.place(
             chain,
             boundary,
             kind,

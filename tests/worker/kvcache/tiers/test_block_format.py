@@ -15,7 +15,7 @@ from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.sharding import head_share
 from transom_worker.kvcache.tiers.block_format import block_digest, block_segments, convert_blocks
-from transom_worker.planner import cache_groups
+from transom_worker.planner.blocks import cache_groups
 
 RANKS = (1, 2, 3, 5)
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 3, 8

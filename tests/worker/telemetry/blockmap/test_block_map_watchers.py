@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return not self.scheduler.cache.registry.watches_changes and not self.log.is_watched
+        return self.scheduler.cache.registry._touched is None and not self.log.is_watched
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
         self.num_commands += 1

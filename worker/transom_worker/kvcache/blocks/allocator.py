@@ -20,6 +20,7 @@ from itertools import islice
 
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.pool import GroupPool
 
 EVICTED_FOR_OWN_GROUP = "own_group"
@@ -27,21 +28,16 @@ EVICTED_FOR_OTHER_GROUP = "other_group"
 
 _SCARCE_FRACTION = 4  # usable pages are scarce when they are at most 1/4 of all pages
 
-Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
-EvictCheckpoint = Callable[[], bool]  # unpins the blocks of one checkpoint; returns False if there was none
-
 
 class BlockAllocator:
     """Allocates blocks so that a sequence's ids are consecutive where possible, and evicts cached blocks when memory is needed.
 
-    `evict` must call `GroupPool.evict`. `evict_checkpoint` makes blocks that a checkpoint pins evictable, and returns whether there
-    was such a checkpoint.
+    `evict_checkpoint` makes blocks that a checkpoint pins evictable, and returns whether there was such a checkpoint.
     """
 
-    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, evict_checkpoint: EvictCheckpoint) -> None:
-        self._arena = arena
-        self._pools = pools
-        self._evict = evict
+    def __init__(self, registry: BlockRegistry, evict_checkpoint: Callable[[], bool]) -> None:
+        self._arena, self._pools = registry.arena, registry.pools
+        self._evict = registry.evict
         self._evict_checkpoint = evict_checkpoint
 
     @property

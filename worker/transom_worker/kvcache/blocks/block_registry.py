@@ -1,4 +1,5 @@
-"""`BlockRegistry`: keeps the prefix index and the groups' block pools consistent, and counts what happens to published blocks.
+"""`BlockRegistry`: has one tier's arena and block pools, keeps the prefix index consistent with them, and counts what happens to
+published blocks.
 `BlockTimes` measures how long they stay in the prefix cache before they are hit or evicted.
 
 Every change of a block's state goes through the registry, so that index, pools, events for routers, times and counts agree. For the
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.telemetry.histogram import Histogram
+from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_table import BlockTable
 from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.prefix.change_log import ChangeLog
@@ -22,7 +24,7 @@ BOUNDS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 
 
 
 class BlockRegistry:
-    """One tier's part of the prefix index, with the pools of all groups.
+    """One tier's arena, with the pools of all groups, and its part of the prefix index.
 
     A block is published in its pool exactly while the index has it. `clock` gives seconds.
     """
@@ -30,7 +32,6 @@ class BlockRegistry:
     def __init__(
         self,
         layout: ArenaLayout,
-        pools: Sequence[GroupPool],
         index: PrefixIndex,
         changes: ChangeLog,
         *,
@@ -38,15 +39,17 @@ class BlockRegistry:
         block_size: int,
         clock: Callable[[], float],
     ) -> None:
-        self._index = index
+        self.layout = layout
+        self.arena = Arena(layout)
+        self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
+        self.index = index
+        self.changes = changes
+        self.block_size = block_size
         self._tier = tier
         self._found = index.tiers[tier]
-        self._layout = layout
-        self._pools = pools
         self._hash_blocks_per_block = [group.spec.block_size // block_size for group in layout.groups]
-        self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
+        self.times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
-        self._changes = changes
         self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
 
     def has(self, group: int, digest: bytes) -> bool:
@@ -82,83 +85,64 @@ class BlockRegistry:
             return
         digests = [digest for digest, _ in names]
         self._found[group].update(zip(digests, blocks, strict=True))
-        self._pools[group].published.update(zip(blocks, names, strict=True))
-        self._changes.add("added", self._tier, group, digests)
-        if self._touched is not None:
-            self._touched[group].update(blocks)
+        self.pools[group].published.update(zip(blocks, names, strict=True))
+        self.changes.add("added", self._tier, group, digests)
+        self.touch(group, blocks)
 
     def withdraw(self, group: int, blocks: Sequence[int]) -> None:
         """Remove active blocks from the index; they become free when no sequence references them any more."""
         if not blocks:
             return
-        published = self._pools[group].published
-        digests = [published.pop(block)[0] for block in blocks]
-        self._index.forget(group, digests, tier=self._tier)
-        self._changes.add("removed", self._tier, group, digests)
-        if self._touched is not None:
-            self._touched[group].update(blocks)
+        published = self.pools[group].published
+        self._forget(group, blocks, [published.pop(block) for block in blocks])
 
     def forget(self, group: int, blocks: Iterable[int]) -> None:
         """Free evictable blocks that the other tier has from now on. They are not counted as evicted."""
         blocks = list(blocks)
-        if not blocks:
-            return
-        digests = [digest for digest, _ in self._pools[group].evict(blocks)]
-        self._index.forget(group, digests, tier=self._tier)
-        self._changes.add("removed", self._tier, group, digests)
-        if self._touched is not None:
-            self._touched[group].update(blocks)
+        if blocks:
+            self._forget(group, blocks, self.pools[group].evict(blocks))
 
     def moved(self, group: int, source: int, target: int) -> None:
         """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
-        entry = self._pools[group].published.get(target)
+        entry = self.pools[group].published.get(target)
         if entry is not None:
             self._found[group][entry[0]] = target
-        if self._touched is not None:
-            self._touched[group].update((source, target))
+        self.touch(group, (source, target))
 
     def pin(self, group: int, digests: Iterable[bytes]) -> None:
         """Pin the blocks under these digests for a checkpoint."""
-        self._pools[group].pin(self._blocks(group, digests))
+        self.pools[group].pin(self._blocks(group, digests))
 
     def unpin(self, group: int, digests: Iterable[bytes]) -> None:
         """Remove a checkpoint's pin from the blocks under these digests."""
-        self._pools[group].unpin(self._blocks(group, digests))
+        self.pools[group].unpin(self._blocks(group, digests))
 
     def ref(self, group: int, blocks: Sequence[int]) -> None:
         """Add a sequence's reference to each of these blocks."""
-        self._times[group].hit(self._pools[group].ref(blocks))
-        if self._touched is not None:
-            self._touched[group].update(blocks)
+        self.times[group].hit(self.pools[group].ref(blocks))
+        self.touch(group, blocks)
 
     def unref(self, group: int, blocks: Sequence[int]) -> None:
         """Remove a sequence's reference from each of these blocks."""
-        self._times[group].cached(self._pools[group].unref(blocks))
-        if self._touched is not None:
-            self._touched[group].update(blocks)
+        self.times[group].cached(self.pools[group].unref(blocks))
+        self.touch(group, blocks)
 
     def evict(self, group: int, blocks: list[int], reason: str) -> None:
         """Evict these evictable blocks, and count them under `reason`."""
         if not blocks:
             return
-        entries = self._pools[group].evict(blocks)
+        entries = self.pools[group].evict(blocks)
         digests = [digest for digest, _ in entries]
-        self._index.remove(group, digests, tier=self._tier)
-        self._times[group].evicted(blocks)
+        self.index.remove(group, digests, tier=self._tier)
+        self.times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
-        self._changes.add("removed", self._tier, group, digests)
+        self.changes.add("removed", self._tier, group, digests)
+        self.touch(group, blocks)
+
+    def touch(self, group: int, blocks: Iterable[int]) -> None:
+        """Record that blocks have changed, such as free ones that were allocated to a sequence."""
         if self._touched is not None:
             self._touched[group].update(blocks)
-
-    def taken(self, group: int, blocks: Iterable[int]) -> None:
-        """Note that free blocks were allocated to a sequence."""
-        if self._touched is not None:
-            self._touched[group].update(blocks)
-
-    @property
-    def watches_changes(self) -> bool:
-        """Whether the registry records which blocks change."""
-        return self._touched is not None
 
     def watch_changes(self, is_on: bool) -> None:
         """Begin to record which blocks change in any way, or stop recording it."""
@@ -170,14 +154,6 @@ class BlockRegistry:
         if self._touched is not None:
             self._touched = self._none()
         return touched
-
-    def cached_since_s(self, group: int) -> list[float]:
-        """Return, by block, when its last reference was removed, in seconds of the cache's clock; 0 if that never happened."""
-        return self._times[group].since_s()
-
-    def cached_age_s(self, group: int, block: int) -> float:
-        """Return how long ago a block's last reference was removed."""
-        return self._times[group].age_s(block)
 
     def num_evicted(self) -> list[dict[str, int]]:
         """Return, by group, the number of blocks evicted since start, by reason."""
@@ -198,13 +174,20 @@ class BlockRegistry:
                 reuse_interval=times.reuse_interval.buckets(),
             )
             for group, pool, evicted, times in zip(
-                self._layout.groups, self._pools, self._evicted, self._times, strict=True
+                self.layout.groups, self.pools, self._evicted, self.times, strict=True
             )
         )
 
+    def _forget(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
+        """Remove blocks from the index, which had them under these names. Later searches do not count them as evicted."""
+        digests = [digest for digest, _ in names]
+        self.index.forget(group, digests, tier=self._tier)
+        self.changes.add("removed", self._tier, group, digests)
+        self.touch(group, blocks)
+
     def _none(self) -> tuple[set[int], ...]:
         """Return an empty set for each group."""
-        return tuple(set() for _ in self._layout.groups)
+        return tuple(set() for _ in self.layout.groups)
 
     def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
         """Return the block ids under these digests, and record them as changed."""

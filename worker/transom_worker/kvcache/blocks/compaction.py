@@ -15,7 +15,6 @@ with the fewest active blocks come first. The ranks copy the moved blocks' conte
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import nsmallest
 
-from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.pool import GroupPool
@@ -23,24 +22,21 @@ from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 
 
 class Compaction:
-    """Moves active blocks together, and updates the block tables of the `running` sequences (keyed by id()).
+    """Moves active blocks of the `registry` together, and updates the block tables of the `running` sequences (keyed by id()).
 
     `fixed` yields (group, block) of blocks that must stay where they are.
     """
 
     def __init__(
         self,
-        arena: Arena,
-        pools: Sequence[GroupPool],
         registry: BlockRegistry,
         running: Mapping[int, SequenceBlocks],
         copies: CopyQueue,
         fixed: Callable[[], Iterable[tuple[int, int]]],
     ) -> None:
         self.num_moved = 0  # blocks, since start
-        self._arena = arena
-        self._pools = pools
         self._registry = registry
+        self._arena, self._pools = registry.arena, registry.pools
         self._running = running
         self._copies = copies
         self._fixed = fixed

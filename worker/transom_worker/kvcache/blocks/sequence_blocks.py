@@ -33,7 +33,7 @@ from transom_core.client_queue import NO_CLIENT, Sharer
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.blocks.block_table import HOLE, BlockTable, GappedBlockTable, StateTable, TableDelta
+from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable, StateTable, TableDelta
 from transom_worker.kvcache.policy_retentions import BoundedRetention
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
@@ -175,19 +175,6 @@ class SequenceBlocks:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"the blocks of a sequence are {self.state.name} and cannot become {state.name}")
         self.state, self.load = state, load
-
-    def check(self) -> None:
-        """Raise AssertionError if fields contradict each other. Tests call this after every operation."""
-        held_in_host = (BlocksState.AWAITS_LOAD, BlocksState.LOADING, BlocksState.SWAPPED)
-        has_holes = any(HOLE in (*table.sink_blocks, *table.run, *table.aside.values()) for table in self.tables)
-        assert bool(self.load.host_blocks) == (self.state in held_in_host)
-        assert bool(self.load.ticket) == (self.state is BlocksState.LOADING)
-        assert not has_holes or self.state in (BlocksState.AWAITS_LOAD, BlocksState.SWAPPED)
-        assert self.base_node is None or self.state not in (BlocksState.SWAPPED, BlocksState.RELEASED)
-        assert self.repair.start <= self.repair.end
-        assert not (self.repair.is_under_way and self.state is BlocksState.SWAPPED)
-        assert not (self.is_private and self.num_published)
-        assert self.planned_checkpoints == sorted(self.planned_checkpoints, key=lambda planned: planned[0])
 
     @property
     def can_be_swapped(self) -> bool:

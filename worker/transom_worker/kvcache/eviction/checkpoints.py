@@ -22,12 +22,12 @@ a node, from which the conversation continues; the other 2 hash blocks are the f
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, GhostHit, near_blocks
 from transom_worker.kvcache.eviction.node_eviction import EvictionCosts, NodeEviction
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PrefixTree
@@ -57,32 +57,30 @@ class Continuation(NamedTuple):
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` returns whether the device has a block; `repair` says whether window repairs are allowed. `moves`
-    brings evicted nodes to the host tier, and `stores` to the disk tier.
+    `registry` has the device's blocks; `repair` says whether window repairs are allowed. `moves` brings evicted nodes to the host
+    tier, and `stores` to the disk tier.
     """
 
     def __init__(
         self,
-        layout: ArenaLayout,
+        registry: BlockRegistry,
         tree: PrefixTree,
         moves: TierMoves,
         stores: DiskStores,
         policy: EvictionPolicy,
         *,
-        block_size: int,
         repair: bool,
-        present: Callable[[int, bytes], bool],
     ) -> None:
-        self._block_size = block_size
-        self._near_blocks = near_blocks(block_size)
-        self._present = present
+        self._block_size = registry.block_size
+        self._near_blocks = near_blocks(registry.block_size)
+        self._present = registry.has
         self._policy = policy
         self.counts = CheckpointStats()
         self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
         self.tree = tree
         self._moves = moves
-        strides = [group.stride_bytes for group in layout.groups]
-        costs = EvictionCosts(strides, block_size=block_size, repair=repair)
+        strides = [group.stride_bytes for group in registry.layout.groups]
+        costs = EvictionCosts(strides, block_size=registry.block_size, repair=repair)
         self.eviction = NodeEviction(tree, moves, stores, policy, costs, self.counts)
 
     @property

@@ -16,6 +16,7 @@ the device's node is dropped. If its rank were 7, the host's leaf would be dropp
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -91,25 +92,18 @@ class EvictionCosts:
         return n - repair_start(node.retentions.specs, n) if can_repair else n
 
 
+@dataclass(slots=True, eq=False)
 class NodeEviction:
     """Evicts nodes of `tree`; `moves` brings them to the host tier, and `stores` to the disk tier."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        moves: TierMoves,
-        stores: DiskStores,
-        policy: EvictionPolicy,
-        costs: EvictionCosts,
-        counts: CheckpointStats,
-    ) -> None:
-        self.candidates = (Candidates(DEVICE), Candidates(HOST))  # by tier: nodes with a segment or windows there
-        self._tree = tree
-        self._moves = moves
-        self._stores = stores
-        self._policy = policy
-        self._costs = costs
-        self._counts = counts
+    tree: PrefixTree
+    moves: TierMoves
+    stores: DiskStores
+    policy: EvictionPolicy
+    costs: EvictionCosts
+    counts: CheckpointStats
+    # By tier: nodes with a segment or windows there.
+    candidates: tuple[Candidates, ...] = field(default_factory=lambda: (Candidates(DEVICE), Candidates(HOST)))
 
     def add(self, node: Node) -> None:
         """Add a node to the candidates of its tiers, and remove it from the others; call this whenever a node's tiers change.
@@ -117,7 +111,7 @@ class NodeEviction:
         A checkpoint that was in neither list is new, and is counted as placed.
         """
         if node.candidate_indices == [None, None] and node.windows is not None:
-            self._counts.placed[node.kind.value] += 1
+            self.counts.placed[node.kind.value] += 1
         on_device, in_host = self.candidates
         if node.tier == DEVICE:
             on_device.add(node)
@@ -130,7 +124,7 @@ class NodeEviction:
 
     def tidy(self, node: Node) -> None:
         """Merge a node into its only child if the node is not needed any more (`PrefixTree.merge`)."""
-        if self._tree.merge(node):
+        if self.tree.merge(node):
             self._discard(node)
 
     def evict_one(self) -> bool:
@@ -159,7 +153,7 @@ class NodeEviction:
         Only nodes whose rank is below `rank` are dropped; None: any node. `num_blocks` is called again after each dropped node: its
         sibling may then merge with their parent. If the sibling is the node to be moved, it is longer then and needs more blocks.
         """
-        host = self._moves.host
+        host = self.moves.host
         while not host.has_room(num_blocks()):
             victim = self._lowest(HOST)
             if victim is None or (rank is not None and victim.rank >= rank):
@@ -169,7 +163,7 @@ class NodeEviction:
 
     def best_first(self) -> list[Node]:
         """Return all nodes, those with the highest ranks first, but each node after its ancestors."""
-        ranked = sorted(self._tree.nodes(), key=lambda node: self._policy.rank(node, *self._costs.of_leaf(node)))
+        ranked = sorted(self.tree.nodes(), key=lambda node: self.policy.rank(node, *self.costs.of_leaf(node)))
         ordered: dict[int, Node] = {}  # by id()
         for node in reversed(ranked):
             path, above = [], node
@@ -181,13 +175,13 @@ class NodeEviction:
 
     def drop_all(self) -> None:
         """Drop every node of both tiers, locked ones too."""
-        for node in reversed(list(self._tree.nodes())):
+        for node in reversed(list(self.tree.nodes())):
             self._remove(node)
 
     def _demote(self, victim: Victim) -> bool:
         """Move a victim to the host tier. Return False if there is no host tier, or if it would have to replace nodes that do not
         rank below the victim."""
-        moves, node = self._moves, victim.node
+        moves, node = self.moves, victim.node
         if not moves.host.exists:
             return False
         with_segment = victim.part is Part.SEGMENT
@@ -196,7 +190,7 @@ class NodeEviction:
         if not self.make_room(lambda: moves.needs(node, with_segment=with_segment), rank=rank):
             return False
         if with_segment and len(node.segment) > moves.piece:
-            self.add(self._tree.split_off(node, moves.piece))
+            self.add(self.tree.split_off(node, moves.piece))
         moves.demote(node, with_segment=with_segment)
         self.add(node)
         self.tidy(node)
@@ -208,29 +202,29 @@ class NodeEviction:
         The descendants, if any, are in the host tier. They are removed first: only a leaf can be removed.
         """
         if part is Part.WINDOWS:
-            self._stores.store(node, with_segment=False)
+            self.stores.store(node, with_segment=False)
             self._remove_windows(node)
             self.tidy(node)
             return
         parent = node.parent
-        for each in reversed([node, *self._tree.nodes(node)]):
-            self._stores.store(each, with_segment=True)
+        for each in reversed([node, *self.tree.nodes(node)]):
+            self.stores.store(each, with_segment=True)
             self._remove(each)
         if parent is not None:
             self.tidy(parent)
 
     def _remove(self, node: Node) -> None:
         """Remove a leaf from the tree, tell the policy, and count it."""
-        self._policy.removed(node)
+        self.policy.removed(node)
         if node.windows is not None:  # a node without windows was not a checkpoint
-            self._counts.evicted[node.kind.value] += 1
+            self.counts.evicted[node.kind.value] += 1
         self._discard(node)
-        self._tree.drop_leaf(node)
+        self.tree.drop_leaf(node)
 
     def _remove_windows(self, node: Node) -> None:
-        self._policy.windows_evicted(node)
-        self._counts.windows_evicted[node.kind.value] += 1
-        self._tree.unpin_windows(node)
+        self.policy.windows_evicted(node)
+        self.counts.windows_evicted[node.kind.value] += 1
+        self.tree.unpin_windows(node)
         self.add(node)
 
     def _discard(self, node: Node) -> None:
@@ -249,8 +243,8 @@ class NodeEviction:
             part = _evictable_part(node, tier)
             if part is None:
                 continue
-            cost = self._costs.of_leaf(node) if part is Part.SEGMENT else self._costs.of_windows(node)
-            rank = self._policy.rank(node, *cost)
+            cost = self.costs.of_leaf(node) if part is Part.SEGMENT else self.costs.of_windows(node)
+            rank = self.policy.rank(node, *cost)
             if best is None or rank < best.rank:
                 best = Victim(node, part, rank)
         return best

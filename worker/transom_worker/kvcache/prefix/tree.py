@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -54,6 +55,7 @@ class CheckpointKind(StrEnum):
     PREEMPTED = "preempted"  # where a preempted sequence stood
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A boundary of a chain, with the digests of the blocks that it pins.
 
@@ -61,44 +63,23 @@ class Node:
     chain keep in each group; a KV policy is part of the digests, so all nodes of a chain have the same.
     """
 
-    __slots__ = (
-        "boundary",
-        "candidate_indices",
-        "children",
-        "digest",
-        "kind",
-        "locks",
-        "num_held_children",
-        "num_returns",
-        "parent",
-        "policy_state",
-        "retentions",
-        "segment",
-        "tier",
-        "windows",
-        "windows_tier",
-    )
-
-    def __init__(
-        self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind, retentions: RetentionSet
-    ) -> None:
-        self.boundary = boundary  # hash blocks
-        self.digest = digest  # of the last hash block before the boundary
-        self.parent = parent
-        self.kind = kind
-        self.retentions = retentions
-        self.children: dict[Node, None] = {}  # in order of arrival
-        self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
-        self.windows: tuple[list[bytes], ...] | None = None
-        self.tier = DEVICE  # of the segment
-        self.windows_tier = DEVICE
-        self.num_held_children = 0
-        # Running sequences whose last node this is, at their start or passed since; a locked node is not evicted.
-        self.locks = 0
-        self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
-        # By tier: the node's place in `eviction_policy.Candidates`, if it is there.
-        self.candidate_indices: list[int | None] = [None, None]
-        self.policy_state: object = None  # what the eviction policy remembers of the node
+    boundary: int  # hash blocks
+    digest: bytes  # of the last hash block before the boundary
+    parent: Node | None
+    kind: CheckpointKind
+    retentions: RetentionSet
+    children: dict[Node, None] = field(default_factory=dict)  # in order of arrival
+    segment: list[bytes] = field(default_factory=list)  # digests of hash blocks [parent.boundary, boundary)
+    windows: tuple[list[bytes], ...] | None = None
+    tier: int = DEVICE  # of the segment
+    windows_tier: int = DEVICE
+    num_held_children: int = 0
+    # Running sequences whose last node this is, at their start or passed since; a locked node is not evicted.
+    locks: int = 0
+    num_returns: int = 0  # requests of the node's conversation that continued from an earlier checkpoint
+    # By tier: the node's place in `eviction_policy.Candidates`, if it is there.
+    candidate_indices: list[int | None] = field(default_factory=lambda: [None, None])
+    policy_state: object = None  # what the eviction policy remembers of the node
 
     @property
     def is_held(self) -> bool:

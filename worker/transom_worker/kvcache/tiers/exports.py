@@ -8,7 +8,7 @@ In between the blocks are not evicted, and compaction (moving blocks together to
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
@@ -16,7 +16,6 @@ from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 
@@ -37,27 +36,16 @@ class BlockExport:
     is_void: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Exports:
-    """Begins and ends exports; `opened` has those that have not ended."""
+    """Begins and ends exports; `opened` has those that have not ended. `registry` is the device's."""
 
-    def __init__(
-        self,
-        retentions: RetentionSet,
-        index: PrefixIndex,
-        registry: BlockRegistry,
-        host: HostTier,
-        copies: CopyQueue,
-        *,
-        block_size: int,
-    ) -> None:
-        self._retentions = retentions
-        self._index = index
-        self._registry = registry
-        self._host = host
-        self._copies = copies
-        self._block_size = block_size
-        self.opened: list[BlockExport] = []
-        self.num_ended = 0  # since start
+    retentions: RetentionSet
+    registry: BlockRegistry
+    host: HostTier
+    copies: CopyQueue
+    opened: list[BlockExport] = field(default_factory=list)
+    num_ended: int = 0  # since start
 
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
@@ -68,22 +56,22 @@ class Exports:
         """
         blocks = [
             self._found(group, digest, logical)
-            for group, retention in enumerate(retentions or self._retentions)
-            for digest, logical in needed_blocks(retention, chain, hit, block_size=self._block_size)
+            for group, retention in enumerate(retentions or self.retentions)
+            for digest, logical in needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
         ]
         return self.lend(blocks)
 
     def lend(self, blocks: list[ExportedBlock]) -> BlockExport | None:
         """Reference cached blocks of any prefixes. Return what `begin` does."""
-        to_be_written = {(one.target_tier, one.group, one.target) for one in self._copies.waiting}
+        to_be_written = {(one.target_tier, one.group, one.target) for one in self.copies.waiting}
         if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
             return None
         opened = BlockExport(blocks)
         for one in blocks:
             if one.tier == DEVICE:
-                self._registry.ref(one.group, [one.block])
+                self.registry.ref(one.group, [one.block])
             else:
-                self._host.need(one.group, [one.block])
+                self.host.need(one.group, [one.block])
         self.opened.append(opened)
         return opened
 
@@ -93,9 +81,9 @@ class Exports:
         self.num_ended += 1
         for one in opened.blocks:
             if one.tier == DEVICE:
-                self._registry.unref(one.group, [one.block])
+                self.registry.unref(one.group, [one.block])
             else:
-                self._host.release(one.group, [one.block])
+                self.host.release(one.group, [one.block])
 
     @property
     def reads_device(self) -> bool:
@@ -116,7 +104,7 @@ class Exports:
 
     def _found(self, group: int, digest: bytes, logical: int) -> ExportedBlock:
         """Return where a block of a hit is: on the device, or else in the host tier."""
-        block = self._index.groups[group].get(digest)
+        block = self.registry.index.groups[group].get(digest)
         if block is not None:
             return ExportedBlock(group, logical, DEVICE, block)
-        return ExportedBlock(group, logical, HOST, self._host.blocks[group][digest])
+        return ExportedBlock(group, logical, HOST, self.host.blocks[group][digest])

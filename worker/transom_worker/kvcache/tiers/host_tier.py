@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.allocator import BlockAllocator
-from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.prefix.change_log import ChangeLog
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 
@@ -36,10 +34,9 @@ class HostTier:
         clock: Callable[[], float],
     ) -> None:
         self.layout = layout
-        self.arena = Arena(layout)
-        self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
-        self.registry = BlockRegistry(layout, self.pools, index, changes, tier=HOST, block_size=block_size, clock=clock)
-        self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, lambda: False)
+        self.registry = BlockRegistry(layout, index, changes, tier=HOST, block_size=block_size, clock=clock)
+        self.arena, self.pools = self.registry.arena, self.registry.pools
+        self._allocator = BlockAllocator(self.registry, lambda: False)
         self._on_device = index.tiers[DEVICE]
         self.blocks = index.tiers[HOST]  # by group: digest -> block
         self.num_swapped_out = [0] * len(self.pools)  # blocks of preempted sequences, by group, since start
@@ -55,7 +52,7 @@ class HostTier:
         """
         taken = self._allocator.allocate_all(num_blocks, [None] * len(num_blocks))
         for group, blocks in enumerate(taken):
-            self.registry.taken(group, blocks)
+            self.registry.touch(group, blocks)
         return taken
 
     @property

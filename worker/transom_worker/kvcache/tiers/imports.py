@@ -24,7 +24,6 @@ from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
@@ -72,32 +71,31 @@ class BlockImport:
 class Imports:
     """Begins, publishes and ends imports; `opened` has those that have not ended.
 
-    `registry` is the device's. `make_room` drops cached blocks of the host tier; `take_free` evicts nothing.
+    `registry` is the device's. `make_room` drops cached blocks of the host tier; `take_free` evicts nothing. `lock` and `unlock`
+    protect the cached part of a prefix to which an import adds blocks.
     """
 
     def __init__(
         self,
         retentions: RetentionSet,
-        index: PrefixIndex,
         registry: BlockRegistry,
         host: HostTier,
         copies: CopyQueue,
+        *,
         make_room: MakeRoom,
         take_free: TakeFree,
         lock: LockPrefix,
         unlock: UnlockPrefix,
-        *,
-        block_size: int,
     ) -> None:
         self._retentions = retentions
-        self._index = index
+        self._index = registry.index
         self._registries = registry, host.registry  # by tier
         self._host = host
         self._copies = copies
         self._make_room, self._take_free = make_room, take_free
         self._lock = lock
         self._unlock = unlock
-        self._block_size = block_size
+        self._block_size = registry.block_size
         self.num_imported = [0] * len(retentions)  # blocks published by group, since start
         self.opened: list[BlockImport] = []
         self.num_left_device = 0  # imports that have given blocks of the device back, since start

@@ -21,8 +21,6 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.pool import GroupPool
-from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
@@ -32,26 +30,16 @@ PIECES_ON_DEVICE = 32  # a piece is at most this part of the pool, unless that i
 
 
 class TierMoves:
-    """Moves nodes of `tree` between the device, whose arena has this `layout`, and `host`."""
+    """Moves nodes of `tree` between the device, whose blocks `registry` has, and `host`."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        index: PrefixIndex,
-        registry: BlockRegistry,
-        pools: Sequence[GroupPool],
-        host: HostTier,
-        copies: CopyQueue,
-        *,
-        layout: ArenaLayout,
-    ) -> None:
+    def __init__(self, tree: PrefixTree, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
         self.host = host
-        self.piece = _piece(layout)  # in hash blocks
-        self.num_spilled = [0] * len(pools)  # blocks by group, since start
+        self.piece = _piece(registry.layout)  # in hash blocks
+        self.num_spilled = [0] * len(registry.pools)  # blocks by group, since start
         self._tree = tree
-        self._on_device = index.tiers[DEVICE]
+        self._on_device = registry.index.groups
         self._registry = registry
-        self._pools = pools
+        self._pools = registry.pools
         self._copies = copies
 
     def needs(self, node: Node, *, with_segment: bool) -> list[int]:

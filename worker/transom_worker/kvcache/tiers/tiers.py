@@ -13,54 +13,29 @@ and no load, import or swap begins. Without a disk tier no block is stored (`Dis
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.blocks.block_copies import CopyQueue
-from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.prefix.change_log import ChangeLog
-from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.stats import HostGroupStats
 from transom_worker.kvcache.tiers.disk.index import DiskIndex, DiskStores
 from transom_worker.kvcache.tiers.exports import Exports
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, MakeRoom, TakeFree, UnlockPrefix
+from transom_worker.kvcache.tiers.imports import Imports
 from transom_worker.kvcache.tiers.loads import Loads
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Tiers:
-    """The tiers of one cache; the module's docstring says what each part does.
+    """The tiers of one cache; the module's docstring says what each part does."""
 
-    `make_room` evicts nodes from the host tier; `take_free` takes free blocks of the device. `lock` and `unlock` protect the cached
-    part of a prefix to which an import adds blocks.
-    """
-
-    def __init__(
-        self,
-        host: HostTier,
-        moves: TierMoves,
-        stores: DiskStores,
-        *,
-        make_room: MakeRoom,
-        take_free: TakeFree,
-        lock: LockPrefix,
-        unlock: UnlockPrefix,
-        index: PrefixIndex,
-        changes: ChangeLog,
-        registry: BlockRegistry,
-        copies: CopyQueue,
-        retentions: RetentionSet,
-        block_size: int,
-    ) -> None:
-        self.host, self.moves, self.stores = host, moves, stores
-        self.loads = Loads(registry, host, copies)
-        self.imports = Imports(
-            retentions, index, registry, host, copies, make_room, take_free, lock, unlock, block_size=block_size
-        )
-        self.exports = Exports(retentions, index, registry, host, copies, block_size=block_size)
-        self.disk = DiskIndex(len(retentions))
-        self._changes = changes
+    host: HostTier
+    moves: TierMoves
+    loads: Loads
+    imports: Imports
+    exports: Exports
+    stores: DiskStores
+    disk: DiskIndex
 
     def open_disk(self, layout: ArenaLayout) -> None:
         """From now on store the blocks of dropped nodes on the disk, and let searches find the blocks in `disk`.
@@ -68,10 +43,11 @@ class Tiers:
         Without a host tier (`rates` is None) searches do not find them: blocks are read from the disk into the host tier only.
         """
         self.stores.is_on = True
-        if self._changes.rates is not None:
-            self.disk.open(self._changes)
+        changes = self.host.registry.changes
+        if changes.rates is not None:
+            self.disk.open(changes)
             strides = [group.stride_bytes for group in layout.groups]
-            self._changes.set_rates(self._changes.rates.with_unmeasured_reads(strides))
+            changes.set_rates(changes.rates.with_unmeasured_reads(strides))
 
     def fixed_blocks(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of the device's blocks that must stay where they are: exports read them, or loads or imports write

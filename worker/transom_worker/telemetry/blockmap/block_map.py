@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from transom_core.clock import steady_time_s
@@ -86,29 +87,22 @@ class Watcher:
         return self._pending.popleft()
 
 
+@dataclass(slots=True, eq=False)
 class BlockMap:
-    """The block map of one worker. One event loop calls all methods."""
+    """The block map of one worker. One event loop calls all methods.
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        scheduler: Scheduler,
-        log: BlockMapLog,
-        on_engine: OnEngine,
-        *,
-        least_period_s: float = LEAST_PERIOD_S,
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
-        """Watchers get frames at most once in `least_period_s`, and once in `heartbeat_s` while nothing changes."""
-        self.identity = identity
-        self._scheduler = scheduler
-        self._log = log
-        self._on_engine = on_engine
-        self._least_period_s = least_period_s
-        self._heartbeat_s = heartbeat_s
-        self._watchers: set[Watcher] = set()
-        self._came = asyncio.Event()  # a watcher came or went
-        self._maker: asyncio.Task[None] | None = None
+    Watchers get frames at most once in `least_period_s`, and once in `heartbeat_s` while nothing changes.
+    """
+
+    identity: WorkerIdentity
+    scheduler: Scheduler
+    log: BlockMapLog
+    on_engine: OnEngine
+    least_period_s: float = LEAST_PERIOD_S
+    heartbeat_s: float = HEARTBEAT_S
+    _watchers: set[Watcher] = field(default_factory=set, init=False)
+    _came: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # a watcher came or went
+    _maker: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
         """Stream frames, at most one in `period_s`, or more often if another watcher has a shorter period. The first frame is
@@ -117,8 +111,8 @@ class BlockMap:
         Raises:
             Overloaded: there are too many watchers already.  RequestError: the period is too short.
         """
-        if not period_s >= self._least_period_s:
-            raise RequestError(f"period_s is {period_s}; it must be at least {self._least_period_s}.", param="period_s")
+        if not period_s >= self.least_period_s:
+            raise RequestError(f"period_s is {period_s}; it must be at least {self.least_period_s}.", param="period_s")
         if len(self._watchers) >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} others watch the blocks of this worker already; close one of them first.")
         watcher = Watcher(period_s)
@@ -139,7 +133,7 @@ class BlockMap:
 
     async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Describe one block as it is now, as `describe_block` does; `tier` is "device" or "host"."""
-        described: dict[str, Any] = await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
+        described: dict[str, Any] = await self.on_engine(lambda: describe_block(self.scheduler, group, block, tier))
         return described
 
     async def _make_frames(self) -> None:
@@ -155,7 +149,7 @@ class BlockMap:
             self._maker = None
 
     async def _round(self) -> None:
-        frames = FrameMaker(self._scheduler, self._log, self._on_engine, heartbeat_s=self._heartbeat_s)
+        frames = FrameMaker(self.scheduler, self.log, self.on_engine, heartbeat_s=self.heartbeat_s)
         try:
             await frames.begin(self.identity)
             while self._watchers:
@@ -164,7 +158,7 @@ class BlockMap:
                 await self._pause(frames.due_s)
         finally:
             with contextlib.suppress(Exception):  # the engine may have ended
-                await self._on_engine(frames.snapshots.end)
+                await self.on_engine(frames.snapshots.end)
 
     async def _pause(self, until_s: float) -> None:
         """Wait until the next snapshot is due, or a watcher came or went."""

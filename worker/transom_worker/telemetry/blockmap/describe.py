@@ -57,7 +57,7 @@ def describe_block(scheduler: Scheduler, group: int, block: int, tier: str = "de
     is_cached = name is not None and not pool.refs[block]
     return described | {
         "logical": users[0]["logical"] if users else described["logical"],
-        "cached_s": cache.registry.cached_age_s(group, block) if is_cached else None,
+        "cached_s": cache.registry.times[group].age_s(block) if is_cached else None,
     }
 
 
