@@ -26,7 +26,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.registry import build_model
-from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 PROFILED_STEPS = 4
 TOP_KERNELS = 8

@@ -37,7 +37,7 @@ from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
-from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0), {"graphs": 0.1, "eager": 1.5}
 CONTEXT = 1024

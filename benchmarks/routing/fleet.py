@@ -20,6 +20,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.state_report import StepRates, worker_load
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.simulate.replay import Arrivals, StepCost, StubExecutor, VirtualClock
@@ -41,11 +42,8 @@ class Worker:
         self._executor = StubExecutor()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=NUM_BATCHED_TOKENS, max_waiting=100_000),
-            layout,
-            block_size=BLOCK_SIZE,
+            KvCache(layout, block_size=BLOCK_SIZE, clock=self._clock),
             max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=True,
-            clock=self._clock,
         )
         self.cache = self.scheduler.cache
         self.info = WorkerInfo(worker=worker_id, max_model_len=MAX_MODEL_LEN, vocab_size=2**31, cache=self.cache.shape)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.routing.fleet import BLOCK_SIZE, NUM_BATCHED_TOKENS, FleetSimulation, Router, Worker
-from transom_worker.simulate.simulation import read_geometry
+from transom_worker.simulate.simulation import read_plan
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_ROUTERS = 2
@@ -61,8 +61,8 @@ def main(
 
 def simulate(config: Path, workload: str, num_workers: int, policy: Any, *, seed: int) -> dict[str, float]:
     """The figures of one run."""
-    geometry = read_geometry(config, memory=MEMORY, block_size=BLOCK_SIZE, max_num_batched_tokens=NUM_BATCHED_TOKENS)
-    fleet = [Worker(str(number), geometry.layout) for number in range(num_workers)]
+    plan = read_plan(config, memory=MEMORY, block_size=BLOCK_SIZE, max_num_batched_tokens=NUM_BATCHED_TOKENS)
+    fleet = [Worker(str(number), plan.layout) for number in range(num_workers)]
     infos = {worker.worker_id: worker.info for worker in fleet}
     routers = [Router(policy, infos, number) for number in range(NUM_ROUTERS)]
     totals = FleetSimulation(WORKLOADS[workload](num_workers, random.Random(seed)), fleet, routers).run()

@@ -7,6 +7,7 @@ from benchmarks.cache.eviction_policies import POLICIES
 from transom_core.config import SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.replay import Replay, StepCost, VirtualClock
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
@@ -24,14 +25,8 @@ def hit_tokens(policy: str, prompts: Sequence[tuple[Run, ...]], *, num_pages: in
     space.take(1_000_000)
     requests = tuple(SimulatedRequest(prompt=prompt, answer=space.take(1)) for prompt in prompts)
     workload = Workload(name="test", requests=requests)
-    scheduler = Scheduler(
-        SchedulerConfig(),
-        layout,
-        block_size=UNIT,
-        max_model_len=4_096,
-        enable_prefix_caching=True,
-        policy=POLICIES[policy](),
-    )
+    cache = KvCache(layout, block_size=UNIT, policy=POLICIES[policy]())
+    scheduler = Scheduler(SchedulerConfig(), cache, max_model_len=4_096)
     replay = Replay(scheduler, workload.one_by_one(), cost=StepCost(), clock=VirtualClock())
     assert replay.run().requests == len(prompts)
     outcome = scheduler.stats().outcome_tokens

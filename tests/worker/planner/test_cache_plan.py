@@ -18,9 +18,10 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_core.kv_cache.retention import Retention
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import retention_under
-from transom_worker.planner import plan_cache, plan_from_config
 from transom_worker.planner.pages import peak_demands
+from transom_worker.planner.plan import plan_cache, plan_from_config
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -162,9 +163,8 @@ def run_together(
         max_num_batched_tokens=num_requests * block_size,  # a new block for each of them in a step
         steps_in_flight=steps_in_flight,
     )
-    scheduler = Scheduler(
-        config, layout, block_size=block_size, max_model_len=max_model_len or length, enable_prefix_caching=False
-    )
+    cache = KvCache(layout, block_size=block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(config, cache, max_model_len=max_model_len or length)
     for index in range(num_requests):
         params = SamplingParams(max_tokens=length - PROMPT_TOKENS)
         scheduler.add(

@@ -17,9 +17,9 @@ from transom_core.kv_cache.layout import DTYPE_BYTES, ArenaLayout, GroupLayout
 from transom_core.model_config.architecture import Architecture, LayerAttention, read_architecture
 from transom_core.model_config.rank_shares import rank_lines, rank_shares, replicated_parts
 from transom_core.model_config.sharding import check_size, head_share, kv_holders, largest_size, width_share
-from transom_worker.planner import plan_from_config
 from transom_worker.planner.blocks import cache_groups, rank_layout
 from transom_worker.planner.pages import MAX_PAGES, group_waste, make_host_layout, make_layout
+from transom_worker.planner.plan import plan_from_config
 
 LLAMA = read_architecture(CONFIGS["llama-3-8b"])
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 4}

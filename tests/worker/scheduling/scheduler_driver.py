@@ -11,6 +11,7 @@ from tests.worker.scheduling.scheduler_checks import WorkModel, check_waiters
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request, SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
@@ -72,15 +73,17 @@ class Driver:
         self.now_s: float | None = None  # a test's own time; None: the real one
         self.scheduler = Scheduler(
             SchedulerConfig(**settings),  # type: ignore[arg-type]
-            layout,
-            replace(layout, num_pages=host_pages) if host_pages else None,
-            block_size=BLOCK,
+            KvCache(
+                layout,
+                replace(layout, num_pages=host_pages) if host_pages else None,
+                block_size=BLOCK,
+                enable_prefix_caching=caching,
+                window_repair=window_repair,
+                clock=lambda: time.monotonic() if self.now_s is None else self.now_s,
+            ),
             max_model_len=max_model_len,
-            enable_prefix_caching=caching,
-            window_repair=window_repair,
             max_chunk=max_chunk,
             pace=pace,
-            clock=lambda: time.monotonic() if self.now_s is None else self.now_s,
         )
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens

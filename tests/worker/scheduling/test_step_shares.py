@@ -16,6 +16,7 @@ from tests.matrices import matrix
 from tests.worker.scheduling.scheduler_driver import BLOCK, layout, request
 from transom_core.config import SchedulerConfig
 from transom_core.errors import Overloaded
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling import time_shares
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult, StepTimings
@@ -121,11 +122,8 @@ class Server:
                 share_step_time=share_step_time,
                 max_waiting=512,
             ),
-            layout(["full"], num_pages=40_000),
-            block_size=BLOCK,
+            KvCache(layout(["full"], num_pages=40_000), block_size=BLOCK, clock=lambda: self.now_s),
             max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=True,
-            clock=lambda: self.now_s,
         )
         self.device, self.now_s, self.in_flight = device, 0.0, deque[StepPlan]()
         self.clients = [Client(str(number), load) for number, load in enumerate(loads)]

@@ -11,9 +11,10 @@ from tests.checkpoints import SIZES
 from transom_cluster.cli import app
 from transom_core.config import SchedulerConfig
 from transom_core.errors import ConfigError, ModelError
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.replay import Replay, StepCost, VirtualClock
-from transom_worker.simulate.simulation import ARRIVALS, Simulation, SimulationConfig, read_geometry, simulate
+from transom_worker.simulate.simulation import ARRIVALS, Simulation, SimulationConfig, read_plan
 from transom_worker.simulate.workload import SimulatedRequest, TokenSpace, Workload
 
 
@@ -25,17 +26,12 @@ def model(tmp_path: Path) -> Path:
 def replay(
     model: Path, requests: Sequence[SimulatedRequest], *, arrivals: str, memory: str = "64MiB", **scheduling: int
 ) -> tuple[Replay, Scheduler]:
-    geometry = read_geometry(model, memory=memory, block_size=16)
+    plan = read_plan(model, memory=memory, block_size=16)
     workload = Workload(name="test", requests=tuple(requests))
     workload = workload.one_by_one() if arrivals == "sequential" else workload
     clock = VirtualClock()
-    scheduler = Scheduler(
-        SchedulerConfig(**scheduling),  # type: ignore[arg-type]
-        geometry.layout,
-        block_size=16,
-        max_model_len=geometry.max_model_len,
-        enable_prefix_caching=True,
-    )
+    config = SchedulerConfig(**scheduling)  # type: ignore[arg-type]
+    scheduler = Scheduler(config, KvCache(plan.layout, block_size=16), max_model_len=plan.max_model_len)
     return Replay(scheduler, workload, cost=StepCost(), clock=clock), scheduler
 
 
@@ -45,7 +41,7 @@ def replay(
 )
 def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infinite: float) -> None:
     config = SimulationConfig(model=model, memory="64MiB", workload=workload)
-    report = simulate(config).as_json()
+    report = Simulation(config).run().as_json()
     assert report["hit_share"] == pytest.approx(infinite, abs=1e-4)
     assert report["preemptions"] == 0
     assert report["refused"] == {}
@@ -54,7 +50,7 @@ def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infini
 @pytest.mark.parametrize(("workload", "memory"), [("shuffled", "0.2x"), ("poisson", "0.6x")])
 def test_outcomes_sum_to_the_prompts_under_pressure(model: Path, workload: str, memory: str) -> None:
     config = SimulationConfig(model=model, memory=memory, workload=workload, arrivals="recorded", limit=40)
-    report = simulate(config)
+    report = Simulation(config).run()
     figures = report.as_json()
     assert report.requests == 40
     assert report.output_tokens == 40 * 400
@@ -109,9 +105,9 @@ def test_what_the_model_or_the_pool_cannot_hold_is_refused_and_counted(model: Pa
 
 def test_a_model_of_windows_alone_has_no_working_set(tmp_path: Path) -> None:
     model = write_model(tmp_path / "sliding", layer_types=["sliding_attention"] * 4)
-    assert simulate(SimulationConfig(model=model, memory="1MiB", workload="sessions", limit=40)).hit_tokens
+    assert Simulation(SimulationConfig(model=model, memory="1MiB", workload="sessions", limit=40)).run().hit_tokens
     with pytest.raises(ConfigError, match="every layer of this model slides"):
-        simulate(SimulationConfig(model=model, memory="2x", workload="sessions"))
+        Simulation(SimulationConfig(model=model, memory="2x", workload="sessions"))
 
 
 def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None:
@@ -127,14 +123,14 @@ def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None
         ({"model": tmp_path / "nothing"}, "config.json"),
     ):
         with pytest.raises((ConfigError, ModelError), match=message):
-            simulate(SimulationConfig(**(good | changes)))  # type: ignore[arg-type]
+            Simulation(SimulationConfig(**(good | changes)))  # type: ignore[arg-type]
 
 
 def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
     reports = []
     for host_memory in ("0", "4800KiB"):
         config = SimulationConfig(model=model, memory="0.1x", host_memory=host_memory, workload="sessions", limit=36)
-        reports.append(simulate(config))
+        reports.append(Simulation(config).run())
     small, both = reports
     assert small.host_tokens == 0
     assert 0 < both.host_tokens <= both.hit_tokens

@@ -38,6 +38,7 @@ from transom_worker.engine.running_request import Deadlines, RunningRequest
 from transom_worker.engine.state_report import StepRates, worker_load, worker_state
 from transom_worker.engine.transfer.store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.imports import KeptImports
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -47,7 +48,7 @@ from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
-from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 from transom_worker.telemetry.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
@@ -99,24 +100,24 @@ class Engine:
         self.events = EngineEvents(self.block_map_log, self.timelines, *metrics.sinks)
         self.executor = executor
         info = executor.start()
-        self.scheduler = Scheduler(
-            config.scheduler,
+        cache = KvCache(
             info.layout,
             info.host_layout,
             block_size=config.cache.block_size,
-            max_model_len=info.max_model_len,
             identity=info.identity,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             window_repair=config.cache.window_repair,
-            kv_policy_obstacle=info.kv_policy_obstacle,
         )
-        self.scheduler.admission.listeners.append(self.events)
-        self.scheduler.max_model_len = fit_model_len(
-            self.scheduler.cache.capacity.longest_tokens(info.max_model_len),
+        max_model_len = fit_model_len(
+            cache.capacity.longest_tokens(info.max_model_len),
             info.max_model_len,
             is_requested=config.model.max_model_len is not None,
         )
-        self.info: ExecutorInfo = replace(info, max_model_len=self.scheduler.max_model_len)
+        self.scheduler = Scheduler(
+            config.scheduler, cache, max_model_len=max_model_len, kv_policy_obstacle=info.kv_policy_obstacle
+        )
+        self.scheduler.admission.listeners.append(self.events)
+        self.info: ExecutorInfo = replace(info, max_model_len=max_model_len)
         self.requests: dict[str, RunningRequest] = {}  # queued and running, by id
         self.forward_s = 0.0  # seconds that the ranks spent in forward passes, since start
         self.report = ""  # the start-up report, for people

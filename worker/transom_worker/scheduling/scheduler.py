@@ -18,10 +18,9 @@ One step from the caller's side:
 The parts: `admission` holds the queue and the running sequences, `step_planner` makes the plans, `kvcache` owns the blocks.
 """
 
-import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request
@@ -29,7 +28,6 @@ from transom_core.errors import Overloaded
 from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.hashing import chain_root
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import PolicyRetentions
 from transom_worker.kvcache.stats import CacheStats
@@ -54,58 +52,42 @@ class Scheduler:
     computes nothing more and keeps its blocks until the engine calls `abort`.
 
     `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens
-    of a step (made from the config if None); `policy` decides which cached blocks are evicted (the cache's own policy if None);
-    `kv_policy_obstacle` says why the model's layers cannot follow a request's KV policy (empty if they can, as far as the
-    cache's groups allow it); `clock` gives seconds.
+    of a step (made from the config if None); `kv_policy_obstacle` says why the model's layers cannot follow a request's KV policy
+    (empty if they can, as far as the cache's groups allow it). Times are those of the cache's clock.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        layout: ArenaLayout,
-        host_layout: ArenaLayout | None = None,
+        cache: KvCache,
         *,
-        block_size: int,
         max_model_len: int,
-        identity: str = "",
-        enable_prefix_caching: bool,
-        window_repair: bool = True,
         max_chunk: int | None = None,
         pace: PromptPace | None = None,
-        policy: EvictionPolicy | None = None,
         kv_policy_obstacle: str = "",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.cache = KvCache(
-            layout,
-            host_layout,
-            block_size=block_size,
-            identity=identity,
-            enable_prefix_caching=enable_prefix_caching,
-            window_repair=window_repair,
-            policy=policy,
-            clock=clock,
-        )
-        self.kv_policy_obstacle = kv_policy_obstacle or _policy_obstacle(layout)
-        self.policy_retentions = PolicyRetentions(self.cache.retentions, block_size=block_size)
+        self.cache = cache
+        self.kv_policy_obstacle = kv_policy_obstacle or _policy_obstacle(cache.layout)
+        self.policy_retentions = PolicyRetentions(cache.retentions, block_size=cache.block_size)
         self.work = WorkCounts()
-        self.admission = AdmissionControl(self.cache, self.work, preemption_mode=config.preemption_mode)
+        self.admission = AdmissionControl(cache, self.work, preemption_mode=config.preemption_mode)
         self._pace = pace or PromptPace(config.target_step_s)
-        self._rates = RateMeter([group.stride_bytes for group in layout.groups]) if host_layout is not None else None
+        self._rates = None
+        if cache.changes.rates is not None:  # there is a host tier
+            self._rates = RateMeter([group.stride_bytes for group in cache.layout.groups])
         self._token_limit = StepTokenLimit(config.max_num_batched_tokens)
         self._planner = StepPlanner(
             config,
             self._token_limit,
             self.admission,
             self.work,
-            max_chunk=max_chunk or chunk_limit(layout, block_size),
+            max_chunk=max_chunk or chunk_limit(cache.layout, cache.block_size),
             pace=self._pace,
         )
         self.by_request: dict[str, Sequence] = {}
         self.steps_in_flight: deque[PlannedStep] = deque()
-        self._clock = clock
         self._num_arrived = 0
 
     @property
@@ -183,7 +165,7 @@ class Scheduler:
         self._num_arrived += 1
         sequence = Sequence(
             request=request,
-            order_key=(order_time_s(request, self.config, self._clock()), self._num_arrived),
+            order_key=(order_time_s(request, self.config, self.cache.clock()), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
             root=self._root(request),

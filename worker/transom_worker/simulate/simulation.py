@@ -3,23 +3,24 @@
 A workload is a recorded trace or synthetic conversations. The report says how many prompt tokens hit the prefix cache.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from transom_core.config import SchedulerConfig
-from transom_core.errors import ConfigError, ModelError
+from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.text_files import read_json
 from transom_core.settings.byte_sizes import parse_bytes
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.pages import make_host_layout
-from transom_worker.planner.plan import plan_from_config
+from transom_worker.planner.plan import CachePlan, plan_from_config
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.conversations import WORKING_SET_TOKENS, build_workload
 from transom_worker.simulate.outcome import Report
@@ -77,7 +78,7 @@ class Simulation:
         _check(config)
         self._config = config
         self.workload = _workload(config)
-        self.geometry: Geometry = read_geometry(
+        self._plan: CachePlan = read_plan(
             config.model,
             memory=config.memory,
             block_size=config.block_size,
@@ -90,14 +91,15 @@ class Simulation:
                 max_num_batched_tokens=config.batched_tokens,
                 max_waiting=len(self.workload.requests),
             ),
-            self.geometry.layout,
-            block_size=config.block_size,
-            max_model_len=self.geometry.max_model_len,
-            enable_prefix_caching=True,
-            window_repair=config.window_repair,
-            policy=policy,
-            host_layout=_host_layout(config.host_memory, self.geometry.layout),
-            clock=self._clock,
+            KvCache(
+                self._plan.layout,
+                _host_layout(config.host_memory, self._plan.layout),
+                block_size=config.block_size,
+                window_repair=config.window_repair,
+                policy=policy,
+                clock=self._clock,
+            ),
+            max_model_len=self._plan.max_model_len,
         )
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
@@ -111,17 +113,17 @@ class Simulation:
             cache_salt=str(config.seed) if config.seed else None,
         )
         report = replay.run(on_progress)
-        return replace(report, setup=self._setup(), memory_bytes=self.geometry.layout.pool_bytes)
+        return replace(report, setup=self._setup(), memory_bytes=self._plan.layout.pool_bytes)
 
     def _setup(self) -> dict[str, object]:
         config = self._config
         return {
             "workload": self.workload.name,
-            "model": self.geometry.name,
+            "model": _config_file(config.model).parent.name,
             "memory": config.memory,
             "host_memory": config.host_memory,
             "arrivals": config.arrivals,
-            "max_model_len": self.geometry.max_model_len,
+            "max_model_len": self._plan.max_model_len,
             "block_size": config.block_size,
             "max_num_batched_tokens": config.batched_tokens,
             "max_num_seqs": config.max_num_seqs,
@@ -129,11 +131,6 @@ class Simulation:
             "seed": config.seed,
             "step_cost": asdict(config.cost),
         }
-
-
-def simulate(config: SimulationConfig, on_progress: Callable[[int], None] = lambda num_ended: None) -> Report:
-    """Build a `Simulation` and run it; raises the same errors."""
-    return Simulation(config).run(on_progress)
 
 
 def _check(config: SimulationConfig) -> None:
@@ -164,17 +161,8 @@ def _workload(config: SimulationConfig) -> Workload:
     return part.one_by_one() if config.arrivals == "sequential" else part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """What the simulator needs to know about a model: the KV cache layout that an engine would have in a given amount of memory."""
-
-    name: str
-    max_model_len: int
-    layout: ArenaLayout
-
-
-def read_geometry(path: Path, *, memory: str, block_size: int = 16, max_num_batched_tokens: int = 8192) -> Geometry:
-    """Return the geometry for a `config.json`; `path` is the file or its folder.
+def read_plan(path: Path, *, memory: str, block_size: int = 16, max_num_batched_tokens: int = 8192) -> CachePlan:
+    """Return the plan of the KV cache for a `config.json`; `path` is the file or its folder.
 
     `memory` is a size such as 40GiB, or a multiple such as 2x of the *working set*: the KV memory that full-attention layers need
     for all synthetic sessions (`conversations`) at their end.
@@ -183,25 +171,17 @@ def read_geometry(path: Path, *, memory: str, block_size: int = 16, max_num_batc
         ModelError: there is no such file, or the model cannot be planned.
         ConfigError: the size cannot be read, or memory is too small.
     """
-    file = path / "config.json" if path.is_dir() else path
-    config = _read_config(file)
-    plan = plan_from_config(
+    config = read_json(_config_file(path))
+    return plan_from_config(
         config,
         memory_bytes=_memory_bytes(memory, config, block_size),
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    return Geometry(name=file.resolve().parent.name, max_model_len=plan.max_model_len, layout=plan.layout)
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}; give a folder with a config.json.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} holds no JSON object; give a model's config.json.")
-    return config
+def _config_file(path: Path) -> Path:
+    return (path if path.is_file() else path / "config.json").resolve()
 
 
 def _memory_bytes(text: str, config: Mapping[str, Any], block_size: int) -> int:

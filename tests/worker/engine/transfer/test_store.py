@@ -18,6 +18,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, TransferStore
 from transom_worker.execution.executor import ReadEnd, RemoteRead
+from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tiers.imports import MAX_KEPT_S, KeptImports
 from transom_worker.scheduling.scheduler import Scheduler
 
@@ -53,15 +54,8 @@ class Worker:
     def __init__(self, mix: Sequence[str], *, num_pages: int = 60, host_pages: int = 60) -> None:
         arena = layout(mix, num_pages=num_pages)
         self.slabs = Slabs()
-        self.scheduler = Scheduler(
-            SchedulerConfig(),
-            arena,
-            replace(arena, num_pages=host_pages),
-            block_size=BLOCK,
-            max_model_len=400,
-            enable_prefix_caching=True,
-        )
-        self.cache = self.scheduler.cache
+        self.cache = KvCache(arena, replace(arena, num_pages=host_pages), block_size=BLOCK)
+        self.scheduler = Scheduler(SchedulerConfig(), self.cache, max_model_len=400)
         shares = KvShares(groups=(arena.groups,), heads=(((0, 1),) * 2 * len(mix),))
         executor: Any = self.slabs
         self.now_s = 0.0
