@@ -29,7 +29,7 @@ from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 TIMEOUT_S = 60.0
 SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS}

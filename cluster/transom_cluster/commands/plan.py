@@ -1,18 +1,13 @@
 """`transom plan`: computes the memory of a model's KV cache from its config, and how many requests fit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from transom_cluster.commands.flags import usage_errors
-
-if TYPE_CHECKING:
-    from transom_worker.execution.setup.weight_plan import WeightPlan
 
 
 def plan(
@@ -67,7 +62,7 @@ def plan(
     from transom_core.settings.device_defaults import batch_defaults
     from transom_core.settings.settings import gibibytes
     from transom_worker.kvcache.policy_retentions import retention_under
-    from transom_worker.planner import plan_from_config
+    from transom_worker.planner.plan import plan_from_config
 
     with usage_errors():
         config = resolve_config(model)
@@ -94,17 +89,14 @@ def plan(
             max_model_len=result.max_model_len,
             obstacle=kv_policy_obstacle(read_architecture(config)),
         )
-        weight_plan = None if weights is None else _weight_plan(model, weights, tensor_parallel_size)
+        weight_plan = None
+        if weights is not None:
+            from transom_worker.execution.setup.weight_plan import plan_weights  # imports torch
+
+            weight_plan = plan_weights(model, weights, tensor_parallel_size=tensor_parallel_size)
     policy_text = None if policy is None else policy.text
     if as_json:
         held = {} if weight_plan is None else {"weights": asdict(weight_plan)}
         typer.echo(json.dumps({"model": model, "kv_policy": policy_text, **result.as_json(), **held}))
     else:
         print_plan(result, model, kv_policy=policy_text, weights=weight_plan)
-
-
-def _weight_plan(model: str, device: str, num_ranks: int) -> WeightPlan:
-    """Return the bytes of the weights on devices of this kind."""
-    from transom_worker.execution.setup.weight_plan import plan_weights
-
-    return plan_weights(model, device, tensor_parallel_size=num_ranks)

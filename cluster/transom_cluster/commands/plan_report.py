@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from transom_core.model_config.rank_shares import rank_lines
-from transom_worker.planner import CachePlan
+from transom_worker.planner.plan import CachePlan
 
 if TYPE_CHECKING:
     from transom_worker.execution.setup.weight_plan import WeightPlan

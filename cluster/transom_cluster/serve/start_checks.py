@@ -116,7 +116,8 @@ def check_shards(settings: Settings, architecture: Architecture) -> None:
         ConfigError: there are too many ranks, or the model does not have a group of `--kv-cache-dtype`, or not in this format.
     """
     from transom_core.model_config.sharding import check_size
-    from transom_worker.planner import cache_groups, check_runs
+    from transom_worker.planner.blocks import cache_groups
+    from transom_worker.planner.layer_groups import check_runs
 
     check_size(architecture, settings.tensor_parallel_size)
     dtype = architecture.served_dtype if settings.dtype == "auto" else settings.dtype

@@ -6,13 +6,13 @@ from typing import get_args
 from prometheus_client import Histogram
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.request_events import Accepted, Failed, FailoverOutcome, RequestEvent, Sent
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_core.config import MetricsCompat
 from transom_core.errors import LOSS_CAUSES
+from transom_core.telemetry.metric_families import MetricFamilies
 from transom_core.telemetry.metrics_page import metrics_page
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
@@ -51,7 +51,7 @@ class RouterMetrics:
         compat: MetricsCompat = "none",
     ) -> None:
         self._compat = compat
-        families = RouterFamilies(model=model, router=router)
+        families = MetricFamilies(model=model, router=router)
         self.registry = families.registry
         self.routing = RoutingMetrics(families)
         self.answers = AnswerMetrics(families, tool_parser)
@@ -62,7 +62,7 @@ class RouterMetrics:
         self.registry.register(StateCollector(own, state))
         self.registry.register(Process(own, prefix="transom_router_process", whose="router's process"))
 
-    def _add_requests(self, families: RouterFamilies) -> None:
+    def _add_requests(self, families: MetricFamilies) -> None:
         self.requests = families.counter(
             "transom_router_requests",
             "HTTP requests: the status that was sent, the error's status if a stream broke off, or 499 if the client "
@@ -96,7 +96,7 @@ class RouterMetrics:
             values=("worker", "router"),
         )
 
-    def _add_tokens(self, families: RouterFamilies) -> None:
+    def _add_tokens(self, families: MetricFamilies) -> None:
         self._first_token_s = families.histogram(
             "transom_router_first_token_seconds",
             "From a request's arrival to the first token of each choice.",
@@ -117,7 +117,7 @@ class RouterMetrics:
             "transom_router_output_tokens", "Tokens sent to clients, as in `usage`."
         ).of()
 
-    def _add_workers(self, families: RouterFamilies) -> None:
+    def _add_workers(self, families: MetricFamilies) -> None:
         self._failovers = families.counter(
             "transom_router_failovers",
             "Requests whose worker was lost: resumed at another worker, gave_up, or stopped as poison.",
@@ -177,7 +177,7 @@ class RouterMetrics:
 class AnswerMetrics:
     """Counts what the readers of one router's answers found: tool calls, reasoning, and markup that became text."""
 
-    def __init__(self, families: RouterFamilies, tool_parser: str | None) -> None:
+    def __init__(self, families: MetricFamilies, tool_parser: str | None) -> None:
         """Create the metrics. `tool_parser` is the name of the tool-call parser; None if answers have no tool calls."""
         self._parser = tool_parser or NO_PARSER
         self._calls = families.counter(

@@ -47,11 +47,7 @@ class StateCollector(Collector):
 
     def _of_router(self, state: RouterState) -> Iterator[Metric]:
         yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)
-        yield self._own.gauge(
-            "transom_router_tasks",
-            "Tasks of the router's event loop.",
-            state.num_tasks,
-        )
+        yield self._own.gauge("transom_router_tasks", "Tasks of the router's event loop.", state.num_tasks)
         yield self._own.gauges(
             "transom_router_workers",
             "Workers by state: open, closed (starting or lost), draining.",

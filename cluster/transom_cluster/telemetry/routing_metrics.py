@@ -4,8 +4,8 @@ router's mirrors of the workers' prefix indexes."""
 from transom_cluster.routing.placer import PlacementObserver
 from transom_cluster.routing.policy import REASONS, Reason
 from transom_cluster.routing.worker_view import HitTokens
-from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_core.config import RoutingPolicy
+from transom_core.telemetry.metric_families import MetricFamilies
 
 ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 PLACEMENT_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25)
@@ -14,7 +14,7 @@ PLACEMENT_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01,
 class RoutingMetrics(PlacementObserver):
     """Counts what one router's placer reports."""
 
-    def __init__(self, families: RouterFamilies) -> None:
+    def __init__(self, families: MetricFamilies) -> None:
         self._placements = families.counter(
             "transom_router_placements",
             "Requests sent to a worker, by reason (docs/routing.md): only_one, longest_hit, least_loaded, home, random "

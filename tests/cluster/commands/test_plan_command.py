@@ -10,7 +10,7 @@ from tests.checkpoints import SIZES, make_checkpoint
 from tests.worker.planner.model_configs import CONFIGS
 from transom_cluster.cli import app
 from transom_cluster.commands.plan_report import readable
-from transom_worker.planner import plan_from_config
+from transom_worker.planner.plan import plan_from_config
 
 CONFIG = SIZES | {
     "model_type": "gpt_oss",

@@ -12,12 +12,12 @@ from tests.cluster.routing.test_policy import columns
 from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.worker_view import HitTokens
-from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_core.contract import KvPolicy, Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.telemetry.metric_families import MetricFamilies
 
 WORKERS = ("a", "b", "c")
 PROMPT = tuple(range(1000, 3000))
@@ -216,7 +216,7 @@ def test_requests_that_no_report_counts_come_on_top_of_the_reported_ones() -> No
 
 
 def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -> None:
-    families = RouterFamilies(model="m", router="front")
+    families = MetricFamilies(model="m", router="front")
     made = placer(cached={"a": whole(PROMPT, version=3)}, observer=RoutingMetrics(families))
     made.place(request("r"), WORKERS)
     made.first_event("r", usage(HIT - 100))

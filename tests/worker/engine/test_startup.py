@@ -17,7 +17,7 @@ from transom_core.settings.settings import Settings
 from transom_worker.engine import startup
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
 from transom_worker.execution.setup import model_loading
-from transom_worker.planner import CachePlan, plan_cache
+from transom_worker.planner.plan import CachePlan, plan_cache
 
 DIVIDED = replace(H100, parts=(part(1), part(2)))
 

@@ -11,7 +11,7 @@ from tests.worker.execution.toy_architecture import architecture, layer
 from transom_core.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
 from transom_core.errors import ConfigError
 from transom_worker.execution import memory
-from transom_worker.planner import cache_groups
+from transom_worker.planner.blocks import cache_groups
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,8 @@ from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 from transom_worker.scheduling.work_counts import WorkCounts
 from transom_worker.telemetry.engine_events import EngineEvents, RequestTimes, WorkerState
-from transom_worker.telemetry.metrics import EngineMetrics, cache, requests
+from transom_worker.telemetry.metrics import cache, requests
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 OWN = {"model", "worker"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

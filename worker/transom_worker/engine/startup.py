@@ -18,9 +18,9 @@ from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.executor_factory import create_executor
-from transom_worker.planner import CachePlan, Concurrency, GroupPlan
+from transom_worker.planner.plan import CachePlan, Concurrency, GroupPlan
 from transom_worker.telemetry.engine_timelines import Clock
-from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 from transom_worker.telemetry.timeline_exporter import timeline_exporter
 
 logger = logging.getLogger("transom.worker")

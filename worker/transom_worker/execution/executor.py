@@ -15,7 +15,7 @@ from transom_core.contract.kv_transfer import RankMemory
 from transom_core.errors import RankLost, RequestError, StepFailed
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.planner import CachePlan
+from transom_worker.planner.plan import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 

@@ -21,7 +21,8 @@ from transom_worker.execution.tiers.slabs import (
     layer_caches,
     pinned_bytes,
 )
-from transom_worker.planner import cache_groups, make_layout
+from transom_worker.planner.blocks import cache_groups
+from transom_worker.planner.pages import make_layout
 
 CPU = torch.device("cpu")
 EMPTY = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())

@@ -22,7 +22,9 @@ from transom_kernels.launch import kernels_on
 from transom_worker.execution import memory
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.parallel.communicator import Parallel
-from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cache, with_rank_shares
+from transom_worker.planner.blocks import cache_groups
+from transom_worker.planner.layer_groups import check_runs
+from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.

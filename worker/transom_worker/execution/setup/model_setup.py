@@ -38,7 +38,9 @@ from transom_worker.execution.tiers.rank_tiers import RankTiers, open_disk_folde
 from transom_worker.execution.tiers.remote_reads import RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory, allocate_host_slab, allocate_slab
 from transom_worker.models.parallel.communicator import Parallel
-from transom_worker.planner import CachePlan, make_layout, rank_layout
+from transom_worker.planner.blocks import rank_layout
+from transom_worker.planner.pages import make_layout
+from transom_worker.planner.plan import CachePlan
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST
 

@@ -3,7 +3,3 @@
 Histograms and counters of requests, tokens and steps are updated as the engine's events arrive, on its thread. A scrape reads all
 other values from the last published `WorkerState`, so that they cost a step nothing. Any thread may scrape.
 """
-
-from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
-
-__all__ = ["EngineMetrics"]

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from transom_core.config import MetricsCompat
+from transom_core.telemetry.metric_families import MetricFamilies
 from transom_core.telemetry.metrics_page import metrics_page
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
@@ -18,20 +18,18 @@ from transom_worker.telemetry.metrics.requests import Requests, Transfers
 from transom_worker.telemetry.metrics.steps import Steps
 from transom_worker.telemetry.metrics.work import grammar_families, policy_families, work_families
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # they would add a series to each histogram and counter
-
 
 class EngineMetrics:
     """One worker's metrics, in a registry of its own. `sinks` count the engine's events; `text` renders the Prometheus page."""
 
     def __init__(self, *, model: str = "", worker: str = "0", compat: MetricsCompat = "none") -> None:
         self._compat = compat
-        own = OwnLabels({"model": model, "worker": worker})
-        self.registry = CollectorRegistry()
-        self.transfers = Transfers(own, self.registry)
+        families = MetricFamilies(model=model, worker=worker)
+        own, self.registry = OwnLabels(families.own_labels), families.registry
+        self.transfers = Transfers(families)
         self._identity = Identity(own)
         steps, state = Steps(own), _StateCollector(own)
-        self.sinks: tuple[EngineEventSink, ...] = (Requests(own, self.registry), steps, state, self._identity)
+        self.sinks: tuple[EngineEventSink, ...] = (Requests(families), steps, state, self._identity)
         for collector in (steps, state, self._identity, Process(own)):
             self.registry.register(collector)
 

@@ -1,6 +1,6 @@
 """Metric families about what a worker is: versions, its resolved settings, and how long its start took."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -11,21 +11,22 @@ from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.telemetry.engine_events import EngineEventSink
 
-CONFIG_LABELS = (
-    "dtype",
-    "kv_cache_dtype",
-    "device",
-    "tensor_parallel_size",
-    "block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "scheduling_policy",
-    "prefix_caching",
-    "hybrid_kv_cache",
-    "kernels",
-    "identity",
-)
+# The labels of the worker's settings, and what each is.
+CONFIG_LABELS: dict[str, Callable[[EngineConfig, ExecutorInfo], object]] = {
+    "dtype": lambda config, info: info.dtype,
+    "kv_cache_dtype": lambda config, info: info.plan.kv_dtype,
+    "device": lambda config, info: info.ranks[0].memory.device if info.ranks else info.memory.device,
+    "tensor_parallel_size": lambda config, info: config.ranks.size,
+    "block_size": lambda config, info: config.cache.block_size,
+    "max_model_len": lambda config, info: info.max_model_len,
+    "max_num_seqs": lambda config, info: config.scheduler.max_num_seqs,
+    "max_num_batched_tokens": lambda config, info: config.scheduler.max_num_batched_tokens,
+    "scheduling_policy": lambda config, info: config.scheduler.policy,
+    "prefix_caching": lambda config, info: str(config.cache.enable_prefix_caching).lower(),
+    "hybrid_kv_cache": lambda config, info: str(config.model.hybrid_kv_cache).lower(),
+    "kernels": lambda config, info: info.kernels,
+    "identity": lambda config, info: info.identity,
+}
 
 
 class Identity(EngineEventSink, Collector):
@@ -43,22 +44,7 @@ class Identity(EngineEventSink, Collector):
     def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
         """Set the values that are known now: device, number format, longest sequence and kernels."""
         scheduler = config.scheduler
-        values = (
-            info.dtype,
-            info.plan.kv_dtype,
-            info.ranks[0].memory.device if info.ranks else info.memory.device,
-            config.ranks.size,
-            config.cache.block_size,
-            info.max_model_len,
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            scheduler.policy,
-            str(config.cache.enable_prefix_caching).lower(),
-            str(config.model.hybrid_kv_cache).lower(),
-            info.kernels,
-            info.identity,
-        )
-        self._config = tuple(map(str, values))
+        self._config = tuple(str(value(config, info)) for value in CONFIG_LABELS.values())
         self._token_bytes = [((group.name, group.dtype), group.bytes_per_token) for group in info.plan.groups]
         self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}
 
@@ -73,7 +59,7 @@ class Identity(EngineEventSink, Collector):
         yield self._own.gauges(
             "transom_worker_config_info",
             "The worker's resolved settings; the value is always 1.",
-            CONFIG_LABELS,
+            tuple(CONFIG_LABELS),
             [(self._config, 1)] if self._config else [],
         )
         yield self._own.gauges(
@@ -88,8 +74,4 @@ class Identity(EngineEventSink, Collector):
             ("group", "dtype"),
             self._token_bytes,
         )
-        yield self._own.gauge(
-            "transom_worker_start_seconds",
-            "Seconds that the worker took to start.",
-            self.start_s,
-        )
+        yield self._own.gauge("transom_worker_start_seconds", "Seconds that the worker took to start.", self.start_s)

@@ -117,11 +117,7 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
         stats.compile_s,
     )
     yield own.gauge("transom_grammar_cache_bytes", "Bytes of the cached grammars.", stats.cache_bytes)
-    yield own.counter(
-        "transom_grammar_masks",
-        "Masks of allowed tokens that were computed.",
-        stats.num_masks,
-    )
+    yield own.counter("transom_grammar_masks", "Masks of allowed tokens that were computed.", stats.num_masks)
     yield own.counter(
         "transom_grammar_mask_seconds", "Seconds that the engine's thread waited for masks.", stats.mask_s
     )
