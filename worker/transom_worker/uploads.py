@@ -32,23 +32,13 @@ _TORCH_DTYPES = {
 }
 
 
-class Uploads(Protocol):
-    """Brings arrays to one device."""
-
-    device: torch.device
-
-    def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """Return the arrays on the device. They must not change afterwards, since the tensors may share their memory."""
-        ...
-
-
 class SharedMemory:
     """Uploads to the CPU: tensors share the memory of the host's arrays."""
 
     device = torch.device("cpu")
 
     def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """See `Uploads.tensors`."""
+        """Return the arrays as tensors. The arrays must not change afterwards."""
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -77,7 +67,7 @@ class PinnedUploads:
         self._buffers = cycle([_PinnedBuffer() for _ in range(2 * per_step)])
 
     def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """See `Uploads.tensors`."""
+        """Return the arrays on the device."""
         fields = {name: (array.shape, array.dtype) for name, array in arrays.items()}
         parts, num_bytes = _layout(fields)
         buffer = next(self._buffers)
@@ -103,6 +93,10 @@ class PinnedUploads:
         read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record(torch.cuda.current_stream(self.device))
         return device_bytes, read
+
+
+Uploads = SharedMemory | PinnedUploads
+"""Brings arrays to one device."""
 
 
 def uploads_to(device: torch.device, *, per_step: int = 1) -> Uploads:

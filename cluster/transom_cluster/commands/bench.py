@@ -1,6 +1,7 @@
 """`transom bench ...`: measures this machine without a server, or a running one."""
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -54,7 +55,7 @@ def offline(
         )
         engine.shutdown()
     if as_json:
-        typer.echo(json.dumps({"model": model, "dtype": dtype, "quantization": quantization, **figures.as_json()}))
+        typer.echo(json.dumps({"model": model, "dtype": dtype, "quantization": quantization, **asdict(figures)}))
         return
     typer.echo(f"prefill {figures.prompt_tokens} tokens: {figures.prefill_tokens_per_s:,.0f} tokens/s")
     for point in figures.decode:

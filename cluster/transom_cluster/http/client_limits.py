@@ -85,12 +85,7 @@ class ClientLimits:
         self._rate = per_minute
         self._max_concurrent = concurrent
         self._clock = clock
-        self._clients: dict[str, _Client] = {}
-
-    @property
-    def num_clients(self) -> int:
-        """Return the number of clients that have a bucket and a counter here."""
-        return len(self._clients)
+        self._clients: dict[str, _Client] = {}  # those that have a bucket and a counter here
 
     @contextlib.contextmanager
     def request(self, client: str, *, cost: int = 1, places: int = 1) -> Iterator[None]:

@@ -67,16 +67,11 @@ class Quarantine:
 
     def __init__(self, *, max_lost_workers: int) -> None:
         self._max_lost_workers = max_lost_workers
-        self._trials: set[InFlightRequest] = set()  # requests on trial; `_reserved` drops those whose trial has ended
-
-    @property
-    def has_trials(self) -> bool:
-        """Return whether requests are on trial."""
-        return bool(self._trials)
+        self.trials: set[InFlightRequest] = set()  # requests on trial; `_reserved` drops those whose trial has ended
 
     def watch(self, requests: Iterable[InFlightRequest]) -> None:
         """Note which of these requests, whose worker was lost, are on trial from now on."""
-        self._trials.update(request for request in requests if self._is_on_trial(request))
+        self.trials.update(request for request in requests if self._is_on_trial(request))
 
     def allowed(self, request: InFlightRequest, willing: Sequence[WorkerConnection]) -> list[WorkerConnection]:
         """Return those of the workers `willing` to take a request that may have it. All in `willing` serve one model."""
@@ -95,13 +90,13 @@ class Quarantine:
 
     def _reserved(self, willing: Sequence[WorkerConnection]) -> WorkerConnection | None:
         """Return the worker that is reserved for a waiting request on trial; None if no such request waits."""
-        if not self._trials:
+        if not self.trials:
             return None
-        self._trials = {one for one in self._trials if not one.has_ended and self._is_on_trial(one)}
+        self.trials = {one for one in self.trials if not one.has_ended and self._is_on_trial(one)}
         # A waiting request may go to these workers if they serve the model that its stream began with, or if it has no such (None).
         identities = {None, *(one.identity for one in willing)}
         waiting = next(
-            (one for one in self._trials if one.worker_id is None and one.output.identity in identities), None
+            (one for one in self.trials if one.worker_id is None and one.output.identity in identities), None
         )
         if waiting is None:
             return None

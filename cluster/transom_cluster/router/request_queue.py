@@ -142,7 +142,7 @@ class RequestQueue:
         if connection is not None and connection.suspect is request:
             connection.suspect = None
             self.place_soon()
-        elif self.quarantine.has_trials:
+        elif self.quarantine.trials:
             self.place_soon()
 
     def give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:

@@ -117,17 +117,17 @@ class Router:
             timings=self.timings,
         )
         events = WorkerEvents(
-            self.connections,
-            self.queue,
-            placer,
-            config.failover,
-            self.metrics,
+            connections=self.connections,
+            queue=self.queue,
+            placer=placer,
+            config=config.failover,
+            metrics=self.metrics,
             limits=self.limits,
             timings=self.timings,
         )
         self._pool = WorkerPool(
-            workers,
-            router_id,
+            directory=workers,
+            router_id=router_id,
             connections=self.connections,
             events=events,
             metrics=self.metrics,

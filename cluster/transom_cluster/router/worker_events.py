@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from transom_cluster.router.failover import GAVE_UP, POISON, RELEASE_TOKENS, FailoverDecision, LossReport, after_loss
 from transom_cluster.router.in_flight_requests import InFlightRequest
@@ -27,31 +28,21 @@ from transom_core.errors import PoisonRequest, WorkerLost
 logger = logging.getLogger("transom.router")
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class WorkerEvents:
     """Follows the connections to all workers, on one event loop."""
 
-    def __init__(
-        self,
-        connections: Mapping[str, WorkerConnection],
-        queue: RequestQueue,
-        placer: Placer,
-        config: FailoverConfig,
-        metrics: RouterMetrics,
-        *,
-        limits: ModelLimitsTracker,
-        timings: RouterTimings,
-    ) -> None:
-        self._connections = connections
-        self._queue = queue
-        self._placer = placer
-        self._config = config
-        self._metrics = metrics
-        self._limits = limits
-        self._timings = timings
+    connections: Mapping[str, WorkerConnection]
+    queue: RequestQueue
+    placer: Placer
+    config: FailoverConfig
+    metrics: RouterMetrics
+    limits: ModelLimitsTracker
+    timings: RouterTimings
 
     async def follow(self, connection: WorkerConnection) -> None:
         """Keep a connection open until it drains, and handle what happens on it. Cancelling this call ends the stream."""
-        pause_s = self._timings.first_reconnect_pause_s
+        pause_s = self.timings.first_reconnect_pause_s
         while not connection.is_draining:
             error: Exception | None = None
             try:
@@ -69,9 +60,9 @@ class WorkerEvents:
                 logger.warning(
                     "The event stream of worker %s broke (%d requests): %r", connection.worker_id, num_lost, error
                 )
-                pause_s = self._timings.first_reconnect_pause_s
+                pause_s = self.timings.first_reconnect_pause_s
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
+            pause_s = min(2 * pause_s, self.timings.longest_reconnect_pause_s)
 
     def handle(self, connection: WorkerConnection, event: Opened | Received | Lost) -> None:
         """Handle one event of a connection. Only a bug in handling `Opened` or an index update raises; the stream then ends."""
@@ -87,28 +78,28 @@ class WorkerEvents:
 
     def _opened(self, connection: WorkerConnection) -> None:
         assert connection.info is not None
-        self._placer.add_worker(connection.worker_id, connection.info)
-        self._metrics.worker_changes.of("joined").inc()
-        open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
-        self._limits.update(limits for limits in open_limits if limits is not None)
+        self.placer.add_worker(connection.worker_id, connection.info)
+        self.metrics.worker_changes.of("joined").inc()
+        open_limits = [one.limits for one in self.connections.values() if one.takes_requests]
+        self.limits.update(limits for limits in open_limits if limits is not None)
         if not connection.speaks_our_tokens:
             logger.warning(
                 "Worker %s has another tokenizer than this router: it gets no requests from here.", connection.worker_id
             )
         connection.cooldown_until_s = 0.0
-        self._queue.place_soon()
+        self.queue.place_soon()
 
     def _closed(self, connection: WorkerConnection) -> None:
         try:
-            self._placer.remove_worker(connection.worker_id)
-            self._metrics.worker_changes.of("drained" if connection.is_closing else "lost").inc()
+            self.placer.remove_worker(connection.worker_id)
+            self.metrics.worker_changes.of("drained" if connection.is_closing else "lost").inc()
         except Exception as bug:  # the lost requests must migrate even so
             logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
 
     def _received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
         """Take in updates of the worker's prefix index and load, and hand its output to the requests."""
         has_news = message.kv is not None or message.load is not None
-        if has_news and not self._placer.update(connection.worker_id, message):
+        if has_news and not self.placer.update(connection.worker_id, message):
             connection.resync()
         torn: list[InFlightRequest] = []  # output before their event is missing
         lost: list[InFlightRequest] = []  # the worker itself reports that it has lost them
@@ -142,17 +133,17 @@ class WorkerEvents:
     def _advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
         """Handle the progress of a request that has taken an event, which may be its last one."""
         if event.usage is not None and event.token_ids:
-            self._placer.first_event(event.request_id, event.usage)
+            self.placer.first_event(event.request_id, event.usage)
         has_passed = request.num_new_tokens >= RELEASE_TOKENS  # it is beyond the step at which a worker was lost
         if (request.has_ended or has_passed) and request.record.num_losses:
-            self._metrics.judgements.of("released").inc(request.record.is_suspect)
+            self.metrics.judgements.of("released").inc(request.record.is_suspect)
             request.record.release()
         if request.has_ended:
-            self._queue.leave_worker(request)
+            self.queue.leave_worker(request)
         elif event.is_handover:
             self._handed_over(request)
         elif not request.record.is_suspect:  # perhaps since its release, or since another was found to be the culprit
-            self._queue.end_quarantine(request)
+            self.queue.end_quarantine(request)
 
     def _handed_over(self, request: InFlightRequest) -> None:
         """Queue a request again whose prefill worker has computed the first token, so that a decode worker continues it."""
@@ -160,9 +151,9 @@ class WorkerEvents:
         request.events.report(
             HandedOver(choice=request.index, worker=request.worker_id, tokens_so_far=len(request.token_ids))
         )
-        self._queue.leave_worker(request)
+        self.queue.leave_worker(request)
         request.refusals.clear()
-        self._queue.enter([request])
+        self.queue.enter([request])
 
     def _lost(self, connection: WorkerConnection, lost: Lost) -> None:
         """Let requests that cannot continue at their worker migrate, or end them with an error.
@@ -175,9 +166,9 @@ class WorkerEvents:
             for request in decision.migrating:
                 request.is_migrating = True
                 request.refusals.clear()
-            self._queue.quarantine.watch(decision.migrating)
-            self._queue.enter(decision.migrating)
-            self._queue.place_soon()
+            self.queue.quarantine.watch(decision.migrating)
+            self.queue.enter(decision.migrating)
+            self.queue.place_soon()
         except Exception as error:
             for request in requests:
                 if not request.has_ended and request.worker_id in (None, connection.worker_id):
@@ -188,7 +179,7 @@ class WorkerEvents:
     ) -> FailoverDecision[InFlightRequest]:
         """Take lost requests from their worker, decide what happens to them, and end those that are given up."""
         report = _loss_report(connection, lost.reason)
-        decision = after_loss(requests, lost.cause, self._config, report)
+        decision = after_loss(requests, lost.cause, self.config, report)
         for request in requests:
             request.events.report(
                 LostEvent(
@@ -199,17 +190,17 @@ class WorkerEvents:
                     tokens_so_far=len(request.token_ids),
                 )
             )
-            self._queue.leave_worker(request)
+            self.queue.leave_worker(request)
         if lost.cause == "lost" and requests:
-            judgements = self._metrics.judgements
-            self._metrics.losses.of(report.cause).inc()
+            judgements = self.metrics.judgements
+            self.metrics.losses.of(report.cause).inc()
             judgements.of("suspected").inc(len(decision.verdict.suspected))
             judgements.of("cleared").inc(len(decision.verdict.cleared))
             judgements.of("culprit").inc(len(decision.culprits))
         for request in decision.culprits:
-            self._queue.give_up(request, "poison", PoisonRequest(POISON.format(n=request.record.num_losses)))
+            self.queue.give_up(request, "poison", PoisonRequest(POISON.format(n=request.record.num_losses)))
         for request in decision.given_up:
-            self._queue.give_up(request, "gave_up", WorkerLost(GAVE_UP.format(n=request.record.num_migrations + 1)))
+            self.queue.give_up(request, "gave_up", WorkerLost(GAVE_UP.format(n=request.record.num_migrations + 1)))
         return decision
 
     def _fail(self, request: InFlightRequest, error: Exception) -> None:
@@ -219,7 +210,7 @@ class WorkerEvents:
             "Request %s failed in the router.\n%s", request_id, stack_of(error), extra={"request_id": request_id}
         )
         try:
-            self._queue.forget(request)
+            self.queue.forget(request)
         finally:
             if not request.has_ended:
                 request.fail(error)

@@ -9,7 +9,7 @@ worker disappears.
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transom_cluster.router.background_tasks import BackgroundTasks
@@ -33,30 +33,21 @@ def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class WorkerPool:
     """Keeps `connections` in agreement with the directory. Runs on one event loop."""
 
-    def __init__(
-        self,
-        directory: WorkerDirectory,
-        router_id: str,
-        *,
-        connections: dict[str, WorkerConnection],
-        events: WorkerEvents,
-        metrics: RouterMetrics,
-        timings: RouterTimings,
-        tokenizer: str = "",
-    ) -> None:
-        self._directory = directory
-        self._router_id = router_id
-        self._connections = connections
-        self._events = events
-        self._metrics = metrics
-        self._timings = timings
-        self._tokenizer = tokenizer  # digest of the router's tokenizer; workers with another one get no requests
-        self._present: Mapping[str, WorkerClient] = {}  # the directory's last list
-        self._tasks = BackgroundTasks()
-        self._followers: dict[str, asyncio.Task[None]] = {}  # worker id -> the task that follows its connection
+    directory: WorkerDirectory
+    router_id: str
+    connections: dict[str, WorkerConnection]
+    events: WorkerEvents
+    metrics: RouterMetrics
+    timings: RouterTimings
+    tokenizer: str  # digest of the router's tokenizer; workers with another one get no requests
+    _present: Mapping[str, WorkerClient] = field(default_factory=dict, init=False)  # the directory's last list
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+    # Worker id -> the task that follows its connection.
+    _followers: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
         """Begin to watch the directory."""
@@ -64,27 +55,27 @@ class WorkerPool:
 
     async def stop(self) -> None:
         """Close all connections; their requests are handled as lost."""
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.is_draining = connection.is_closing = True
         await self._tasks.cancel()
-        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        self._connections.clear()
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
+        self.connections.clear()
 
     async def _watch_directory(self) -> None:
         while True:
             try:
-                async for present in self._directory.changes():
+                async for present in self.directory.changes():
                     self._update(present)
             except Exception as error:
                 logger.warning("The directory of workers failed: %r", error)
-            await asyncio.sleep(self._timings.directory_retry_s)
+            await asyncio.sleep(self.timings.directory_retry_s)
 
     def _update(self, present: Mapping[str, WorkerClient]) -> None:
         self._present = dict(present)
         for worker_id, client in present.items():
-            if worker_id not in self._connections:
+            if worker_id not in self.connections:
                 self._add(worker_id, client)
-        for worker_id, connection in self._connections.items():
+        for worker_id, connection in self.connections.items():
             if worker_id not in present and not connection.is_draining:
                 connection.is_draining = True
                 self._tasks.spawn(self._drain(connection))
@@ -92,13 +83,13 @@ class WorkerPool:
     def _has_another(self, identity: str) -> bool:
         """Return whether requests of this identity need not wait at a draining worker: another worker can continue them, or no
         worker of any identity takes requests."""
-        others = [one for one in self._connections.values() if one.takes_requests]
+        others = [one for one in self.connections.values() if one.takes_requests]
         return not others or any(one.identity == identity for one in others)
 
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        connection = WorkerConnection(worker_id, client, self._router_id, self._timings, tokenizer=self._tokenizer)
-        self._connections[worker_id] = connection
-        self._followers[worker_id] = self._tasks.spawn(self._events.follow(connection))
+        connection = WorkerConnection(worker_id, client, self.router_id, self.timings, tokenizer=self.tokenizer)
+        self.connections[worker_id] = connection
+        self._followers[worker_id] = self._tasks.spawn(self.events.follow(connection))
         logger.info("Worker %s has appeared.", worker_id)
 
     async def _drain(self, connection: WorkerConnection) -> None:
@@ -110,17 +101,17 @@ class WorkerPool:
         moved = await connection.drain(has_another=lambda: self._has_another(connection.identity))
         if moved.requests:
             request_ids = [request.attempt.request_id for request in moved.requests]
-            self._events.handle(connection, moved)
+            self.events.handle(connection, moved)
             await connection.abort(request_ids)
-        has_drained = connection.is_open and await _answers(connection, timeout_s=self._timings.last_call_timeout_s)
+        has_drained = connection.is_open and await _answers(connection, timeout_s=self.timings.last_call_timeout_s)
         connection.is_closing = has_drained
         follower = self._followers.pop(connection.worker_id)
         follower.cancel()
         await asyncio.wait((follower,))
         await connection.close()
         if has_drained:
-            self._metrics.drains.of("moved" if moved.requests else "finished").inc()
-        del self._connections[connection.worker_id]
+            self.metrics.drains.of("moved" if moved.requests else "finished").inc()
+        del self.connections[connection.worker_id]
         if (client := self._present.get(connection.worker_id)) is not None:  # the directory lists it again
             self._add(connection.worker_id, client)
 

@@ -48,17 +48,6 @@ class PrefixTable:
         """Return the length of a set of holders in 64-bit words."""
         return int(self.sets.shape[1])
 
-    @property
-    def num_entries(self) -> int:
-        """Return the number of blocks that are stored; a block that several holders have counts once."""
-        return int(self.parts[:, code.COUNT].sum())
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the memory of all arrays."""
-        sets = sum(array.nbytes for array in self._of_sets)
-        return sets + self.parts.nbytes + sum(slots.nbytes for slots in self._slots)
-
     def fit_holders(self, num_holders: int) -> None:
         """Make room for holders `0` to `num_holders - 1`."""
         if num_holders > WORD_BITS * self.num_words:

@@ -1,14 +1,29 @@
-"""The worker replica that Ray Serve runs. Only a worker's process imports this module, since it imports torch."""
+"""The worker replica that Ray Serve runs, and `ServeWorkerPeers`, by which it calls the application's other worker replicas for KV
+transfer. Only a worker's process imports this module, since it imports torch.
 
+The bytes of KV blocks are results of calls: Ray puts them into its object store, and frees them once the caller has read them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray import serve
 
-from transom_cluster.serve.worker_peers import ServeWorkerPeers
+from transom_cluster.serve.running_replicas import running_replicas
+from transom_core.client_queue import Sharer
 from transom_core.config import EngineConfig
+from transom_core.contract import PrefixSource
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.errors import WorkerLost
 from transom_core.settings.gpu_grant import with_grant
 from transom_worker.replica import WorkerReplica
+
+FIND_S = 2.0  # Serve reports a deployment's replicas to a process within this time after the handle's first use
 
 
 class ServeWorkerReplica(WorkerReplica):
@@ -28,3 +43,46 @@ class ServeWorkerReplica(WorkerReplica):
             node=ray.get_runtime_context().get_node_id(),
             ends_process=True,
         )
+
+
+class ServeWorkerPeers:
+    """Implements `PrefixPeers` for the replicas of some deployments of one application. Runs on the worker's event loop."""
+
+    def __init__(self, deployments: Sequence[str], app: str) -> None:
+        self._deployments, self._app = deployments, app
+        self._handles: list[Any] = []
+
+    async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
+        """Call the worker's `open_export`."""
+        offer: PrefixOffer | str = await (await self._handle_of(worker)).open_export.remote(query)
+        return offer
+
+    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
+        """Call the worker's `fetch_early`."""
+        await (await self._handle_of(worker)).fetch_early.remote(source, query, sharer)
+
+    async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        """Call the worker's `read_export`."""
+        data: list[Bytes] = await (await self._handle_of(worker)).read_export.remote(export_id, blocks)
+        return data
+
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+        """Call the worker's `close_export`."""
+        await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
+
+    async def _handle_of(self, worker: str) -> Any:
+        """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""
+        if not self._handles:
+            self._handles = await asyncio.to_thread(self._find_handles)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIND_S), contextlib.aclosing(running_replicas(self._handles)) as changes:
+                async for present in changes:
+                    if worker in present:
+                        handle, _ = present[worker]
+                        return handle.options(session_id=worker)
+        raise WorkerLost(f"Worker {worker} is gone.")
+
+    def _find_handles(self) -> list[Any]:
+        """Return the deployments' handles, for which Ray's controller is asked: no event loop may run this. Their first `options`
+        runs on the event loop that calls them (`running_replicas`), as Serve demands where routers have no loop of their own."""
+        return [serve.get_deployment_handle(name, self._app) for name in self._deployments]

@@ -59,7 +59,7 @@ def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Call
         "accounts of clients": (MAX_ACCOUNTS * ENTRY_BYTES, lambda: len(router.queue._turns) * ENTRY_BYTES),
         "limits of clients": (
             len(tables) * (MAX_IDLE_CLIENTS + 1) * ENTRY_BYTES,
-            lambda: sum(table.num_clients for table in tables) * ENTRY_BYTES,
+            lambda: sum(len(table._clients) for table in tables) * ENTRY_BYTES,
         ),
     }
 

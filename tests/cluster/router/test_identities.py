@@ -137,7 +137,7 @@ async def test_a_worker_with_another_tokenizer_gets_no_requests() -> None:
     """Its token ids stand for other texts."""
     ours, other = v1("w0", tokenizer_digest="ours"), v2("w1", tokenizer_digest="other")
     router = make_router(ours, other)
-    router._pool._tokenizer = "ours"
+    router._pool.tokenizer = "ours"
     async with running(router, 2):
         assert [one.takes_requests for one in router.connections.values()] == [True, False]
         assert list(router.served) == ["1" * 32]

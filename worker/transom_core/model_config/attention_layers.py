@@ -167,29 +167,9 @@ def _compression(kind: str, config: Config) -> Compression:
 # The families' rules: the layer type of the layer with this index.
 
 
-def _always_full(_config: Config, _index: int) -> str:
-    return FULL
-
-
-def _always_recurrent(_config: Config, _index: int) -> str:
-    return recurrent.LINEAR
-
-
-def _sliding_if_set(config: Config, _index: int) -> str:
-    return SLIDING if config.get("sliding_window") else FULL
-
-
 def _sliding_from_max_window_layers(config: Config, index: int) -> str:
     uses = config.get("use_sliding_window") and config.get("sliding_window")
     return SLIDING if uses and index >= int(config.get("max_window_layers", 28)) else FULL
-
-
-def _sliding_if_used(config: Config, _index: int) -> str:
-    return SLIDING if config.get("use_sliding_window") and config.get("sliding_window") else FULL
-
-
-def _every_other(_config: Config, index: int) -> str:
-    return FULL if index % 2 else SLIDING
 
 
 def _full_every_nth(default: int) -> Callable[[Config, int], str]:
@@ -220,10 +200,6 @@ def _full_every_sixth_and_last(config: Config, index: int) -> str:
     return FULL if index == int(config["num_hidden_layers"]) - 1 else _full_every_nth(6)(config, index)
 
 
-def _full_first_and_every_sixth(_config: Config, index: int) -> str:
-    return SLIDING if index and (index + 1) % 6 else FULL
-
-
 def _chunked_where_rotary(config: Config, index: int) -> str:
     rotary = config.get("no_rope_layers")
     interval = int(config.get("no_rope_layer_interval", 4))
@@ -242,21 +218,28 @@ def _by_ratio(config: Config, index: int) -> str:
 
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
-    **dict.fromkeys(("llama", "glm4_moe", "minimax_m2", "granite", "seed_oss", "olmo2", "gemma"), _always_full),
-    **dict.fromkeys(MLA_FAMILIES, _always_full),
-    **dict.fromkeys(("mistral", "ministral", "ministral3", "phi3", "mixtral"), _sliding_if_set),
+    **dict.fromkeys(
+        ("llama", "glm4_moe", "minimax_m2", "granite", "seed_oss", "olmo2", "gemma"), lambda _, index: FULL
+    ),
+    **dict.fromkeys(MLA_FAMILIES, lambda _, index: FULL),
+    **dict.fromkeys(
+        ("mistral", "ministral", "ministral3", "phi3", "mixtral"),
+        lambda config, index: SLIDING if config.get("sliding_window") else FULL,
+    ),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _sliding_from_max_window_layers),
-    **dict.fromkeys(("gemma2", "gpt_oss"), _every_other),
+    **dict.fromkeys(("gemma2", "gpt_oss"), lambda _, index: FULL if index % 2 else SLIDING),
     **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
     **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
-    **dict.fromkeys(mamba.MAMBA_FAMILIES, _always_recurrent),
+    **dict.fromkeys(mamba.MAMBA_FAMILIES, lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
     "smollm3": _sliding_where_not_rotary,
-    "qwen3_moe": _sliding_if_used,
+    "qwen3_moe": lambda config, index: (
+        SLIDING if config.get("use_sliding_window") and config.get("sliding_window") else FULL
+    ),
     "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
     "exaone4": _full_every_nth_if_sliding(4),
     "llama4_text": _chunked_where_rotary,
-    "mimo_v2_flash": _full_first_and_every_sixth,
+    "mimo_v2_flash": lambda _, index: SLIDING if index and (index + 1) % 6 else FULL,
     "deepseek_v4": _by_ratio,
 }

@@ -40,10 +40,7 @@ _MAMBA = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
-    "granitemoehybrid": {
-        **_MAMBA,
-        **{"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
-    },
+    "granitemoehybrid": _MAMBA | {"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
     "falcon_h1": {
         **_MAMBA,
         **{"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True, "rms_norm_eps": 1e-5},

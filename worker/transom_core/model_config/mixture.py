@@ -23,9 +23,8 @@ class Mixture:
     shared_size: int = 0  # inner width of the expert that every token uses besides its own; 0: there is none
     normalise: bool = True  # routing weights of a token are normalised to a sum of 1, before `scale`
     scale: float = 1.0  # factor of routing weights
-    num_groups: int = (
-        1  # experts form groups of equal size, and a token chooses its experts from its best `top_groups` groups
-    )
+    # Experts form groups of equal size, and a token chooses its experts from its best `top_groups` groups.
+    num_groups: int = 1
     top_groups: int = 1
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
     clamp: float | None = None  # c: the gate projection is clamped to at most c, the up projection to [-c, c]

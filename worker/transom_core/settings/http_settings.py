@@ -80,10 +80,7 @@ class ClientSettings(BaseModel):
         description="A file of admin keys; only they open the routes that show all clients together: the block map and "
         "/metrics.",
     )
-    salt_by_key: bool = Field(
-        False,
-        description="Clients with different API keys share no cached prefixes.",
-    )
+    salt_by_key: bool = Field(False, description="Clients with different API keys share no cached prefixes.")
     requests_per_minute: int | None = Field(
         None, ge=1, description="Requests of each API key per minute; more get 429."
     )
@@ -91,9 +88,7 @@ class ClientSettings(BaseModel):
         None, ge=1, description="Requests of each API key at once; more get 429. If unset: 7,500."
     )
     concurrent_sequences: int | None = Field(
-        None,
-        ge=1,
-        description="Sequences of each API key at once (a request's prompts times n); more get 429.",
+        None, ge=1, description="Sequences of each API key at once (a request's prompts times n); more get 429."
     )
     tokens_per_minute: int | None = Field(
         None,

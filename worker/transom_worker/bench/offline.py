@@ -7,7 +7,7 @@ them have their first output token.
 
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from transom_core.contract import Request, SamplingParams
 from transom_core.errors import RequestError
@@ -34,10 +34,6 @@ class OfflineFigures:
     output_tokens: int
     prefill_tokens_per_s: float
     decode: tuple[DecodeFigure, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the figures as JSON values."""
-        return asdict(self)
 
 
 def run_offline(

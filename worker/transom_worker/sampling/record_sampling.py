@@ -75,12 +75,7 @@ class RecordSampler:
             check_mask(grammar_mask, logits_SV)
             allowed = torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy())
         return sample_records(
-            logits_SV,
-            self._table,
-            batch.numbers_S,
-            allowed=allowed,
-            first_id=first_id,
-            scores=scores_S,
+            logits_SV, self._table, batch.numbers_S, allowed=allowed, first_id=first_id, scores=scores_S
         )
 
     def _new_batch(self, seq_ids: Sequence[int], states: Sequence[SequenceState]) -> _Batch:

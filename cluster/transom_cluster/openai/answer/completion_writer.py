@@ -73,7 +73,8 @@ class CompletionWriter(ChunkWriter):
         self._take_usage()  # if every chunk shows the usage so far
         prompt = self._prompt_of[index]
         self._take_prompt_logprobs(index, event)
-        if self._echoes_logprobs and prompt not in self._prompt_logprobs:
+        echoes_logprobs = self._echoed is not None and self._logprobs is not None
+        if echoes_logprobs and prompt not in self._prompt_logprobs:
             self._waiting.setdefault(prompt, []).append((index, event))
             return
         yield from self._chunks(index, event)
@@ -124,10 +125,6 @@ class CompletionWriter(ChunkWriter):
             f'{self._text_openings[index]}{json.dumps(text)},"logprobs":{json.dumps(logprobs)},'
             f'"finish_reason":{json.dumps(reason)}{self._closing}'
         )
-
-    @property
-    def _echoes_logprobs(self) -> bool:
-        return self._echoed is not None and self._logprobs is not None
 
     def _take_prompt_logprobs(self, index: int, event: OutputEvent) -> None:
         if event.prompt_logprobs is not None:

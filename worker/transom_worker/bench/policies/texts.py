@@ -24,19 +24,8 @@ def long_text(tokenizer: Tokenizer, num_tokens: int, *, skip_topics: int = 0) ->
 
 
 _NAMES = (
-    "Anna",
-    "Boris",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Greta",
-    "Henry",
-    "Irene",
-    "Jacob",
-    "Karen",
-    "Lucas",
-    "Maria",
+    *("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta"),
+    *("Henry", "Irene", "Jacob", "Karen", "Lucas", "Maria"),
 )
 
 
