@@ -28,7 +28,18 @@ def test_every_field_of_a_config_comes_from_a_setting() -> None:
         *("endpoint", "sample_ratio", "model_aliases"),
     }
     parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]
-    sections = {"model", "cache", "scheduler", "ranks", "transfer", "tracing", "limits", "priorities", "failover"}
+    sections = {
+        "model",
+        "cache",
+        "scheduler",
+        "ranks",
+        "lora",
+        "transfer",
+        "tracing",
+        "limits",
+        "priorities",
+        "failover",
+    }
     unknown = {field.name for part in parts for field in fields(part)} - set(Settings.model_fields) - sections
     assert unknown == given
 
@@ -57,6 +68,11 @@ def test_the_wires_settings_are_variables_of_ucx() -> None:
         ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"disk_cache": "/x", "enable_prefix_caching": False}, "--disk-cache keeps cached prefixes"),
+        ({"max_lora_rank": 12}, "--max-lora-rank is 12; give one of 8, 16"),
+        ({"lora_modules": "a=b"}, "needs --enable-lora"),
+        ({"enable_lora": True, "lora_modules": ["a"]}, "--lora-modules is 'a'"),
+        ({"enable_lora": True, "lora_modules": ["m=x"]}, "has the name 'm'"),
+        ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "has the name 'a'"),
         ({"disk_space": "much"}, "disk_space is 'much'"),
         ({"disk_space": 0}, "disk_space is 0"),
         ({"disk_cache": ""}, "--disk-cache is empty"),
@@ -105,6 +121,14 @@ def test_a_disk_tier_has_a_host_tier() -> None:
     cache = Settings.parse(model="m", disk_cache="/x", swap_space="3GiB").engine_config().cache
     assert (cache.disk_space_bytes, cache.swap_space_bytes) == (100 << 30, 3 << 30)
     assert Settings.parse(model="m").engine_config().cache.swap_space_bytes == 0
+
+
+def test_adapters_in_every_form() -> None:
+    assert Settings.parse(model="m", max_loras=2).engine_config().lora is None
+    for given in (["a=/x", "b=o/r@v"], {"a": "/x", "b": "o/r@v"}, (("a", "/x"), ("b", "o/r@v"))):
+        settings = Settings.parse(model="m", enable_lora=True, max_lora_rank=64, lora_modules=given)
+        assert settings.server_config().lora_modules == (("a", "/x"), ("b", "o/r@v"))
+        assert settings.engine_config().lora == config.LoraConfig(max_loras=4, max_lora_rank=64)
 
 
 def test_parsers_go_to_routers_and_other_names_are_refused_with_the_list() -> None:

@@ -52,6 +52,14 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """LoRA adapters: `max_loras` slots at each rank, each with memory for an adapter of rank `max_lora_rank`."""
+
+    max_loras: int = 4
+    max_lora_rank: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
@@ -131,6 +139,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     ranks: RanksConfig = RanksConfig()
+    lora: LoraConfig | None = None  # None: this worker takes no adapters
     role: WorkerRole = "both"
     transfer: TransferConfig = TransferConfig()
     num_threads: int | None = None
@@ -203,6 +212,9 @@ class ServerConfig:
     salt_by_key: bool = False
     log_prompts: bool = False
     kv_policy: str | None = None  # JSON: the KV policy of requests without one
+    enable_lora: bool = False
+    max_lora_rank: int = 16
+    lora_modules: tuple[tuple[str, str], ...] = ()  # names and paths of the adapters that are there from the start
     tool_call_parser: str | None = None  # None: by the model's family
     reasoning_parser: str | None = None  # None: by the model's family
     enable_auto_tool_choice: bool = True

@@ -65,7 +65,7 @@ def _flag_type(name: str, annotation: Any) -> Any:
     `Settings` checks them, with better messages."""
     if name in ("kv_cache_memory_bytes", "swap_space", "disk_space"):
         return str | None  # such as 512MiB
-    if name in ("api_key", "worker_group", "allowed_origins", "served_model_name"):
+    if name in ("api_key", "worker_group", "allowed_origins", "served_model_name", "lora_modules"):
         return list[str] | None
     for kind in (bool, int, float):
         if annotation is kind or kind in get_args(annotation):

@@ -4,7 +4,7 @@ prompt.
 - **hash block**: `--block-size` tokens that are hashed together.
 - **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it identifies the block and
   all tokens before it. The first block's previous digest is the chain's root, a hash of the block size, the model's identity, the
-  cache salt and the KV policy (`transom_core.kv_cache.hashing`).
+  cache salt, the KV policy and the LoRA adapter (`transom_core.kv_cache.hashing`).
 
 Hashing the 8,192 hash blocks of a prompt of 131,072 tokens takes 4 to 8 ms. A prompt that no worker has cached is not hashed to its
 end.
@@ -54,20 +54,23 @@ class PromptHashes:
 
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-        self._extra: tuple[str | None, str | None] = (None, None)  # salt, policy
+        self._extra: dict[str, str | None] = {}  # what else the root depends on: salt, policy and adapter
         self._chains: dict[tuple[str, int], PromptChain] = {}  # by identity and block size
 
     def of(self, request: Request, shape: CacheShape) -> PromptChain:
         """Return the chain of a request's whole hash blocks for workers with this cache. The output of earlier attempts counts as a
         part of the prompt."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
-        extra = request.cache_salt, None if request.kv_policy is None else request.kv_policy.text
+        extra = {
+            "cache_salt": request.cache_salt,
+            "kv_policy": None if request.kv_policy is None else request.kv_policy.text,
+            "adapter": None if request.adapter is None else request.adapter.identity,
+        }
         if extra != self._extra or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
             self._token_ids, self._extra, self._chains = token_ids, extra, {}
         chain = self._chains.get((shape.identity, shape.block_size))
         if chain is None:
-            salt, policy = extra
-            root = chain_root(shape.block_size, identity=shape.identity, cache_salt=salt, kv_policy=policy)
+            root = chain_root(shape.block_size, identity=shape.identity, **extra)
             chain = PromptChain(request.prompt_token_ids + request.resumed_output_ids, root, shape.block_size)
             self._chains[shape.identity, shape.block_size] = chain
         return chain

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,16 @@ from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
-from transom_core.contract import KvPolicy, Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract import (
+    Adapter,
+    KvPolicy,
+    Request,
+    SamplingParams,
+    Usage,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerMessage,
+)
 from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
@@ -36,11 +46,13 @@ def whole(
     block_size: int = 16,
     salt: str | None = None,
     policy: KvPolicy | None = None,
+    adapter: str | None = None,
 ) -> KvUpdate:
     digests: list[bytes] = []
     for prompt in prompts:
         chain: list[bytes] = []
-        root = chain_root(block_size, cache_salt=salt, kv_policy=None if policy is None else policy.text)
+        policy_text = None if policy is None else policy.text
+        root = chain_root(block_size, cache_salt=salt, kv_policy=policy_text, adapter=adapter)
         extend_chain(chain, root, prompt, block_size)
         digests += chain
     return KvUpdate(after=version, version=version, runs=(KvRun("added", 0, tuple(digests)),), whole=True)
@@ -102,12 +114,15 @@ def test_resumed_tokens_are_tokens_but_not_the_prompts() -> None:
     assert made.workers["b"].requests["r"].num_to_compute == 4
 
 
-def test_log_probabilities_of_the_prompt_read_no_cache_and_salts_have_their_own() -> None:
+def test_log_probabilities_of_the_prompt_read_no_cache_and_salts_and_adapters_have_their_own() -> None:
     made = placer(cached={"b": whole(PROMPT)})
     assert made.place(request("r", params=SamplingParams(prompt_logprobs=1)), WORKERS).predicted.total == 0
     assert made.place(request("s", cache_salt="tenant"), WORKERS).predicted.total == 0
     salted = placer(cached={"c": whole(PROMPT, salt="tenant")})
     assert salted.place(request("s", cache_salt="tenant"), WORKERS).worker_id == "c"
+    adapted, adapter = placer(cached={"c": whole(PROMPT, adapter="1f")}), Adapter(name="a", path="/a", identity="1f")
+    assert adapted.place(request("a", adapter=replace(adapter, name="other")), WORKERS).predicted.total == HIT
+    assert adapted.place(request("b", adapter=replace(adapter, identity="2f")), WORKERS).predicted.total == 0
 
 
 def test_workers_of_other_block_sizes_are_searched_with_their_own_hashes() -> None:

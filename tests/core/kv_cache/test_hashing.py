@@ -32,13 +32,15 @@ def test_digests_agree_exactly_on_common_prefixes(shared: list[int], a: list[int
         assert (x == y) == (a[: 4 * i + 4] == b[: 4 * i + 4])
 
 
-def test_identity_salt_policy_and_block_size_give_different_chains() -> None:
+def test_identity_salt_policy_adapter_and_block_size_give_different_chains() -> None:
     tokens = list(range(8))
     chains = [
         chain(tokens),
         chain(tokens, identity="a"),
         chain(tokens, cache_salt="a"),
         chain(tokens, kv_policy="a"),
+        chain(tokens, adapter="a"),
+        chain(tokens, kv_policy="a", adapter="a"),
         chain(tokens, cache_salt=""),
         chain(tokens, cache_salt="ab", kv_policy="c"),
         chain(tokens, cache_salt="a", kv_policy="bc"),
@@ -49,4 +51,4 @@ def test_identity_salt_policy_and_block_size_give_different_chains() -> None:
 
 def test_digests_never_change() -> None:
     """Routers and workers of different versions must agree: a change here needs a new format name."""
-    assert chain([1, 2, 3, 4])[0].hex()[:16] == "568ef38e94ebfa47"
+    assert chain([1, 2, 3, 4])[0].hex()[:16] == "92394b46c2c9ee8b"

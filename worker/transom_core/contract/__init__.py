@@ -7,6 +7,7 @@ All state of a running request (penalties, stop strings, detokeniser, grammar) c
 worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
+from transom_core.contract.adapter import Adapter
 from transom_core.contract.kv_policy import (
     AdaptivePolicy,
     HeavyPolicy,
@@ -25,6 +26,7 @@ from transom_core.contract.worker import KvGroupInfo, PauseMode, WorkerInfo, Wor
 __all__ = [
     "CONTRACT_VERSION",
     "MAX_LOGPROBS",
+    "Adapter",
     "AdaptivePolicy",
     "ErrorInfo",
     "FinishReason",

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from transom_core.client_queue import Sharer
 from transom_core.config import SchedulingPolicy
+from transom_core.contract.adapter import Adapter
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 16
+CONTRACT_VERSION = 17
 PRIORITY_AGING_S = 30.0
 MAX_CLIENT_CHARS = 64
 MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
@@ -45,7 +46,8 @@ class Request:
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are prompt
     positions where the turns of a chat end (ascending), and `cache_marks` those up to which the client says that later requests
     repeat the prompt: the prefix cache prefers to keep states at these. A lower `priority` runs first. Requests with different
-    `cache_salt` share no cached prefix.
+    `cache_salt`, or with different adapters, share no cached prefix. With an `adapter` the worker adds it to the model for this
+    request.
 
     `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where clients
     compete for a scarce resource, each gets a share in proportion to its `client_weight`. Requests whose client is unknown ("")
@@ -79,6 +81,7 @@ class Request:
     time_left_s: float | None = None  # None: no deadline
     priority: int = 0
     cache_salt: str | None = None
+    adapter: Adapter | None = None  # None: the model as it is
     turn_boundaries: tuple[int, ...] = ()
     cache_marks: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read

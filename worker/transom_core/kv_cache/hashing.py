@@ -2,12 +2,12 @@
 
 A *hash block* is `block_size` (`--block-size`) consecutive tokens. A prompt's *chain* is the list of its hash blocks' digests:
 
-    root = BLAKE2b(format, block size, identity, cache salt, KV policy)
+    root = BLAKE2b(format, block size, identity, cache salt, KV policy, adapter)
     chain[0] = BLAKE2b(root + tokens 0 ... 15), chain[1] = BLAKE2b(chain[0] + tokens 16 ... 31), ...   (block size 16)
 
 So two prompts share `chain[i]` exactly if they share their first `(i + 1) * block_size` tokens, the identity of the model
-(`CacheShape.identity`), the salt and the policy. Whatever else decides the KV of a token goes into the root. Digests have 32 bytes,
-token ids are 32-bit little-endian integers.
+(`CacheShape.identity`), the salt, the policy and the identity of the LoRA adapter. Whatever else decides the KV of a token goes
+into the root. Digests have 32 bytes, token ids are 32-bit little-endian integers.
 
 Router and workers compute the same digests. BLAKE2b hashes a parent (32 bytes) and 16 tokens (64 bytes) in one step of 128 bytes,
 where SHA-256 needs two of 64, and it is fast on processors without instructions for hashing.
@@ -21,17 +21,22 @@ from hashlib import blake2b
 TOKEN_BYTES = 4
 DIGEST_BYTES = 32
 
-_FORMAT = b"transom-kv-4"
+_FORMAT = b"transom-kv-5"
 
 
 def chain_root(
-    block_size: int, *, identity: str = "", cache_salt: str | None = None, kv_policy: str | None = None
+    block_size: int,
+    *,
+    identity: str = "",
+    cache_salt: str | None = None,
+    kv_policy: str | None = None,
+    adapter: str | None = None,
 ) -> bytes:
-    """Return the parent digest of a chain's first hash block. `identity` is the model's, and `kv_policy` is any canonical text of
-    the policy."""
+    """Return the parent digest of a chain's first hash block. `identity` is the model's, `kv_policy` is any canonical text of the
+    policy, and `adapter` is the identity of the LoRA adapter."""
     digest = blake2b(_FORMAT, digest_size=DIGEST_BYTES)
     digest.update(block_size.to_bytes(4, "little"))
-    for extra in (identity, cache_salt, kv_policy):
+    for extra in (identity, cache_salt, kv_policy, adapter):
         text = b"" if extra is None else extra.encode()
         length = -1 if extra is None else len(text)
         digest.update(length.to_bytes(8, "little", signed=True) + text)

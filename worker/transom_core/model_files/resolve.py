@@ -68,9 +68,14 @@ def with_commit(name: str) -> str:
     Raises:
         ModelError: the commit could not be found.
     """
-    if Path(name).expanduser().exists() or name == DEMO_MODEL or not _HUB_ID.fullmatch(name):
+    if Path(name).expanduser().exists() or name == DEMO_MODEL or not is_hub_id(name):
         return name
     return f"{name.partition('@')[0]}@{download(name, [CONFIG_FILE]).name}"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a Hugging Face id, with or without a revision."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def check_weights(folder: Path) -> None:

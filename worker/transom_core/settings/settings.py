@@ -22,6 +22,7 @@ from transom_core.config import (
     EngineConfig,
     FailoverConfig,
     LimitsConfig,
+    LoraConfig,
     ModelConfig,
     PriorityConfig,
     RanksConfig,
@@ -42,6 +43,7 @@ from transom_core.settings.engine_settings import (
 )
 from transom_core.settings.http_settings import AnswerSettings, ClientSettings, HttpSettings, LogSettings, read_origins
 from transom_core.settings.kv_dtypes import KvDtypes, as_text
+from transom_core.settings.lora_settings import LoraSettings, read_lora_modules
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 
 DISK_HOST_BYTES = 1 << 30  # size of the host tier if the user gives none, but a disk tier or a role needs one
@@ -50,6 +52,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Model": ModelSettings,
     "KV cache": CacheSettings,
     "Any model as a hybrid": HybridSettings,
+    "LoRA adapters": LoraSettings,
     "Batching": BatchingSettings,
     "Ranks": RanksSettings,
     "Workers and routers": WorkersSettings,
@@ -71,6 +74,7 @@ class Settings(
     WorkersSettings,
     RanksSettings,
     BatchingSettings,
+    LoraSettings,
     HybridSettings,
     CacheSettings,
     ModelSettings,
@@ -101,6 +105,8 @@ class Settings(
         for name in ("api_key", "served_model_name"):
             if isinstance(values.get(name), str):
                 values[name] = (values[name],)
+        if values.get("lora_modules"):
+            values["lora_modules"] = read_lora_modules(values["lora_modules"])
         if values.get("allowed_origins"):
             values["allowed_origins"] = read_origins(values["allowed_origins"])
         try:
@@ -124,6 +130,7 @@ class Settings(
             )
         if self.kv_policy is not None:
             kv_policy_from_json(self.kv_policy)
+        self.check_lora(self.served_model_name or (self.model,))
         self.check_parsers()
         self.check_endpoint()
 
@@ -170,6 +177,7 @@ class Settings(
                     if value
                 ),
             ),
+            lora=self._config(LoraConfig) if self.enable_lora else None,
             tracing=self._tracing_config(),
         )
 

@@ -185,6 +185,7 @@ class Scheduler:
             identity=self.cache.identity,
             cache_salt=request.cache_salt,
             kv_policy=None if request.kv_policy is None else request.kv_policy.text,
+            adapter=None if request.adapter is None else request.adapter.identity,
         )
 
     def stop_holding(self, request_id: str) -> None:
