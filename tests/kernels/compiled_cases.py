@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.kernels.test_linear_recurrence import recurrence_case, step_of
+from tests.kernels.test_lora import lora_weights
 from tests.kernels.test_moe_cpu import GPT_OSS, RELU2, biased, mx_experts, plain_experts, routes, without_gates
 from tests.kernels.test_policy_attention import PolicySequence, make_policy_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, poisoned_caches, quantised
@@ -32,6 +33,7 @@ from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_r
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
 from transom_kernels.linear_recurrence.inputs import GatedNorm
+from transom_kernels.lora.gpu import add_lora_triton_
 from transom_kernels.moe.gpu import dense_triton, moe_triton
 from transom_kernels.moe.gpu_weights import arranged, for_gpu
 from transom_kernels.moe.row_blocks import block_rows_triton
@@ -127,6 +129,8 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield from route_calls()
     for units, dtype, bias in product((64, 128), (BF16, F32), (False, True)):  # LFM2 350M's channels and 1.2B's
         yield partial(short_convolution_triton, convolution_case(3, 16, units=units, bias=bias, dtype=dtype)[1])
+    for rows, (rank, dtype) in product((1, 256), ((8, BF16), (16, BF16), (256, BF16), (16, F16), (64, F32))):
+        yield partial(adapters, rows, rank, dtype)
     yield from recurrence_calls()
     yield partial(sample_triton, torch.empty(4, 128_256), params_of(4, **changes()))
     yield partial(best_of_slice_triton, torch.empty(4, 16_032), torch.ones(4), torch.arange(4), 16_032)
@@ -332,6 +336,14 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
         yield partial(gated_rms_norm_triton, GatedNorm(x, x, weight, 1e-5, group, gates_first=first, by_sigmoid=False))
     norm = GatedNorm(x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True)
     yield partial(gated_rms_norm_triton, norm)
+
+
+def adapters(num_rows: int, rank: int, dtype: torch.dtype) -> None:
+    """Of queries, keys and values in one projection, and of a projection with more inputs."""
+    for width, starts in ((4096, (0, 4096, 5120, 6144)), (14_336, (0, 4096))):
+        x, y = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, starts[-1], dtype=dtype)
+        weights = lora_weights(width, starts, rank, dtype, slots=1)
+        add_lora_triton_(y, x, torch.zeros(num_rows, dtype=torch.int32), weights)
 
 
 def hyper_connections(x: torch.Tensor) -> None:

@@ -22,7 +22,15 @@ from transom_kernels.linear.cpu import method_of
 # Test modules of operators, each with a `small_case`: those of every day, and those that reach memory in the same ways.
 DAILY = ("block_copy_cpu", "kv_write", "linear_recurrence", "moe_cpu", "paged_attention_cpu")
 OTHERS = (
-    *("hyper_connections_cpu", "latent_attention", "linear_cpu", "policy_attention", "quantised_linear_cpu", "route"),
+    *(
+        "hyper_connections_cpu",
+        "latent_attention",
+        "linear_cpu",
+        "lora",
+        "policy_attention",
+        "quantised_linear_cpu",
+        "route",
+    ),
     *("sample_cpu", "short_convolution", "small_operators_cpu"),
 )
 

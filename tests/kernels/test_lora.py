@@ -3,7 +3,7 @@
 Rows of x and y lie in wider rows of NaN. Some rows have no adapter; neighbouring rows have different ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,9 +11,12 @@ import torch
 
 from tests.kernels.test_small_operators_cpu import strided
 from tests.matrices import matrix
+from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.lora import LoraWeights, add_lora_
+from transom_kernels.lora.cpu import add_lora_cpu_
 from transom_kernels.lora.reference import add_lora_reference_
 
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LoraWeights], None]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SLOTS = 5
 STARTS = {1: (0, 70), 3: (0, 150, 163, 170)}  # parts -> their columns: wider and narrower than vectors
@@ -48,26 +51,40 @@ def changed(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, weights: Lora
     return out
 
 
+def check(
+    num_rows: int, width: int, starts: Sequence[int], rank: int, dtype: torch.dtype, add: Add, roundings: int = 1
+) -> None:
+    """Compare results with the formula; rows without an adapter must not change."""
+    weights, slots = lora_weights(width, starts, rank, dtype), slots_of(num_rows)
+    x, y = strided(num_rows, width, dtype), strided(num_rows, starts[-1], dtype)
+    wanted, before = changed(y, x, slots, weights), y.clone()
+    add(y, x, slots, weights)
+    assert y[slots < 0].equal(before[slots < 0])
+    torch.testing.assert_close(y.double(), wanted, rtol=roundings * ROUNDING[dtype], atol=4e-6)
+
+
+@pytest.mark.parametrize("add", [add_lora_reference_, add_lora_cpu_])
 @pytest.mark.parametrize(
     ("num_rows", "width", "parts", "rank", "dtype"),
     matrix([1, 3, 17, 70], [50, 96], list(STARTS), [8, 16, 64, 256], [F32, BF16, F16]),
 )
-def test_against_the_formula(num_rows: int, width: int, parts: int, rank: int, dtype: torch.dtype) -> None:
-    weights, slots = lora_weights(width, STARTS[parts], rank, dtype), slots_of(num_rows)
-    x, y = strided(num_rows, width, dtype), strided(num_rows, STARTS[parts][-1], dtype)
-    wanted = changed(y, x, slots, weights)
-    for add in (add_lora_reference_, add_lora_):
-        out = y.clone()
-        add(out, x, slots, weights)
-        assert out[slots < 0].equal(y[slots < 0])
-        torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[dtype], atol=4e-6)
+def test_against_the_formula(num_rows: int, width: int, parts: int, rank: int, dtype: torch.dtype, add: Add) -> None:
+    check(num_rows, width, STARTS[parts], rank, dtype, add)
 
 
-def test_without_adapters_nothing_changes() -> None:
-    weights, y = lora_weights(50, STARTS[3], 8, BF16), torch.randn(4, 170).bfloat16()
-    out = y.clone()
-    add_lora_(out, torch.randn(4, 50).bfloat16(), torch.full((4,), -1, dtype=torch.int32), weights)
-    assert out.equal(y)
+def test_a_recorded_program_reads_the_slots_again() -> None:
+    weights, x, slots = lora_weights(50, STARTS[3], 8, BF16), torch.randn(4, 50).bfloat16(), slots_of(4)
+    before = torch.randn(4, 170).bfloat16()
+    y = before.clone()
+    program, _ = record_program(lambda: add_lora_(y, x, slots, weights), ReplayMemory())
+    for others in ([-1, -1, -1, -1], [2, -1, 0, 2]):
+        y.copy_(before)
+        slots.copy_(torch.tensor(others))
+        program.replay()
+        wanted = before.clone()
+        add_lora_(wanted, x, slots, weights)
+        assert y.equal(wanted)
+        assert y[1].equal(before[1])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -80,3 +97,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             add_lora_(y, other, own_slots, weights)
+
+
+def small_case() -> None:
+    check(5, 50, STARTS[3], 8, BF16, add_lora_cpu_)

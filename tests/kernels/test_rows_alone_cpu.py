@@ -10,6 +10,7 @@ from tests.cpu_threads import kernel_threads
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.test_latent_attention import latent_inputs
 from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case, tokens_of
+from tests.kernels.test_lora import lora_weights
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
@@ -24,6 +25,8 @@ from transom_kernels.linear import linear, pack_weight
 from transom_kernels.linear_recurrence import gated_rms_norm
 from transom_kernels.linear_recurrence.cpu.recurrence import linear_recurrence_cpu
 from transom_kernels.logprobs import logprobs
+from transom_kernels.lora import add_lora_
+from transom_kernels.lora.cpu import BLOCK_ROWS
 from transom_kernels.moe import moe, pack_experts
 from transom_kernels.quantised_linear import Format, pack, quantise
 from transom_kernels.rms_norm import op as rms_norm_kernel
@@ -97,6 +100,19 @@ def keys_and_values() -> Rows:
 def products(dtype: torch.dtype) -> Rows:
     x, weight = torch.randn(80, 576).to(dtype), pack_weight((torch.randn(50, 576) / 24).to(dtype))
     return Rows(x, lambda rows: [linear(x[rows], weight, soft_cap=2.0)])
+
+
+def adapters(dtype: torch.dtype) -> Rows:
+    """Of more rows than a block, with all slots in turn."""
+    x, weights = torch.randn(BLOCK_ROWS + 9, 100).to(dtype), lora_weights(100, (0, 150, 163, 170), 8, dtype)
+    y, slots = torch.randn(len(x), 170).to(dtype), torch.arange(len(x), dtype=torch.int32) % len(weights.a)
+
+    def compute(rows: slice) -> Sequence[torch.Tensor]:
+        out = y[rows].clone()
+        add_lora_(out, x[rows], slots[rows], weights)
+        return [out]
+
+    return Rows(x, compute)
 
 
 def quantised_products(kind: Format) -> Rows:
@@ -185,6 +201,8 @@ OPERATORS: dict[str, Callable[[], Rows]] = {
     "products in int8 with minima": lambda: quantised_products("int8_min"),
     "products in int4": lambda: quantised_products("int4"),
     "products in int4 with minima": lambda: quantised_products("int4_min"),
+    "adapters in float32": lambda: adapters(F32),
+    "adapters in bfloat16": lambda: adapters(BF16),
     "router": router,
     "experts in float32": lambda: experts("float32"),
     "experts in bfloat16": lambda: experts("bfloat16"),

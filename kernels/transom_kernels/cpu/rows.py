@@ -7,6 +7,7 @@ Legend: N row width, R rotated width.
 """
 
 import math
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -207,6 +208,33 @@ def next_float(x):
     return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 
+def emit_dots(
+    b: ir.IRBuilder, x: list[ir.Value], weights: list[ir.Value], width: ir.Value, x_dtype: str, dtype: str
+) -> list[ir.Value]:
+    """Return sum_k x[m, k] * weights[n, k] in float32, for each row m of x and each row n of the weights: (0, 0), (0, 1), ...
+
+    Rows are given by their addresses; they have `width` numbers of `x_dtype` and of `dtype`. The order of a sum depends on the
+    width alone.
+    """
+    full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
+
+    def add_products(k: ir.Value, totals: list[ir.Value], count: ir.Value | None = None) -> list[ir.Value]:
+        def numbers(row: ir.Value, kind: str) -> ir.Value:
+            place = b.add(row, b.mul(k, int64(NUM_BYTES[kind])))
+            return emit_load(b, place, kind) if count is None else emit_load_part(b, place, count, kind)
+
+        of_x, of_weights = [numbers(row, x_dtype) for row in x], [numbers(row, dtype) for row in weights]
+        pairs = product(of_x, of_weights)
+        return [multiply_add(b, left, right, total) for (left, right), total in zip(pairs, totals, strict=True)]
+
+    totals = [constant(F32_16, 0.0)] * (len(x) * len(weights))
+    totals = Loop(b, full, LANES, totals, add_products, may_be_empty=True).results
+    totals = Loop(
+        b, rest, LANES, totals, lambda _, last: add_products(full, last, rest), may_be_empty=True
+    ).results  # once, or not at all
+    return [horizontal_sum(b, total) for total in totals]
+
+
 def make_row_products(dtype: str, size: int) -> Any:
     """Build the function that multiplies a tile: up to `size` rows of x, in `dtype`, by up to `size` rows of the weight.
 
@@ -217,7 +245,6 @@ def make_row_products(dtype: str, size: int) -> Any:
         width                                K, the length of all rows
         out, out_stride                      address of out[0, 0], and stride
     """
-    x_bytes = 4 if dtype == "f32" else 2
 
     @emits(NOTHING, *[INT] * 9)
     def row_products(b, x, x_stride, last_x, weight, weight_stride, last_weight, width, out, out_stride):
@@ -226,29 +253,10 @@ def make_row_products(dtype: str, size: int) -> Any:
             repeated_rows(b, x, x_stride, last_x, size),
             repeated_rows(b, weight, weight_stride, last_weight, size),
         )
-        full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
-
-        def add_products(totals: list[ir.Value], of_x: list[ir.Value], of_weight: list[ir.Value]) -> list[ir.Value]:
-            pairs = [(left, right) for left in of_x for right in of_weight]
-            return [multiply_add(b, left, right, total) for (left, right), total in zip(pairs, totals, strict=True)]
-
-        def whole_vectors(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            of_x = [emit_load(b, b.add(row, b.mul(k, int64(x_bytes))), dtype) for row in x_rows]
-            return add_products(
-                totals, of_x, [emit_load(b, b.add(row, b.mul(k, int64(4))), "f32") for row in weight_rows]
-            )
-
-        def last_part(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            of_x = [emit_load_part(b, b.add(row, b.mul(full, int64(x_bytes))), rest, dtype) for row in x_rows]
-            of_weight = [emit_load_part(b, b.add(row, b.mul(full, int64(4))), rest, "f32") for row in weight_rows]
-            return add_products(totals, of_x, of_weight)
-
-        totals = [constant(F32_16, 0.0)] * size**2
-        totals = Loop(b, full, LANES, totals, whole_vectors, may_be_empty=True).results
-        totals = Loop(b, rest, LANES, totals, last_part, may_be_empty=True).results  # once, or not at all
+        totals = emit_dots(b, x_rows, weight_rows, width, dtype, "f32")
         out_rows = repeated_rows(b, out, out_stride, last_x, size)
         places = [place for row in out_rows for place in repeated_rows(b, row, int64(4), last_weight, size)]
         for place, total in zip(places, totals, strict=True):
-            store(b, horizontal_sum(b, total), place, 4)
+            store(b, total, place, 4)
 
     return row_products

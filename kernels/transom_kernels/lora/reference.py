@@ -36,6 +36,8 @@ class LoraWeights:
         wanted = [(slots, parts * self.rank, width), (slots, self.rank, num_outputs), (num_rows, width), (num_rows,)]
         if shapes != wanted:
             raise ValueError(f"a, b, x and slots are {shapes}; y, x and the scales' slots and parts need {wanted}.")
+        if self.rank % 8:
+            raise ValueError(f"The rank is {self.rank}; pad it to a multiple of 8.")
         if len(self.starts) != parts + 1 or self.starts[0] != 0 or self.starts[-1] != num_outputs:
             raise ValueError(f"starts are {self.starts}; give {parts + 1} columns from 0 to {num_outputs}.")
         dtypes = {tensor.dtype for tensor in (self.a, self.b, x_MK, y_MN)}
