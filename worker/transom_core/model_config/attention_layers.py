@@ -182,18 +182,14 @@ def _full_every_nth(default: int) -> Callable[[Config, int], str]:
     return rule
 
 
-def _full_every_nth_if_sliding(default: int) -> Callable[[Config, int], str]:
-    """Return the rule of `_full_every_nth` for configs with a window. A pattern may be letters, L for a window: "LLLG"."""
-
-    def rule(config: Config, index: int) -> str:
-        pattern = config.get("sliding_window_pattern")
-        if config.get("sliding_window") is None:
-            return FULL
-        if isinstance(pattern, str):
-            return SLIDING if pattern[index % len(pattern)] == "L" else FULL
-        return _full_every_nth(default)(config, index)
-
-    return rule
+def _full_every_fourth_if_sliding(config: Config, index: int) -> str:
+    """Return what `_full_every_nth` returns, for configs with a window. A pattern may be letters, L for a window: "LLLG"."""
+    pattern = config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        return FULL
+    if isinstance(pattern, str):
+        return SLIDING if pattern[index % len(pattern)] == "L" else FULL
+    return _full_every_nth(4)(config, index)
 
 
 def _full_every_sixth_and_last(config: Config, index: int) -> str:
@@ -238,7 +234,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     ),
     "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
-    "exaone4": _full_every_nth_if_sliding(4),
+    "exaone4": _full_every_fourth_if_sliding,
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": lambda _, index: SLIDING if index and (index + 1) % 6 else FULL,
     "deepseek_v4": _by_ratio,

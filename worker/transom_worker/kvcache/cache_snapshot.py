@@ -198,7 +198,7 @@ class HostSnapshots:
                 "spilled": tiers.moves.num_spilled.copy(),
                 "loaded": tiers.loads.num_loaded.copy(),
                 "swapped": self._host.num_swapped_out.copy(),
-                "imported": tiers.imports.num_imported.copy(),
+                "imported": [tiers.imports.num_imported[group] for group in range(len(self._host.pools))],
                 "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
             },
         )

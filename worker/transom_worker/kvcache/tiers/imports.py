@@ -14,8 +14,9 @@ deepest node in the prefix tree is locked, and the import counts a need (`host_t
 of those that no node pins. On the device, requests whose blocks do not fit otherwise get those of published imports at once.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transom_core.client_queue import NO_CLIENT, Sharer
@@ -68,6 +69,7 @@ class BlockImport:
         return self.ticket > 0 and not self.is_published
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Imports:
     """Begins, publishes and ends imports; `opened` has those that have not ended.
 
@@ -75,30 +77,17 @@ class Imports:
     protect the cached part of a prefix to which an import adds blocks.
     """
 
-    def __init__(
-        self,
-        retentions: RetentionSet,
-        registry: BlockRegistry,
-        host: HostTier,
-        copies: CopyQueue,
-        *,
-        make_room: MakeRoom,
-        take_free: TakeFree,
-        lock: LockPrefix,
-        unlock: UnlockPrefix,
-    ) -> None:
-        self._retentions = retentions
-        self._index = registry.index
-        self._registries = registry, host.registry  # by tier
-        self._host = host
-        self._copies = copies
-        self._make_room, self._take_free = make_room, take_free
-        self._lock = lock
-        self._unlock = unlock
-        self._block_size = registry.block_size
-        self.num_imported = [0] * len(retentions)  # blocks published by group, since start
-        self.opened: list[BlockImport] = []
-        self.num_left_device = 0  # imports that have given blocks of the device back, since start
+    retentions: RetentionSet
+    registry: BlockRegistry
+    host: HostTier
+    copies: CopyQueue
+    make_room: MakeRoom
+    take_free: TakeFree
+    lock: LockPrefix
+    unlock: UnlockPrefix
+    num_imported: Counter[int] = field(default_factory=Counter)  # blocks published by group, since start
+    opened: list[BlockImport] = field(default_factory=list)
+    num_left_device: int = 0  # imports that have given blocks of the device back, since start
 
     def begin(
         self,
@@ -117,34 +106,35 @@ class Imports:
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
         blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
         """
-        if not self._host.exists:
+        if not self.host.exists:
             return None
-        locked = self._lock(chain, hit.num_hash_blocks)
+        locked = self.lock(chain, hit.num_hash_blocks)
         needed = [
-            needed_blocks(retention, chain, hit, block_size=self._block_size)
+            needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
             if with_windows or retention.keeps_everything
             else []
-            for retention in retentions or self._retentions
+            for retention in retentions or self.retentions
         ]
         in_host = [
             (group, block)
             for group, names in enumerate(needed)
             for digest, _ in names
-            if (block := self._host.blocks[group].get(digest)) is not None
+            if (block := self.host.blocks[group].get(digest)) is not None
         ]
         for group, block in in_host:
-            self._host.need(group, [block])
+            self.host.need(group, [block])
         missing = [
-            [name for name in names if not self._index.has(group, name[0])] for group, names in enumerate(needed)
+            [name for name in names if not self.registry.index.has(group, name[0])]
+            for group, names in enumerate(needed)
         ]
         counts = [len(of_group) for of_group in missing]
-        taken = self._take_free(counts) if on_device and any(counts) else None
+        taken = self.take_free(counts) if on_device and any(counts) else None
         tier = HOST if taken is None else DEVICE
         if taken is None:
-            if not (any(counts) and self._make_room(lambda: counts)):
+            if not (any(counts) and self.make_room(lambda: counts)):
                 self._stop_keeping(in_host, locked)
                 return None
-            taken = self._host.take(counts)
+            taken = self.host.take(counts)
         blocks = [
             ImportedBlock(group, logical, digest, block)
             for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
@@ -157,7 +147,7 @@ class Imports:
     def fetch(self, opened: BlockImport, sharer: Sharer = NO_CLIENT) -> int:
         """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
-        opened.ticket = self._copies.add_load(copies, sharer)
+        opened.ticket = self.copies.add_load(copies, sharer)
         return opened.ticket
 
     @property
@@ -171,9 +161,10 @@ class Imports:
         opened.is_published = True
         if opened.is_void:
             return
+        registry = self.registry if opened.tier == DEVICE else self.host.registry
         for one in opened.blocks:
-            if not any(one.digest in tier[one.group] for tier in self._index.tiers):
-                self._registries[opened.tier].enter(one.group, [one.block], [(one.digest, one.logical)])
+            if not any(one.digest in tier[one.group] for tier in self.registry.index.tiers):
+                registry.enter(one.group, [one.block], [(one.digest, one.logical)])
                 self.num_imported[one.group] += 1
 
     def give_up(self, opened: BlockImport) -> None:
@@ -190,9 +181,9 @@ class Imports:
         self.opened.remove(opened)
         for one in opened.blocks:
             if opened.tier == DEVICE:
-                self._registries[DEVICE].unref(one.group, [one.block])
+                self.registry.unref(one.group, [one.block])
             else:
-                self._host.release(one.group, [one.block])
+                self.host.release(one.group, [one.block])
         self.num_left_device += opened.tier == DEVICE
         self._stop_keeping(opened.in_host, opened.locked)
 
@@ -201,7 +192,7 @@ class Imports:
         kept = [one for one in self.opened if one.tier == DEVICE and one.is_published and one.blocks]
         for opened in kept:
             for one in opened.blocks:
-                self._registries[DEVICE].unref(one.group, [one.block])
+                self.registry.unref(one.group, [one.block])
             opened.blocks = []
         return bool(kept)
 
@@ -214,9 +205,9 @@ class Imports:
     def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
         """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
         for group, block in in_host:
-            self._host.release(group, [block])
+            self.host.release(group, [block])
         if locked is not None:
-            self._unlock(locked)
+            self.unlock(locked)
 
     def num_held(self, group: int) -> int:
         """Return how many blocks of a group the imports hold in the host tier now."""
