@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def pytest_collection_finish() -> None:
 def quicker_interpreter() -> None:
     """For modules that have imported Triton."""
     speed_up_interpreter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_warm_up() -> Iterator[None]:
+    """An engine that starts in this process decodes one made-up token, instead of running every kind of step, which takes longer
+    than most tests. With `engine_driver.whole_warm_up`, and in processes of their own, it warms up as a user's engine does."""
+    dummy_run = sys.modules.get("transom_worker.execution.setup.dummy_run")
+    with pytest.MonkeyPatch.context() as patch:
+        if dummy_run and not torch.cuda.is_available():
+            patch.setattr(
+                "transom_worker.execution.setup.model_setup.warm_up",
+                lambda model, builder, groups, **_: dummy_run.dummy_run(model, builder, groups, [1]),
+            )
+        yield
 
 
 @pytest.fixture(scope="session")

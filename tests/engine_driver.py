@@ -1,9 +1,11 @@
 """Drives an engine in tests: requests in, whole answers out."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import patch
 
 from tests.cpu_threads import NUM_THREADS
 from tests.hooked_executor import HookedExecutor
@@ -24,6 +26,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.startup import build_engine
 from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
+from transom_worker.execution.setup import dummy_run, model_setup
 from transom_worker.telemetry.engine_timelines import Clock
 
 WAIT_S = 120  # for what another thread does
@@ -63,6 +66,11 @@ def make_engine(
     values = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS, **settings}
     config = Settings.parse(model=model, **values).engine_config()
     return build_engine(config, executor=executor(config), clock=clock)
+
+
+def whole_warm_up() -> AbstractContextManager[object]:
+    """Engines that start meanwhile warm up as a user's engine does; see `short_warm_up` in the conftest."""
+    return patch.object(model_setup, "warm_up", dummy_run.warm_up)
 
 
 def make_hooked_engine(model: str, **settings: Any) -> tuple[Engine, HookedExecutor]:

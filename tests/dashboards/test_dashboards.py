@@ -1,5 +1,6 @@
 """The dashboards as files: equal to the code, laid out without overlaps, explained, and linked. Queries of dashboards and alerts:
-PromQL, over metrics that exist, by labels that these have."""
+PromQL, over metrics that exist, by labels that these have. Alert rules: valid and tested by promtool where there is one, and
+complete in what they tell the person on call."""
 
 import itertools
 import re
@@ -15,11 +16,20 @@ from dashboards.build import documents
 from tests.dashboards.dashboard_files import FOLDER, all_queries, dashboards, panels, variables
 from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named
 from tests.engine_driver import make_engine
+from tests.prometheus_programs import run_promtool
 from transom_core.settings.settings import Settings
 
 ALERTS = FOLDER.parents[1] / "deploy/monitoring/alerts.yml"
 BOARDS = dashboards()
 EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "deploy/monitoring"
+RUNBOOKS = (ROOT / "docs/monitoring.md").read_text()
+RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ALERT_RULES = [rule for rule in RULES if "alert" in rule]
+EACH_ALERT = pytest.mark.parametrize(
+    "rule", ALERT_RULES, ids=lambda rule: rule["alert"] + rule["labels"].get("speed", "")
+)
 
 
 def overlaps(board: dict[str, Any]) -> list[tuple[str, str]]:
@@ -198,3 +208,37 @@ def test_queries_use_the_variables_that_are_shown_and_no_others(board: dict[str,
 def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
     shown = {base(one.metric, series) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
     assert set(series) - shown == set(NOT_ON_A_DASHBOARD)
+
+
+def test_promtool_takes_the_rules() -> None:
+    assert f"{len(RULES)} rules found" in run_promtool("check", "rules", MONITORING / "alerts.yml")
+
+
+def test_the_rules_do_what_their_tests_say() -> None:
+    assert "SUCCESS" in run_promtool("test", "rules", MONITORING / "alerts_test.yml")
+
+
+def test_every_alert_is_seen_firing_in_a_test() -> None:
+    tests = (MONITORING / "alerts_test.yml").read_text()
+    fired = set(re.findall(r'alertname="(\w+)"', tests)) | set(re.findall(r"alertname: (\w+)\n\s+eval_time", tests))
+    assert fired == {rule["alert"] for rule in ALERT_RULES}
+
+
+@EACH_ALERT
+def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert "for" in rule
+    assert set(rule["annotations"]) == {"summary", "description", "action", "runbook_url"}
+    for name in ("summary", "description", "action"):
+        assert rule["annotations"][name].endswith("."), name
+
+
+@EACH_ALERT
+def test_an_alert_leads_to_its_runbook(rule: dict[str, Any]) -> None:
+    assert rule["annotations"]["runbook_url"] == f"docs/monitoring.md#{rule['alert'].lower()}"
+    section = RUNBOOKS.split(f"\n### {rule['alert']}\n")[1].split("\n### ")[0]
+    assert len(section) > 100
+
+
+def test_runbooks_belong_to_alerts() -> None:
+    assert set(re.findall(r"\n### (Transom\w+)\n", RUNBOOKS)) == {rule["alert"] for rule in ALERT_RULES}

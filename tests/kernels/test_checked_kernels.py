@@ -20,17 +20,9 @@ from transom_kernels.cpu.target import CPU_VARIABLE, cpu_target, named_target
 from transom_kernels.linear.cpu import method_of
 
 # Test modules of operators, each with a `small_case`: those of every day, and those that reach memory in the same ways.
-DAILY = ("block_copy_cpu", "kv_write", "linear_recurrence", "moe_cpu", "paged_attention_cpu")
+DAILY = ("block_copy_cpu", "kv_write", "linear_recurrence", "moe_cpu", "paged_attention")
 OTHERS = (
-    *(
-        "hyper_connections_cpu",
-        "latent_attention",
-        "linear_cpu",
-        "lora",
-        "policy_attention",
-        "quantised_linear_cpu",
-        "route",
-    ),
+    *("hyper_connections_cpu", "latent_attention", "linear_cpu", "lora", "policy_attention", "route"),
     *("sample_cpu", "short_convolution", "small_operators_cpu"),
 )
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of `linear_recurrence` and `gated_rms_norm`, in the interpreter (or on a GPU where there is one)."""
+"""The Triton kernels of recurrent layers, their norms and convolutions, in the interpreter (or on a GPU where there is one)."""
 
 import pytest
 import torch
@@ -18,9 +18,13 @@ from tests.kernels.test_linear_recurrence import (
     recurrence_case,
     step_of,
 )
+from tests.kernels.test_short_convolution import check as check_convolution
+from tests.kernels.test_short_convolution import convolution_case
 from tests.matrices import matrix
 from transom_kernels.linear_recurrence import gpu
 from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton
+from transom_kernels.short_convolution import gpu as short_convolution
+from transom_kernels.short_convolution.gpu import short_convolution_triton
 
 STEPS = [(0, 1), (5, 1), (1, 2), (3, 0), (2, 35), (0, 7)]  # tokens before and in the step
 
@@ -33,8 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "dtype", "in_place"),
-    matrix(KINDS, SHAPES, [F32, BF16, F16], [False, True], strength=1),
+    ("kind", "shape", "dtype", "in_place"), matrix(KINDS, SHAPES, [F32, BF16, F16], [False, True], strength=1)
 )
 def test_against_the_reference_in_float64(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
@@ -64,3 +67,14 @@ def test_gated_norm(
     group: int | None, own_weights: bool, gates_first: bool, by_sigmoid: bool, dtype: torch.dtype
 ) -> None:
     check_norm(gated_rms_norm_triton, group, own_weights, gates_first, by_sigmoid, dtype)
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "bias", "dtype"), matrix([1, 3, 4], [16, 5], [True, False], [F32, BF16, F16])
+)
+def test_convolutions_against_whole_sequences(
+    monkeypatch: pytest.MonkeyPatch, length: int, width: int, bias: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(short_convolution, "BLOCK_SEQUENCES", 4)  # fewer than sequences
+    monkeypatch.setattr(short_convolution, "BLOCK_CHANNELS", 32)
+    check_convolution(*convolution_case(length, width, bias=bias, dtype=dtype), short_convolution_triton)

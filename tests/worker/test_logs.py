@@ -13,6 +13,7 @@ import pytest
 from transom_core.logs import JsonLines, TextLines, about_request, request_log_scope, trace_id_of
 
 
+@pytest.mark.parametrize("log_format", ["text", pytest.param("json", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "setup",
     [
@@ -22,20 +23,25 @@ from transom_core.logs import JsonLines, TextLines, about_request, request_log_s
     ],
     ids=["plain", "own handler", "own root level"],
 )
-def test_a_program_shows_where_the_memory_went_once_and_imports_no_server(tiny_model: Path, setup: str) -> None:
-    """A second start, at the program's own level, shows nothing. Without tracing nothing of OpenTelemetry is imported."""
+def test_a_program_shows_where_the_memory_went_once_and_imports_no_server(
+    tiny_model: Path, setup: str, log_format: str
+) -> None:
+    """A second start, at the program's own level, shows nothing; other loggers' lines stay as they are; without tracing nothing of
+    OpenTelemetry is imported."""
     code = (
         f"import logging, sys; {setup}\n"
         "from transom_worker import LLM, SamplingParams\n"
         "for _ in range(2):\n"
-        f"    llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1)\n"
+        f"    llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1, log_format='{log_format}')\n"
         "    llm.generate('x', SamplingParams(max_tokens=2), use_tqdm=False); llm.shutdown()\n"
         "    logging.getLogger('transom').setLevel(logging.ERROR)\n"
+        "logging.getLogger('another').warning('is left alone')\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True)
     for part in ("activations", "bytes per block", "at once run"):
         assert done.stderr.count(part) == 1, done.stderr
+    assert done.stderr.splitlines()[-1] in ("is left alone", "WARNING:another:is left alone")
     imported = set(done.stdout.split())
     assert "transom_worker" in imported
     assert not {"ray", "fastapi", "transformers", "uvicorn", "opentelemetry"} & imported
@@ -96,30 +102,3 @@ def test_lines_name_the_request_that_they_are_about() -> None:
     assert as_text.format(record("x")).endswith("transom.worker: x")
     assert trace_id_of("00-0af7-b7ad-01") == "0af7"
     assert trace_id_of(None) == ""
-
-
-@pytest.mark.parametrize(
-    "setup",
-    ["", pytest.param("logging.basicConfig(level=logging.INFO)", marks=pytest.mark.exhaustive)],
-    ids=["plain", "own handler"],
-)
-def test_a_worker_in_json_has_a_line_for_each_request(tiny_model: Path, setup: str) -> None:
-    code = (
-        f"import logging; {setup}\n"
-        "from transom_worker import LLM, SamplingParams\n"
-        f"llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1, log_format='json')\n"
-        "params = SamplingParams(max_tokens=3, ignore_eos=True)\n"
-        "llm.generate(['zebra4711'], params, use_tqdm=False); llm.shutdown()\n"
-        "logging.getLogger('another').warning('is left alone')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
-    others = [line for line in done.stderr.splitlines() if "is left alone" in line]
-    assert len(others) == 1
-    assert not others[0].startswith("{")
-    [ended] = [line for line in lines if line["logger"] == "transom.worker.request"]
-    assert ended.items() >= {"finish_reason": "length", "output_tokens": 3, "preemptions": 0}.items()
-    assert ended["request_id"]
-    assert ended["queue_s"] >= 0
-    assert sum("activations" in line["message"] for line in lines) == 1
-    assert "zebra4711" not in done.stderr

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from tests.cluster.routing.test_policy import columns
 from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import PlacementDecision, Placer
+from transom_cluster.routing.prompt_hashes import PromptChain
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_core.contract import (
@@ -283,3 +286,26 @@ def test_what_the_policies_see_is_what_each_worker_is_now() -> None:
         assert [worker.worker_id for worker in selection.workers] == sorted(shown)
         for field in ("num_to_compute", "facts", "seeds"):
             assert np.array_equal(getattr(seen, field), getattr(expected, field))
+
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300).map(tuple)
+
+
+@given(
+    TOKENS,
+    # around whole steps of the hash, which are 24 and 56 tokens
+    st.sampled_from([1, 2, 3, 7, 8, 16, 23, 24, 25, 32, 57, 64]),
+    st.lists(st.integers(0, 300), max_size=3),
+)
+def test_digests_are_the_workers_in_whatever_pieces(
+    token_ids: tuple[int, ...], block_size: int, pieces: list[int]
+) -> None:
+    root = chain_root(block_size, cache_salt="tenant")
+    expected: list[bytes] = []
+    extend_chain(expected, root, token_ids, block_size)
+    chain = PromptChain(token_ids, root, block_size)
+    assert chain.num_blocks == len(expected)
+    for num_blocks in pieces:
+        known = chain.hashed(num_blocks)[: min(num_blocks, len(expected))]
+        assert known.tobytes() == b"".join(expected[:num_blocks])
+    assert [chain.digest(block) for block in range(len(expected))] == expected

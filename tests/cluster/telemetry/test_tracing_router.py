@@ -299,3 +299,5 @@ def test_router_and_worker_have_a_line_for_each_request_and_none_contains_the_pr
     ended = [line for line in lines if line["logger"] == "transom.worker.request"]
     assert [line["request_id"] for line in ended] == [f"{one}-0-0" for one in ids[:2]]
     assert all(line["trace_id"] == TRACE and line["process"] == "worker/0" for line in ended)
+    assert ended[0].items() >= {"finish_reason": "length", "output_tokens": 4, "preemptions": 0}.items()
+    assert ended[0]["queue_s"] >= 0

@@ -1,6 +1,9 @@
-"""Shares of cores: equal, without overlap, with siblings together; which threads keep to them."""
+"""Shares of cores: equal, without overlap, with siblings together; which threads keep to them. The variables of waiting OpenMP
+threads, and the thread on which a model is loaded.
+"""
 
 import os
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from transom_core.config import CoreShare
 from transom_core.machine import cores
 from transom_core.machine.cores import cpus_of, keep_to_share, read_siblings
+from transom_core.machine.openmp import SPIN_ROUNDS, call_on_thread, wait_variables
 
 
 def shares(count: int, usable: set[int], siblings: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
@@ -65,3 +69,30 @@ def test_a_share_is_kept(machine):
 def test_the_whole_machine_a_worker_too_many_and_single_cores_are_not_kept(machine, share):
     assert keep_to_share(share) is None
     assert machine == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}),
+        ({"PATH": "/bin"}, {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"GOMP_SPINCOUNT": "7", "PATH": "/bin"}, {"GOMP_SPINCOUNT": "7"}),
+    ],
+)
+def test_a_user_s_own_variables_are_kept(given, expected):
+    assert wait_variables(given) == expected
+
+
+def test_the_thread_has_ended_when_the_result_is_there():
+    thread = call_on_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_an_error_is_raised_where_the_function_was_called():
+    def fail() -> None:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        call_on_thread(fail)

@@ -74,15 +74,9 @@ def test_tables_need_no_more_than_the_figures() -> None:
     assert "| heavy | 50.0% | 0.100 | 9.00 |" in tables(figures)
 
 
-def test_a_request_that_is_refused_is_an_error(folder: Path) -> None:
-    from transom_core.errors import RequestError
-
-    engine = build_engine(Settings.parse(model=str(folder), dtype="float32", device="cpu").engine_config())
-    try:
-        with pytest.raises(RequestError, match="model's length"):
-            run_together(engine, [make_request(range(5), WindowPolicy(window=1024), max_tokens=2)])
-    finally:
-        engine.shutdown()
+def test_a_request_that_is_refused_is_an_error(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="model's length"):
+        run_together(engine, [make_request(range(5), WindowPolicy(window=1024), max_tokens=2)])
 
 
 def test_the_command_writes_tables_and_figures(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, prompt, step_logprobs
-from tests.engine_driver import Whole, embeddings, make_engine, make_request, run
+from tests.engine_driver import Whole, embeddings, make_engine, make_request, run, whole_warm_up
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from transom_core.contract import MAX_LOGPROBS, Request
@@ -56,7 +56,8 @@ class Family:
         """Of a checkpoint that is there."""
         folder = quantised or oracle_folder
         oracle, prompts = load_oracle(oracle_folder), [prompt(length) for length in LENGTHS]
-        engine = make_roomy_engine(folder, enable_prefix_caching=False)
+        with whole_warm_up():
+            engine = make_roomy_engine(folder, enable_prefix_caching=False)
         alone = [whole for i, ids in enumerate(prompts) for whole in run(engine, [asked(f"{i}", ids)])]
         return Family(
             case=case,

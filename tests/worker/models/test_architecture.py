@@ -33,12 +33,7 @@ from transom_core.model_config.sharding import check_size
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
-SMALL = SIZES | {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
+SMALL = SIZES | {"model_type": "llama", "num_hidden_layers": 6, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def kinds(**changes: Any) -> str:

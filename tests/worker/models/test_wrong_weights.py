@@ -1,5 +1,8 @@
 """Checkpoints whose tensors are not what the config says: the error names tensor and file, whichever tensor it is. And checkpoints
 that hold more than a text decoder, or tensors that the config does not mention.
+
+Checkpoints with exactly the names of published ones, as index files or readers of these checkpoints have them, load without a
+warning and give the text that transformers' names give. And fields of published configs that were refused or misread.
 """
 
 import json
@@ -18,14 +21,18 @@ from tests.checkpoints import make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
+from tests.worker.models.quantised_checkpoints import to_format, to_fp8, to_mxfp4
+from tests.worker.models.test_architecture import SMALL
 from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
 from tests.worker.models.test_dense_families import BIASES, MLA
-from tests.worker.models.test_moe_families import EXPERTS, INDEXED, KIMI, LLAMA4
+from tests.worker.models.test_moe_families import ALL_CASES, EXPERTS, INDEXED, KIMI, LLAMA4
+from tests.worker.planner.model_configs import CONFIGS
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
+from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import eos_token_ids, resolve_model
 from transom_worker.execution.setup.model_loading import load_model
+from transom_worker.models.weights.quantisation_scheme import read_scheme
 
 FILE = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -72,6 +79,67 @@ DAILY = [
     "gpt_oss in MXFP4",
     "deepseek_v4 as published",
 ]
+PARTS = ("gate_proj", "up_proj", "down_proj")
+PLAIN, OLDER, NEWER = "model.", "language_model.model.", "model.language_model."  # prefixes of the text decoder
+
+# Patterns of names: {a,b} are alternatives, N is a number, and what begins with a dot is in a layer of the text decoder.
+NORMS = "model.{embed_tokens,norm}.weight .{input,post_attention}_layernorm.weight "
+TIED = NORMS + ".self_attn.{q,k,v,o}_proj.weight "
+ATTENTION = TIED + "lm_head.weight "
+MLP, QK = ".mlp.{gate,up,down}_proj.weight ", ".self_attn.{q,k}_norm.weight "
+EXPERT_NAMES, CORRECTED = (
+    ".mlp.gate.weight .mlp.experts.N.{gate,up,down}_proj.weight ",
+    ".mlp.gate.e_score_correction_bias ",
+)
+DELTA = ".linear_attn.{A_log,dt_bias,{in_proj_{a,b,qkv,z},conv1d,norm,out_proj}.weight} "
+QWEN3_5 = ".mlp.{gate,shared_expert{.{gate,up,down}_proj,_gate}}.weight .mlp.experts.{gate_up,down}_proj"
+FP8 = "{.self_attn.{q,k,v,o},.mlp.experts.N.{gate,up,down}}_proj.weight_scale_inv"
+GEMMA_3 = TIED + MLP + QK + ".{pre,post}_feedforward_layernorm.weight "
+GEMMA_4 = GEMMA_3 + ".layer_scalar "
+ROUTER = ".router.{{per_expert_,}scale,proj.weight} .post_feedforward_layernorm_1.weight "
+GEMMA_MOE = GEMMA_4 + ROUTER + ".{pre,post}_feedforward_layernorm_2.weight "
+GEMMA_E2B = GEMMA_4 + ".{per_layer_input_gate,per_layer_projection,post_per_layer_input_norm}.weight "
+EMBEDDINGS = "model.{embed_tokens_per_layer,per_layer_{model_projection,projection_norm}}.weight"
+GPT_OSS = ".self_attn.{{q,k,v,o}_proj.bias,sinks} .mlp.router.{weight,bias} .mlp.experts.{gate_up,down}_proj_{blocks,scales,bias}"
+LLAMA_4 = ".feed_forward.{{,shared_expert.}{gate,up,down}_proj.weight,router.weight,experts.{gate_up,down}_proj}"
+MIXTRAL = ".block_sparse_moe.{gate,experts.N.{w1,w2,w3}}.weight "
+KIMI_NAMES = (
+    ".self_attn.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d}.weight}"
+    " .self_attn.{q,k,v,b,o,f_a,f_b,g_a,g_b,kv_b}_proj.weight .block_sparse_moe.shared_experts.{gate,up,down}_proj.weight"
+    " .block_sparse_moe.{gate.{weight,e_score_correction_bias},experts.N.{w1,w2,w3}.weight}"
+)
+SINKS = ".self_attn.attention_sink_bias"
+GLM = ".self_attn.{q,k,v}_proj.bias .mlp.shared_experts.{gate,up,down}_proj.weight"
+
+# Beside the text decoder: encoders, and layers for multi-token prediction; and keys of a layer that reads another one's cache.
+BESIDE = (
+    "{,model.}{vision_tower.encoder,vision_model,visual}.{layers,blocks}.N.mlp.up_proj.weight mtp.norm.weight"
+    " multi_modal_projector.linear_1.weight {mtp,model.mtp}.layers.N.{eh_proj.weight,mlp.experts.gate_up_proj}"
+)
+OWN_BESIDE = {
+    "GLM-4.5": "model.layers.4.{eh_proj,shared_head.norm,mlp.gate}.weight",
+    "Gemma 4 E2B": "model.language_model.layers.7.self_attn.{k_proj,v_proj,k_norm}.weight",
+}
+
+# Model -> a case of its family, prefix, and names. docs/models.md has the sources.
+MODELS = {
+    "gpt-oss": ("gpt_oss", PLAIN, ATTENTION + GPT_OSS),
+    "Gemma 3": ("gemma3", OLDER, GEMMA_3),
+    "Gemma 4 26B": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.{gate_up,down}_proj"),
+    "Gemma 4 26B split": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.N.{gate,up,down}_proj.weight"),
+    "Gemma 4 E2B": ("gemma4", NEWER, GEMMA_E2B + EMBEDDINGS),
+    "Llama 4": ("llama4", OLDER, ATTENTION + LLAMA_4),
+    "Mistral Small 3.2": ("mistral without windows", OLDER, ATTENTION + MLP),
+    "Qwen 3": ("qwen3", PLAIN, ATTENTION + MLP + QK),
+    "Qwen 3 MoE in fp8": ("qwen3_moe", PLAIN, ATTENTION + QK + EXPERT_NAMES + FP8),
+    "Qwen3.5 MoE": ("qwen3_5_moe", NEWER, ATTENTION + QK + DELTA + QWEN3_5),
+    "Phi 3": ("phi3", PLAIN, NORMS + "lm_head.weight {.self_attn.{qkv,o},.mlp.{gate_up,down}}_proj.weight"),
+    "Mixtral": ("mixtral", PLAIN, ATTENTION + MIXTRAL),
+    "MiniMax M2": ("minimax_m2", PLAIN, ATTENTION + QK + MIXTRAL + ".block_sparse_moe.e_score_correction_bias"),
+    "MiMo-V2-Flash": ("mimo_v2_flash", PLAIN, ATTENTION + MLP + EXPERT_NAMES + CORRECTED + SINKS),
+    "Kimi Linear": ("kimi_linear", PLAIN, NORMS + "lm_head.weight " + MLP + KIMI_NAMES),
+    "GLM-4.5": ("glm4_moe", PLAIN, ATTENTION + QK + MLP + EXPERT_NAMES + CORRECTED + GLM),
+}
 
 
 @pytest.fixture(scope="module", params=some_daily(NAMES, daily=DAILY))
@@ -184,3 +252,82 @@ def test_tensors_that_no_layer_reads_are_logged(
     with caplog.at_level(logging.WARNING, "transom.worker"):
         continuation(tmp_path)
     assert f"1 tensors of its layers are not used, such as {bias}" in caplog.text
+
+
+def expanded(names: str) -> set[str]:
+    found, todo = set(), names.split()
+    while todo:
+        name = todo.pop()
+        if match := re.search(r"{([^{}]*)}", name):
+            todo += [name[: match.start()] + part + name[match.end() :] for part in match[1].split(",")]
+        else:
+            found.add(f"model.layers.N{name}" if name.startswith(".") else name)
+    return found
+
+
+def wrapped(name: str, prefix: str) -> str:
+    return f"language_model.{name}" if prefix == OLDER and "lm_head" in name else re.sub("^model.", prefix, name)
+
+
+def stacked(tensors: Tensors) -> None:
+    """All experts of a layer in two tensors."""
+    for prefix in {name.split("0.gate_proj")[0] for name in tensors if "experts.0.gate_proj" in name}:
+        count = sum(name.startswith(prefix) for name in tensors) // len(PARTS)
+        parts = [torch.stack([tensors.pop(f"{prefix}{i}.{part}.weight") for i in range(count)]) for part in PARTS]
+        tensors |= {f"{prefix}gate_up_proj": torch.cat(parts[:2], dim=1), f"{prefix}down_proj": parts[2]}
+
+
+def split(tensors: Tensors) -> None:
+    """A tensor for each expert and matrix, as tools that quantise write them."""
+    for prefix in [name.removesuffix("gate_up_proj") for name in tensors if name.endswith("experts.gate_up_proj")]:
+        stacks = (*tensors.pop(f"{prefix}gate_up_proj").chunk(2, dim=1), tensors.pop(f"{prefix}down_proj"))
+        for part, stack in zip(PARTS, stacks, strict=True):
+            tensors |= {f"{prefix}{i}.{part}.weight": matrix.contiguous() for i, matrix in enumerate(stack)}
+
+
+def with_dense_mlps(tensors: Tensors) -> None:
+    """Transformers saves the first layers' MLP as if it were experts."""
+    for name in [name for name in tensors if re.search(r"block_sparse_moe\.\w+_proj", name)]:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+
+STORES: dict[str, Callable[[Path, Path], object]] = {"gpt-oss": to_mxfp4, "Qwen 3 MoE in fp8": to_fp8}
+REGROUPED: dict[str, Callable[[Tensors], object]] = {
+    **{"Qwen3.5 MoE": stacked, "Gemma 4 26B split": split, "Kimi Linear": with_dense_mlps},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_published_names(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
+    case, prefix, names = MODELS[model]
+    family, config = ALL_CASES[case].family, ALL_CASES[case].config | {"mlp_only_layers": []}
+    plain, target = make_checkpoint(tmp_path / "plain", family, **config), tmp_path / "published"
+    STORES.get(model, shutil.copytree)(plain, target)
+    tensors = load_file(target / FILE)
+    REGROUPED.get(model, len)(tensors)
+    tensors = {wrapped(name, prefix): tensor for name, tensor in tensors.items()}
+    found = {re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in tensors}
+    assert found == {wrapped(name, prefix) for name in expanded(names)}
+    beside = expanded(f"{BESIDE} {OWN_BESIDE.get(model, '')}")
+    zeros = {name.replace(".N.", ".0."): torch.zeros(4) for name in beside}
+    save_file(tensors | zeros, target / FILE, metadata={"format": "pt"})
+    if prefix != PLAIN:
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({"model_type": "a wrapper", "text_config": config}))
+    with caplog.at_level(logging.WARNING, "transom.worker"):
+        assert continuation(target) == continuation(plain)
+    assert "not used" not in caplog.text
+
+
+def test_published_configs() -> None:
+    glm, nemotron = CONFIGS["glm-5.1"], CONFIGS["nemotron-3-nano-30b-a3b"]
+    same = read_architecture(glm)
+    assert read_architecture(glm | {"index_share_for_mtp_iteration": True}) == same  # GLM-5.2
+    assert read_architecture(glm | {"layer_types": ["deepseek_sparse_attention"] * 78}) == same  # transformers 5.2
+    endless = read_architecture(nemotron | {"time_step_limit": [0.0, 1e308]})  # Nemotron 3 Ultra
+    assert endless == read_architecture(nemotron)
+    for family, theta in (("mixtral", 1e6), ("llama4_text", 5e5)):  # defaults, which a saved config may lack
+        ropes = read_architecture(SMALL | {"model_type": family, "attention_chunk_size": 8}).ropes
+        assert {rope.theta for rope in ropes if rope is not None} == {theta}
+    older = {"quant_algo": "FP8", "producer": {"name": "modelopt"}}  # Qwen3-32B-FP8-Static-PerTensor
+    assert read_scheme(older) == read_scheme(older | {"quant_method": "modelopt"})

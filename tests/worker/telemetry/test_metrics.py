@@ -1,4 +1,7 @@
-"""A worker's metrics: its series from the start, their values after known requests, and the page in both formats."""
+"""A worker's metrics: its series from the start, their values after known requests, and the page in both formats.
+
+With `--metrics-compat vllm` the merged page answers the queries of the Grafana boards that vLLM publishes.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from tests.engine_driver import WAIT_S, OnThread, drain, make_request, run, unusable_request
 from tests.worker.conftest import Start
+from transom_cluster.telemetry.merge_metrics import merge_pages
+from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_core.clock import steady_time_s
 from transom_core.contract import FinishReason, WorkerLoad
 from transom_core.telemetry.histogram import Histogram
@@ -27,6 +32,23 @@ from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 OWN = {"model", "worker"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+# Of examples/observability/prometheus_grafana/grafana.json and vllm_overview.json: the series that their queries name.
+HISTOGRAMS = {
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *(
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "iteration_tokens_total",
+    ),
+}
+WANTED = {
+    **{f"vllm:{name}_{end}": 2 for name in HISTOGRAMS for end in ("count", "bucket")},
+    **{"vllm:prompt_tokens_total": 80, "vllm:generation_tokens_total": 10, "vllm:request_success_total": 2},
+    **{"vllm:prefix_cache_queries_total": 80, "vllm:prefix_cache_hits_total": 32, "vllm:num_preemptions_total": 0},
+    **{"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 0},
+}
 
 
 @pytest.fixture
@@ -156,9 +178,11 @@ def series(families: list[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...]
 
 
 def test_every_family_has_samples_before_the_first_request(engine: Engine) -> None:
-    """A test of docs/metrics.md has their names and labels."""
+    """A test of docs/metrics.md has their names and labels. Nothing is counted but of ranks, which have warmed up, and CPU time."""
     for family in engine.metrics.registry.collect():
         assert family.samples, family.name
+        if family.type in ("counter", "histogram") and "_rank_" not in family.name and "_process_" not in family.name:
+            assert not any(sample.value for sample in family.samples), family.name
         assert all(set(sample.labels) >= OWN for sample in family.samples), family.name
         assert family.documentation[0].isupper()
         assert family.documentation.endswith(".")
@@ -255,3 +279,33 @@ def test_fixed_label_values_are_those_of_the_code() -> None:
     assert {f"missed_{reason}" for reason in cache.MISS_REASONS} == missed
     assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(cache.EVICTION_REASONS)
     assert set(cache.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_the_queries_of_vllms_boards_find_their_series(start: Start, openmetrics: bool) -> None:
+    engine = start(metrics_compat="vllm", max_num_seqs=1, block_size=16)
+    run(engine, [make_request(f"r{i}", list(range(5, 45)), max_tokens=5) for i in range(2)])
+    router = RouterMetrics("r7", model=engine.config.model.model, compat="vllm")
+    for request in ("r0", "r1"):
+        router.first_token(0.1, request)
+        router.inter_token_s.observe(0.01)
+        router.finished("/v1/messages", 200, 1.0)
+        router.finished("/metrics", 200, 9.0)
+    pages = [router.text(openmetrics=openmetrics), engine.metrics.text(openmetrics=openmetrics).decode()]
+    page = merge_pages(pages, openmetrics=openmetrics)
+    families: list[Metric] = list((parse_openmetrics if openmetrics else parse_text)(page))
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples if sample.name.startswith("vllm:")):
+        assert (sample.labels.pop("model_name"), sample.labels.pop("engine")) in {
+            (engine.config.model.model, "0"),
+            (engine.config.model.model, "r7"),
+        }
+        if sample.labels.pop("le", "+Inf") == "+Inf":
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+        assert sample.labels.keys() <= {"finished_reason"}
+    steps = found.pop("vllm:iteration_tokens_total_count")
+    assert steps == found.pop("vllm:iteration_tokens_total_bucket") > 2
+    assert {name: value for name, value in found.items() if not name.endswith("_sum")} == {
+        name: value for name, value in WANTED.items() if "iteration" not in name
+    }
+    assert "vllm:" not in RouterMetrics("r7").text()

@@ -135,20 +135,10 @@ def body_of(writer: ResponsesWriter, events: Sequence[OutputEvent]) -> dict[str,
     return body
 
 
-TEXT_EVENTS = [
-    "response.output_item.added",
-    "response.content_part.added",
-    "response.{}.delta",
-    "response.{}.delta",
-    "response.{}.done",
-    "response.content_part.done",
-    "response.output_item.done",
-]
-
-
 def text_events(kind: str, num_deltas: int = 2) -> list[str]:
-    events = [event.format(kind) for event in TEXT_EVENTS]
-    return events[:2] + [f"response.{kind}.delta"] * num_deltas + events[4:]
+    begin, deltas = ["output_item.added", "content_part.added"], [f"{kind}.delta"] * num_deltas
+    end = [f"{kind}.done", "content_part.done", "output_item.done"]
+    return [f"response.{name}" for name in (*begin, *deltas, *end)]
 
 
 def call_events(kind: str, num_deltas: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The fixtures of `canitoolcall`, family by family; see `canitoolcall_fixtures`."""
+"""The fixtures of `canitoolcall`, family by family (see `canitoolcall_fixtures`); and which parsers a model gets."""
 
 import json
 
@@ -18,6 +18,7 @@ from tests.core.text.markup.canitoolcall_fixtures import (
     read_answer,
     run_fixture,
 )
+from transom_core.text.markup.detection import detect
 from transom_core.text.markup.formats import answer_format
 
 # Where our rule is another than the fixture's, and why.
@@ -38,6 +39,7 @@ _FIRST_SPECIAL_ID = 199_998
 _FIXTURES = [
     fixture for fixture in all_fixtures() if parsers_of(fixture) and fixture.id not in (_OTHER_RULES | _ORDINARY_TEXTS)
 ]
+_HERMES = '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>'
 
 
 @pytest.mark.parametrize("style", MARKER_STYLES)
@@ -78,3 +80,36 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     assert [json.loads(call.arguments_raw or "") for call in result.tool_calls] == [
         call.arguments for call in fixture.expected.tool_calls
     ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "parsers"),
+    [
+        ("qwen2", _HERMES, ("hermes", None)),
+        ("qwen3", _HERMES + "{{- '<think>\\n\\n</think>\\n\\n' }}", ("hermes", "qwen3")),
+        ("qwen3_moe", "<tool_call>\\n<function=' + tool_call.name + '>\\n", ("qwen3_coder", None)),
+        ("qwen3_5", "<think> <tool_call>\\n<function=example_function_name>\\n", ("qwen3_coder", "qwen3")),
+        ("llama", "<|start_header_id|> {{- '\"parameters\": ' }} <|python_tag|>", ("llama3_json", None)),
+        ("llama4", "<|header_start|>", ("llama4_pythonic", None)),
+        ("mistral", "[AVAILABLE_TOOLS] [TOOL_CALLS]", ("mistral", None)),
+        ("mistral3", "[TOOL_CALLS] [THINK]", ("mistral", "mistral")),
+        ("granite", "<|start_of_role|>assistant<|tool_call|>", ("granite", None)),
+        ("gpt_oss", "<|channel|>analysis", ("openai", "openai_gptoss")),
+        ("gemma4", "<|channel>thought <|tool_call>call:", ("gemma4", "gemma4")),
+        ("kimi_k2", "<|tool_calls_section_begin|>", ("kimi_k2", None)),
+        ("kimi_k2", "<think></think> <|tool_calls_section_begin|>", ("kimi_k2", "kimi_k2")),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜> \\n```json", ("deepseek_v3", None)),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜> </think>", ("deepseek_v31", "deepseek_v3")),
+        ("deepseek_v41", "<｜DSML｜ calls>", ("deepseek_v41", "deepseek_v4")),
+        ("glm4_moe", "<think> <tool_call> <arg_key>{{ k }}</arg_key>\n<arg_value>", ("glm45", "glm45")),
+        ("glm4_moe", "<think> <tool_call> <arg_key>{{ k }}</arg_key><arg_value>", ("glm47", "glm45")),
+        ("llama", "{{ messages }}", (None, None)),
+        ("llama", None, (None, None)),
+    ],
+)
+def test_parsers_of_a_model(model_type: str, template: str | None, parsers: tuple[str | None, str | None]) -> None:
+    assert detect(model_type, template, FixtureTokenizer(["<|channel|>"])) == parsers
+
+
+def test_gpt_oss_without_harmonys_tokens_writes_no_harmony() -> None:
+    assert detect("gpt_oss", "", FixtureTokenizer(())) == (None, None)

@@ -25,6 +25,10 @@ CHAIN = chain("p", 10)
 CONFIG = TransferConfig(is_on=True, timeout_s=30.0)
 
 
+def asked(name: str, **fields: Any) -> Request:
+    return Request(request_id=name, prompt_token_ids=(1,), params=SamplingParams(), seed=0, **fields)
+
+
 class Pair:
     """A source with all of CHAIN, and a target without; `before` is called before each call to the source, by its name."""
 
@@ -67,16 +71,8 @@ class Pair:
     def start(self, request_id: str = "r", *, time_left_s: float | None = None, is_known: bool = True) -> None:
         if is_known:
             self.target.requests[request_id] = CHAIN
-        self.fetches.start(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=(1,),
-                params=SamplingParams(),
-                seed=0,
-                time_left_s=time_left_s,
-                prefix_source=PrefixSource(worker="a", num_tokens=10 * BLOCK),
-            )
-        )
+        source = PrefixSource(worker="a", num_tokens=10 * BLOCK)
+        self.fetches.start(asked(request_id, time_left_s=time_left_s, prefix_source=source))
 
     async def until_ended(self, *request_ids: str) -> None:
         async with asyncio.timeout(60):
@@ -129,8 +125,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     counts: list[int] = []
     pair.before = lambda name: counts.append(len(pair.target.cached)) if name == "early" else None
     handovers = Handovers("a", "node", pair, pair.source, on_loop, CONFIG)
-    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0, decoder="b")
-    handovers.start([request, replace(request, request_id="no decoder", decoder=None)])
+    handovers.start([asked("p", decoder="b"), asked("no decoder")])
     for end in (3, 5, 9):
         pair.source.put(CHAIN[:end])
         async with asyncio.timeout(60):
@@ -152,10 +147,9 @@ async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> No
     pair = Pair()
     pair.source.requests["p"] = CHAIN
     pair.before = lambda name: asyncio.Event().wait() if name == "early" else None
-    request = Request(request_id="p", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
     handovers = Handovers("a", "", pair, pair.source, on_loop, replace(CONFIG, timeout_s=0.01))
     async with asyncio.timeout(60):
-        await handovers._run(request, "b")
+        await handovers._run(asked("p"), "b")
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:
@@ -220,8 +214,7 @@ async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
         return asyncio.Event().wait() if name == at else None
 
     def wanted() -> list[str]:
-        request = Request(request_id="x", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
-        both = [replace(request, request_id=one, prefix_source=PrefixSource(worker=one, num_tokens=8)) for one in "ab"]
+        both = [asked(one, prefix_source=PrefixSource(worker=one, num_tokens=8)) for one in "ab"]
         return list(pair.fetches.wanted_by(both, "own"))
 
     assert wanted() == ["a", "b"]

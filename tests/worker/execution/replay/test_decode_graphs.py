@@ -26,7 +26,6 @@ from transom_kernels.paged_attention.triton import tuning, work_items
 from transom_worker.execution.replay import backends, decode_sizes, graph_warm_up
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.setup import dummy_run
 from transom_worker.models.decoder import DecoderLayer
 from transom_worker.models.layers.residual import Residual
 from transom_worker.models.parallel.communicator import Parallel
@@ -70,7 +69,6 @@ def runner_of(
         patch.setattr(work_items, "WHOLE_UNITS", 0.5)  # so that a dozen tokens are shared out
         patch.setattr(work_items, "LEAST_HALF_UNITS", 1)
         patch.setattr(tuning, "SPLIT_UNIT_BYTES", 256)
-        patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         patch.setattr(graph_warm_up, "LIMIT_S", 100 * graph_warm_up.LIMIT_S)  # on a machine that is busy
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
         yield make_runner(config, parallel=parallel, on_busy=on_busy)

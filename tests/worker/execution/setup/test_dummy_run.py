@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine_driver import whole_warm_up
 from tests.matrices import some_daily
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
@@ -126,7 +127,8 @@ def test_requests_load_no_kernel_that_the_start_has_not(
 
     monkeypatch.setattr(compiled, "_cached_code", noted)
     given = {"model": str(tiny_model), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": "8MiB"}
-    engine = build_engine(Settings.parse(**given, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4).engine_config())
+    with whole_warm_up():
+        engine = build_engine(Settings.parse(**given, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4).engine_config())
     try:
         assert loaded
         loaded.clear()

@@ -1,4 +1,5 @@
-"""Scores of classifiers are transformers' own: in chunks, from the cache, and on two ranks, each of which has the whole head."""
+"""Scores of classifiers are transformers' own: in chunks, from the cache, and on two ranks, each of which has the whole head.
+Embeddings on two ranks, and after a preemption in the middle of a prompt; families compare them with transformers' own."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, make_classifier, prompt
-from tests.engine_driver import embeddings, make_engine, make_request
+from tests.engine_driver import drain, embeddings, make_engine, make_request
 from tests.thread_ranks import make_sharded_engine
 from transom_core.errors import RequestError
 
@@ -39,3 +40,21 @@ def test_a_score_needs_a_head_with_one_label(tiny_model: Path, tmp_path: Path) -
             engine.add(make_request("score", PROMPTS[1], max_tokens=1, pooling="score"))
         assert refused.value.param == "model"
         engine.shutdown()
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_of_two_ranks_and_after_a_preemption_are_those_of_one_engine(tiny_model: Path, pooling: str) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "window": 24, "window_pattern": "SF"}
+    whole = make_engine(str(tiny_model), **settings, max_num_batched_tokens=1024)
+    expected = [pytest.approx(event.embedding, abs=1e-4) for event in embeddings(whole, PROMPTS, pooling)]
+    engine, _ = make_sharded_engine(str(tiny_model), 2, **settings, max_num_batched_tokens=16)
+    assert [event.embedding for event in embeddings(engine, PROMPTS, pooling)] == expected
+    engine.add(make_request("preempted", PROMPTS[-1][::-1], max_tokens=1, pooling=pooling))
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.admission.preempt_all()
+    (event,) = drain(engine)
+    (alone,) = embeddings(whole, [PROMPTS[-1][::-1]], pooling)
+    assert event.embedding == pytest.approx(alone.embedding, abs=1e-4)
+    assert engine.scheduler.work.num_preemptions == 1
+    assert len(event.embedding or ()) == engine.info.hidden_size
