@@ -70,7 +70,9 @@ def test_a_step_uploads_what_is_new(
     assert max(uploaded[1:]) <= 2 * 150, "then a few numbers for each row"
 
 
-@pytest.mark.parametrize(("kernels", "steps"), [("reference", 10), ("interpreted", 3)])
+@pytest.mark.parametrize(
+    ("kernels", "steps"), [("reference", 10), pytest.param("interpreted", 3, marks=pytest.mark.exhaustive)]
+)
 def test_sequences_that_are_preempted_and_come_back_sample_the_same(kernels: Any, steps: int) -> None:
     """All kinds of rows. Every few steps some sequences leave and come back under new ids, and the batch's order changes."""
     with prefer(kernels):
