@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from transom_cluster.commands.process_tree import is_running
+
 READY = "Press Ctrl-C to stop"  # in the log of `transom serve` when it serves
 START_TIMEOUT_S = 400.0
 LOOK_S = 0.05
@@ -83,10 +85,10 @@ class ServerProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(psutil.Process(self.pid).children(recursive=True))
         for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(OSError):
+                if os.getsid(process.pid) == self.pid:
                     found.add(process)
-        return list(found)
+        return list(filter(is_running, found))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> tuple[int, list[psutil.Process]]:
         """End the server; return its exit code and those of its processes that had to be killed after `timeout_s`.

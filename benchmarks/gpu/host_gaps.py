@@ -39,7 +39,7 @@ from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
-BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0), {"graphs": 0.1, "eager": 1.5}
+BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0), (0.1, 1.5)
 CONTEXT = 1024
 FIRST_STEPS = 8  # not timed
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1 << 14, ignore_eos=True)
@@ -76,8 +76,9 @@ def make_engine(device: SimulatedDevice, num_ranks: int) -> Engine:
     return Engine(config, executor, tokenizer, EngineMetrics(model="simulated", worker="0"))
 
 
-def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: float) -> float:
+def device_share(engine: Engine, device: SimulatedDevice, batch: int, seconds: float, *, is_ahead: bool) -> float:
     """The share of the time in which the device computed, while `batch` sequences decoded for some seconds."""
+    device.numbers[3] = is_ahead
     device_step_s, steps = device.numbers[0], Steps(engine)
     device.numbers[0] = 0.0
     for i in range(batch):
@@ -107,23 +108,21 @@ def main(arguments: list[str] | None = None) -> None:
         device.numbers[3] = True
         engine = make_engine(device, options.ranks)
         try:
-            _measure(engine, device, options.seconds)
+            print_table(engine, device, options.seconds)
         finally:
             engine.shutdown()
 
 
-def _measure(engine: Engine, device: SimulatedDevice, seconds: float) -> None:
+def print_table(engine: Engine, device: SimulatedDevice, seconds: float) -> None:
+    """Measure every batch, step and launch, and print a row for each batch."""
     print("| sequences | " + " | ".join(f"{step_ms:.0f} ms" for step_ms in DEVICE_MS) + " |")
     for batch in BATCHES:
         cells = []
         for step_ms in DEVICE_MS:
             shares = []
-            for launch_ms in LAUNCH_MS.values():
+            for launch_ms in LAUNCH_MS:
                 device.numbers[:2] = step_ms / 1e3, launch_ms / 1e3
-                device.numbers[3] = False
-                waiting = device_share(engine, device, batch, seconds)
-                device.numbers[3] = True
-                ahead = device_share(engine, device, batch, seconds)
+                waiting, ahead = (device_share(engine, device, batch, seconds, is_ahead=one) for one in (False, True))
                 shares.append(f"{100 * ahead:.0f} ({100 * waiting:.0f})")
             cells.append(" / ".join(shares))
         print(f"| {batch} | {' | '.join(cells)} |", flush=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import psutil
 
 from benchmarks.server_process import ServerProcess
-from transom_cluster.commands.process_tree import is_running
 
 PROGRAMS = {"raylet": "raylet", "gcs_server": "GCS"}
 # Words of a command line -> name; the first that is found counts.
@@ -47,6 +46,6 @@ def processes_named(server: ServerProcess, *names: str) -> list[psutil.Process]:
     found = []
     for process in server.processes():
         with contextlib.suppress(psutil.Error):  # it has ended
-            if name_of(process) in names and is_running(process):
+            if name_of(process) in names:
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)

@@ -22,12 +22,10 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
             raise ValueError("such a number")
         case "break":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    figure = (
-        {}
-        if job == ABOUT
-        else {"promises": {"as fast as others": ["rival", 0.9]}, "reached": {"rival": about["speed"]}}
-    )
-    return {"status": "passed", "pid": os.getpid(), "speed": 0.5} | figure
+    if job == ABOUT:
+        return {"status": "passed", "speed": 0.5}
+    promised = {"promises": {"as fast as others": ["rival", 0.9]}, "reached": {"rival": about["speed"]}}
+    return {"status": "passed", "pid": os.getpid()} | promised
 
 
 PART = Part(

@@ -53,8 +53,7 @@ class ProcessWatch:
 
     def look(self) -> list[Sample]:
         """All processes now."""
-        found = (_sample(process) for process in self._server.processes())
-        return [sample for sample in found if sample is not None]
+        return [found for process in self._server.processes() if (found := _sample(process)) is not None]
 
     def growth_mib_per_h(self, begin_s: float, end_s: float, warm_up_s: float) -> dict[str, float]:
         """Kind of process -> how fast its memory grew between two times (`time.time`), without the first `warm_up_s`."""
