@@ -15,9 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts import flags_page, metrics_page
+from scripts import metrics_page
 from tests.engine_driver import make_engine
-from transom_core.settings.settings import SECTIONS, Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "deploy")
@@ -90,11 +89,6 @@ def test_every_dependency_is_pinned_inside_its_range():
     extras = project["optional-dependencies"].values()
     for requirement in map(Requirement, [*project["dependencies"], *(text for extra in extras for text in extra)]):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
-
-
-def test_the_page_of_flags_is_that_of_the_code_and_has_every_setting() -> None:
-    assert flags_page.PAGE.read_text() == flags_page.page(), "run `make docs`"
-    assert [name for part in SECTIONS.values() for name in part.model_fields] == list(Settings.model_fields)
 
 
 def test_the_page_of_metrics_is_that_of_the_code(tiny_model: Path) -> None:

@@ -4,15 +4,17 @@ shows the errors of wrong settings."""
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from transom_cluster.http.api_keys import KEY_VARIABLES
 from transom_core.errors import ConfigError, ModelError, RequestError
 from transom_core.settings.settings import Settings
 
 USAGE_ERROR = 2  # the exit code that typer itself uses for wrong flags
+_SIZES = {"kv_cache_memory_bytes": "BYTES|512MiB", "swap_space": "GIB|512MiB", "disk_space": "BYTES|512MiB"}
 _ENVIRONMENT: dict[str, list[str]] = {
     **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
     "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
@@ -34,22 +36,23 @@ def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     A flag that the user does not give has the value None.
     """
-    parameters = [_parameter(name, field.annotation, field.default) for name, field in Settings.model_fields.items()]
+    parameters = [_parameter(name, field) for name, field in Settings.model_fields.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    description = Settings.model_fields[name].description
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    annotation: Any = field.annotation
     if name == "model":
-        argument = typer.Argument(help=description, metavar="MODEL", show_default=False)
+        argument = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
         return _keyword(name, Annotated[str, argument], inspect.Parameter.empty)
     flag = name.replace("_", "-")
-    has_off_switch = annotation is bool and default is True
+    has_off_switch = annotation is bool and field.default is True
     option = typer.Option(
         f"--{flag}/--no-{flag}" if has_off_switch else f"--{flag}",
-        help=_help(description, default),
+        help=_help(field.description, field.default),
+        metavar=_values(name, field),
         show_default=False,
         envvar=_ENVIRONMENT.get(name),
     )
@@ -63,7 +66,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def _flag_type(name: str, annotation: Any) -> Any:
     """Return the type that the command line parses, which is a number or a switch where possible. All other values stay text:
     `Settings` checks them, with better messages."""
-    if name in ("kv_cache_memory_bytes", "swap_space", "disk_space"):
+    if name in _SIZES:
         return str | None  # such as 512MiB
     if name in ("api_key", "worker_group", "allowed_origins", "served_model_name", "lora_modules"):
         return list[str] | None
@@ -73,5 +76,21 @@ def _flag_type(name: str, annotation: Any) -> Any:
     return str | None
 
 
+def _values(name: str, field: FieldInfo) -> str | None:
+    """Return the choices of a flag, or the limits of its number, for its help; None: the type tells enough."""
+    if get_origin(field.annotation) is Literal:
+        return "|".join(map(str, get_args(field.annotation)))
+    limits = {word: found[0] for word in ("ge", "gt", "le") if (found := _limits(field, word))}
+    lowest = f">{limits['gt']}" if "gt" in limits else limits.get("ge", "")
+    return _SIZES.get(name) or (f"{lowest}..{limits.get('le', '')}" if limits else None)
+
+
+def _limits(field: FieldInfo, word: str) -> list[Any]:
+    """Return the limits of one kind, such as "ge", of a setting."""
+    return [limit for constraint in field.metadata if (limit := getattr(constraint, word, None)) is not None]
+
+
 def _help(description: str | None, default: Any) -> str:
+    if isinstance(default, int) and default >= 2**30:
+        default = f"{default >> 30}GiB"
     return str(description) if default in (None, (), True, False) else f"{description} [{default}]"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from transom_core.config import (
     AutoscalingConfig,
@@ -47,21 +47,6 @@ from transom_core.settings.lora_settings import LoraSettings, read_lora_modules
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 
 DISK_HOST_BYTES = 1 << 30  # size of the host tier if the user gives none, but a disk tier or a role needs one
-
-SECTIONS: dict[str, type[BaseModel]] = {
-    "Model": ModelSettings,
-    "KV cache": CacheSettings,
-    "Any model as a hybrid": HybridSettings,
-    "LoRA adapters": LoraSettings,
-    "Batching": BatchingSettings,
-    "Ranks": RanksSettings,
-    "Workers and routers": WorkersSettings,
-    "Tools and reasoning": AnswerSettings,
-    "HTTP": HttpSettings,
-    "Keys and limits": ClientSettings,
-    "Logs and traces": LogSettings,
-}
-"""The classes of settings by the titles of their sections in docs/flags.md, which is made from them."""
 
 Config = TypeVar("Config")
 
