@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 
 from transom_cluster.http.api_keys import KEY_VARIABLES
 from transom_core.errors import ConfigError, ModelError, RequestError
@@ -42,7 +41,7 @@ def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+def _parameter(name: str, field: Any) -> inspect.Parameter:
     annotation: Any = field.annotation
     if name == "model":
         argument = typer.Argument(help=field.description, metavar="MODEL", show_default=False)
@@ -76,7 +75,7 @@ def _flag_type(name: str, annotation: Any) -> Any:
     return str | None
 
 
-def _values(name: str, field: FieldInfo) -> str | None:
+def _values(name: str, field: Any) -> str | None:
     """Return the choices of a flag, or the limits of its number, for its help; None: the type tells enough."""
     if get_origin(field.annotation) is Literal:
         return "|".join(map(str, get_args(field.annotation)))
@@ -85,7 +84,7 @@ def _values(name: str, field: FieldInfo) -> str | None:
     return _SIZES.get(name) or (f"{lowest}..{limits.get('le', '')}" if limits else None)
 
 
-def _limits(field: FieldInfo, word: str) -> list[Any]:
+def _limits(field: Any, word: str) -> list[Any]:
     """Return the limits of one kind, such as "ge", of a setting."""
     return [limit for constraint in field.metadata if (limit := getattr(constraint, word, None)) is not None]
 
