@@ -256,6 +256,11 @@ class ThreadRanks(Executor):
         for runner, part in zip(self.runners, data, strict=True):
             runner.tiers.write(tier, group, blocks, part)
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        self._execute_all()
+        for runner in self.runners:
+            runner.load_adapter(slot, path)
+
     def begin_read(self, read: RemoteRead) -> None:
         self._execute_all()
         for runner in self.runners:

@@ -49,10 +49,16 @@ def plan(
             help="cpu or cuda: also say what each rank holds of the weights there. Needs the files, and reads no data."
         ),
     ] = None,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="With --weights: also the slots of adapters.")
+    ] = False,
+    max_loras: Annotated[int, typer.Option(min=1, max=64, help="Slots of each rank.")] = 4,
+    max_lora_rank: Annotated[int, typer.Option(min=8, max=256, help="The largest rank of an adapter.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights without --weights."""
     from transom_cluster.commands.plan_report import print_plan
+    from transom_core.config import LoraConfig
     from transom_core.contract import check_kv_policy
     from transom_core.contract.kv_policy import kv_policy_from_json
     from transom_core.kv_cache.retention import Retention
@@ -64,6 +70,7 @@ def plan(
     from transom_worker.kvcache.policy_retentions import retention_under
     from transom_worker.planner.plan import plan_from_config
 
+    lora = LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank) if enable_lora else None
     with usage_errors():
         config = resolve_config(model)
         policy = None if kv_policy is None else kv_policy_from_json(kv_policy)
@@ -93,7 +100,7 @@ def plan(
         if weights is not None:
             from transom_worker.execution.setup.weight_plan import plan_weights  # imports torch
 
-            weight_plan = plan_weights(model, weights, tensor_parallel_size=tensor_parallel_size)
+            weight_plan = plan_weights(model, weights, tensor_parallel_size=tensor_parallel_size, lora=lora)
     policy_text = None if policy is None else policy.text
     if as_json:
         held = {} if weight_plan is None else {"weights": asdict(weight_plan)}

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.adapter_folders import adapt_checkpoint, write_adapter
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.execution.hand_scheduler import HandScheduler
-from transom_core.errors import StepFailed
+from transom_core.errors import RequestError, StepFailed
 from transom_core.settings.settings import Settings
 from transom_worker.execution.executor import Executor, ExecutorInfo, RemoteBlock, RemoteRead
 from transom_worker.execution.executor_factory import create_executor
@@ -30,6 +31,7 @@ def started(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[
         num_threads=1,
         device="cpu",
         tensor_parallel_size=request.param,
+        enable_lora=True,
     ).engine_config()
     executor = create_executor(replace(config, cache=replace(config.cache, swap_space_bytes=1 << 20)))
     try:
@@ -175,3 +177,23 @@ def test_a_load_has_ended_when_the_slowest_rank_has_said_so() -> None:
     result = reports.deliver(StepResult(step_id=1))
     assert (result.loaded, result.load_s, result.failed) == ([2], [0.5], [1])
     assert reports.deliver(StepResult(step_id=2)).loaded == []
+
+
+def test_an_adapter_is_loaded_after_the_plans_before_it(
+    executor: Executor, info: ExecutorInfo, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The first sequence is computed while its slot is empty, the second with the adapter; a wrong one is refused."""
+    (adapter, merged), wrong = adapt_checkpoint(tiny_model, tmp_path), write_adapter(tmp_path / "wrong")
+    hand, sampled, refused = HandScheduler(info.layout), [], []
+    for slot, path in ((1, adapter.path), (0, wrong)):
+        seq_id = next(SEQUENCES)
+        hand.add(seq_id, PROMPT, adapter_slot=1)
+        executor.submit(hand.plan({seq_id: 3}))
+        try:
+            executor.load_adapter(slot, path)
+        except RequestError as error:
+            refused.append(str(error))
+        sampled.append(executor.receive().sampled_ids)
+    assert sampled == [reference_greedy(model, PROMPT, 1) for model in (tiny_model, merged)]
+    assert sampled[0] != sampled[1]
+    assert ["not safetensors" in message for message in refused] == [True]

@@ -99,6 +99,10 @@ class LocalExecutor(Executor):
         (own,) = data
         self._runner_after_plans().tiers.write(tier, group, blocks, own)
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """Load a LoRA adapter after the queued plans, which are launched first."""
+        self._runner_after_plans().load_adapter(slot, path)
+
     def begin_read(self, read: RemoteRead) -> None:
         """Begin a read after the queued plans, which are launched first."""
         self._runner_after_plans().tiers.begin_read(read)
@@ -109,7 +113,7 @@ class LocalExecutor(Executor):
 
     def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:
-            raise StepFailed("Blocks were asked of an executor that is not running.")
+            raise StepFailed("Blocks or adapters were asked of an executor that is not running.")
         self._launch_queued()
         return self._runner
 

@@ -76,12 +76,14 @@ class ModelRunner:
         sampler: ShardedSampler,
         queue: DeviceQueue,
         max_num_seqs: int,
+        load_adapter: Callable[[int, str], None],
     ) -> None:
+        """`load_adapter` is `Model.load_adapter`."""
         self._architecture, self._parallel, self._device = architecture, parallel, builder.device
         self.info, self.tiers = info, tiers
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
-        self._queue = queue
+        self._queue, self._load_adapter = queue, load_adapter
         self._last_sampled = SampledIds(np.empty(0, dtype=np.int64), None, [])  # the ids of the last step with rows
         self._reading_seqs: set[int] = set()  # sequences that need their tokens on the host, see `_needs_tokens`
         self._waiting_seqs: set[int] = set()  # sequences whose steps make the host wait, see `_waits`
@@ -223,6 +225,11 @@ class ModelRunner:
         except BaseException:
             self.was_committed = True
             raise
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, path: str) -> None:
+        """Copy a LoRA adapter into a slot, after the launched steps. Raises RequestError."""
+        self._load_adapter(slot, path)
 
     def abandon(self, plan: StepPlan) -> None:
         """Remove the sequences that a plan declares finished, and make its block copies, since later plans rely on both; do nothing

@@ -43,7 +43,7 @@ class Decoder(Model):
         scales, tied = architecture.scales, architecture.tie_embeddings
         table = (architecture.vocab_size, architecture.hidden_size)
         self.architecture = architecture
-        self.vocab = load.share(architecture.vocab_size)
+        self.vocab, self._adapters = load.share(architecture.vocab_size), load.adapters
         self._embedding = load.embedding("model.embed_tokens", table, scale=scales.embedding)
         self._layers = [
             DecoderLayer(architecture, index, style, load.under(f"model.layers.{index}."))
@@ -73,6 +73,7 @@ class Decoder(Model):
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """See `Model.hidden`."""
+        self._begin_adapters(batch)
         x_TN = self._embedding(batch.token_ids)
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):
@@ -80,6 +81,11 @@ class Decoder(Model):
             if batch.after_layer is not None:
                 batch.after_layer(index, residual.read())
         return residual.read(self._norm)
+
+    def _begin_adapters(self, batch: ForwardBatch) -> None:
+        """Tell the layers which adapters the tokens have."""
+        if self._adapters is not None:
+            self._adapters.begin(batch.adapter_slots, batch.logit_rows)
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """Return the rotary tables and query factors of the tokens' positions."""

@@ -63,6 +63,7 @@ class Gemma4(Decoder):
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """See `Model.hidden`."""
+        self._begin_adapters(batch)
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)

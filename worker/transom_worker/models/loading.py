@@ -17,8 +17,9 @@ from transom_core.model_config.scales import NO_SCALES, Scales
 from transom_core.model_config.sharding import width_share
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.quantised_linear import GpuRows, StoredRows, concatenated
+from transom_worker.models.layers.adapters import AdaptedPart, Adapters
 from transom_worker.models.layers.embedding import Embedding, LmHead
-from transom_worker.models.layers.linear import GatedMlp, Linear, make_linear, make_row_parallel
+from transom_worker.models.layers.linear import GatedMlp, GateUp, Linear, gate_and_up, make_linear, row_parallel
 from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.quantisation import QUANTISED_DTYPES, Quantization, Weight, check_quantization
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
@@ -36,6 +37,7 @@ class Loader:
     parallel: Parallel = field(default_factory=Parallel)
     prefix: str = ""
     sums_over_ranks: bool = True  # layers sum their partial outputs over the ranks
+    adapters: Adapters | None = None  # with them, every projection that is loaded takes LoRA adapters
 
     @property
     def comm(self) -> Communicator:
@@ -122,16 +124,28 @@ class Loader:
         weight = (
             concatenated(alike)
             if alike
-            else torch.cat([self._rows(f"{name}.weight", shape, own, heads) for name, shape, own, heads in parts])
+            else torch.cat([self.rows(f"{name}.weight", shape, own, heads) for name, shape, own, heads in parts])
         )
-        biases = [self._rows(f"{name}.bias", shape[:1], own, heads) for name, shape, own, heads in parts if bias]
-        return make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
+        biases = [self.rows(f"{name}.bias", shape[:1], own, heads) for name, shape, own, heads in parts if bias]
+        layer = make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
+        return self._adapted(layer, *((name, shape, own, ALL, heads) for name, shape, own, heads in parts))
 
     def row_parallel(self, name: str, *, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
         """Load this rank's `columns` of a projection back to the hidden width; its output is summed over the ranks."""
         weight = self._matrix(f"{name}.weight", shape, (ALL, columns))
         own_bias = self.first_alone(f"{name}.bias", shape=shape[:1]) if bias else None
-        return make_row_parallel(weight, own_bias, quantization=self.quantization, comm=self.comm)
+        layer = make_linear(weight, own_bias, quantization=self.quantization)
+        return row_parallel(self._adapted(layer, (name, shape, ALL, columns, None)), self.comm)
+
+    def _adapted(self, layer: Linear, *parts: tuple[str, tuple[int, int], slice, slice, int | None]) -> Linear:
+        """Return a layer that takes adapters, if the model has any; `parts` are the fields of each `AdaptedPart`."""
+        if self.adapters is None:
+            return layer
+        adapted = [
+            AdaptedPart(name=self.prefix + name, shape=shape, rows=rows, columns=columns, num_heads=heads)
+            for name, shape, rows, columns, heads in parts
+        ]
+        return self.adapters.adapt(layer, adapted)
 
     def mlp(
         self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
@@ -139,16 +153,21 @@ class Loader:
         """Load this rank's part of an MLP, with a gate unless the activation is `relu2`; `sizes` are its (hidden, inner) widths."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.share(inner)
-        parts = ("up",) if activation == "relu2" else ("gate", "up")
-        names = [f"{part}_proj.weight" for part in parts]
-        alike = alike_rows([load.stored(name, (inner, hidden), (own,)) for name in names])
-        gate_up: Sequence[Weight] = alike or [load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names]
-        down = load._matrix("down_proj.weight", (hidden, inner), (ALL, own))
-        biases: list[torch.Tensor | None] | None = None
-        if bias:
-            biases = [load.tensor(f"{name}_proj.bias", shape=(inner,), part=(own,)) for name in parts]
-            biases += [load.first_alone("down_proj.bias", shape=(hidden,))]
-        return GatedMlp((*gate_up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
+        parts = ("up_proj",) if activation == "relu2" else ("gate_proj", "up_proj")
+        gate_up: GateUp
+        if self.adapters is not None or len(parts) == 1:  # adapters change what the activation reads: it is apart
+            shapes, rows = [(inner, hidden)] * len(parts), [own] * len(parts)
+            gate_up = load.linear(*parts, shapes=shapes, rows=rows, bias=bias)
+        else:
+            names = [f"{part}.weight" for part in parts]
+            alike = alike_rows([load.stored(name, (inner, hidden), (own,)) for name in names])
+            weights: Sequence[Weight] = alike or [
+                load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names
+            ]
+            biases = [load.tensor(f"{part}.bias", shape=(inner,), part=(own,)) for part in parts] if bias else None
+            gate_up = gate_and_up(weights, biases, self.quantization)
+        down = load.row_parallel("down_proj", shape=(hidden, inner), columns=own, bias=bias)
+        return GatedMlp(gate_up, down, activation)
 
     def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Load a bias that must be added once to a sum over the ranks: the tensor on rank 0, None on the others.
@@ -177,7 +196,7 @@ class Loader:
             return found
         return found.to(self.device) if self.dtype == torch.bfloat16 else None
 
-    def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
         """Return these rows of a tensor; with `num_heads`, reordered from interleaved rotary pairs to pairs half a head apart."""
         tensor = self.tensor(name, shape=shape, part=(rows,))
         return tensor if num_heads is None else _half_split(tensor, num_heads)

@@ -4,24 +4,33 @@ Legend: R rows whose logits are requested, N hidden width, V this rank's part of
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
+from transom_core.errors import RequestError
 from transom_core.model_config.architecture import Architecture
 from transom_worker.models.layers.forward_batch import ForwardBatch
+
+
+def no_adapters(slot: int, path: str) -> None:
+    """Refuse an adapter: the model was built without slots for any."""
+    raise RequestError("This worker takes no LoRA adapters; serve with --enable-lora.", param="lora_path")
 
 
 class Model(ABC):
     """A decoder with its weights loaded.
 
     `weight_bytes` are the bytes of the weights in memory, packed copies included. `vocab` are the token ids whose logits this rank
-    computes; all ids if there is one rank. `score_LN` is a classifier's head in float32, whole on every rank.
+    computes; all ids if there is one rank. `score_LN` is a classifier's head in float32, whole on every rank. `load_adapter` copies
+    the LoRA adapter at a path into a slot, and raises RequestError if it cannot (`adapter_loading`).
     """
 
     architecture: Architecture
     weight_bytes: int
     vocab: slice
     score_LN: torch.Tensor | None = None
+    load_adapter: Callable[[int, str], None] = staticmethod(no_adapters)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -7,12 +7,16 @@ from functools import partial
 
 import torch
 
+from transom_core.config import LoraConfig
+from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mamba import MAMBA_FAMILIES
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
+from transom_worker.models.adapter_loading import load_adapter
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
 from transom_worker.models.gemma4 import Gemma4
+from transom_worker.models.layers.adapters import Adapters
 from transom_worker.models.layers.quantisation import Quantization
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_STYLES
@@ -20,7 +24,7 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.renamed_weights import RenamedWeights, renaming
+from transom_worker.models.weights.renamed_weights import RenamedWeights, renaming, text_decoder
 from transom_worker.models.weights.scaled_weights import ScaledWeights
 from transom_worker.models.weights.split_projections import SplitProjections
 
@@ -39,33 +43,48 @@ def build_model(
     device: str | torch.device,
     quantization: Quantization = "none",
     parallel: Parallel | None = None,
+    lora: LoraConfig | None = None,
 ) -> Model:
     """Build this rank's part of the model on `device`, with weights converted, fused, packed or quantised.
 
     `weights` gives the rank's part of each tensor by its Hugging Face name. "lm_head.weight" is read only if the head is not tied.
+    With `lora` the model takes LoRA adapters.
 
     The caller has checked that the family is supported (`runnable`) and that the ranks can share the model (`check_size`).
 
     Raises:
         ModelError: a tensor is missing or has another shape than the architecture's.
-        ConfigError: this device and dtype do not support the quantisation.
+        ConfigError: this device and dtype do not support the quantisation, or the family takes no adapters.
     """
+    if lora is not None and architecture.family == "deepseek_v4":
+        raise ConfigError(
+            "--enable-lora: DeepSeek V4's projections are not those of the other families, and take no adapters; serve without it."
+        )
     load = Loader(
         weights=weights,
         dtype=dtype,
         device=torch.device(device),
         quantization=quantization,
         parallel=parallel or Parallel(),
+        adapters=None if lora is None else Adapters(lora, dtype, torch.device(device)),
     )
-    if (rename := renaming(architecture, weights.names)) is not None:
-        load = replace(load, weights=RenamedWeights(weights, rename))
-    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, "phi3"):
-        load = replace(load, weights=SplitProjections(load.weights, architecture))
-    if architecture.scales.projections:
-        load = replace(load, weights=ScaledWeights(load.weights, architecture.scales.projections))
+    view = partial(_by_own_names, architecture, renaming(architecture, weights.names))
+    load = replace(load, weights=view(weights))
     model = FAMILIES[architecture.family](architecture, load)
     if architecture.num_labels:
         shape = (architecture.num_labels, architecture.hidden_size)
         model.score_LN = load.tensor("score.weight", torch.float32, shape=shape)
         model.weight_bytes += model.score_LN.nbytes
+    if load.adapters is not None:
+        model.load_adapter = partial(load_adapter, load.adapters, lambda stored: view(text_decoder(stored)))
     return model
+
+
+def _by_own_names(architecture: Architecture, rename: Callable[[str], str] | None, weights: Weights) -> Weights:
+    """Return a checkpoint's weights under the names by which the model reads them, apart and with their factors."""
+    if rename is not None:
+        weights = RenamedWeights(weights, rename)
+    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, "phi3"):
+        weights = SplitProjections(weights, architecture)
+    factors = architecture.scales.projections
+    return ScaledWeights(weights, factors) if factors else weights

@@ -29,6 +29,7 @@ TIER_DISK = tiers.DISK  # files; a copy names one by an index into the plan's `d
 
 LOAD_WAIT_S = 0.005  # the most time for which a rank waits for a load before it answers a plan without rows
 
+NO_ADAPTER = -1  # in `adapter_slot`
 NO_ID = -1  # in `input_id` and `input_row`: this array does not give the token; of a state: no block
 WHOLE_TABLE = 2**31 - 1  # in `row_window`: the row's queries read every key of the table, up to their own position
 
@@ -44,7 +45,7 @@ class NewSequence:
     With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, not the group's own
     number. With `kv_quality`, blocks that deltas and removals take out of its tables keep their contents until the sequence is
     finished, so that rows with `measure` can read them. `adapter_slot` is the slot of the sequence's LoRA adapter
-    (`Executor.load_adapter`); -1 if it has none.
+    (`Executor.load_adapter`).
     """
 
     seq_id: int
@@ -56,7 +57,7 @@ class NewSequence:
     choice_index: int = 0
     kv_policy: KvPolicy | None = None
     kv_quality: bool = False
-    adapter_slot: int = -1
+    adapter_slot: int = NO_ADAPTER
 
 
 @dataclass(slots=True, kw_only=True)

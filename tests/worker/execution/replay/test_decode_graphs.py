@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.adapter_folders import adapt_checkpoint
 from tests.worker.execution.hand_scheduler import HandScheduler, make_runner
 
 pytest.importorskip("triton")
 
 from tests.graph_recorder import RecordedGraph, RecorderDevice
-from tests.tiny_checkpoints import tiny_llama
+from tests.tiny_checkpoints import reference_greedy, tiny_llama
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
@@ -29,6 +30,7 @@ from transom_worker.execution.runner import ModelRunner
 from transom_worker.models.decoder import DecoderLayer
 from transom_worker.models.layers.residual import Residual
 from transom_worker.models.parallel.communicator import Parallel
+from transom_worker.scheduling.step import NO_ADAPTER
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 SIZE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
@@ -227,3 +229,23 @@ def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
     wanted = block_rows(experts, 8, 16)
     assert torch.equal(pairs, wanted[0])
     assert torch.equal(owners, wanted[1])
+
+
+def test_a_graph_reads_the_adapters_of_each_step(checkpoint: Path, tmp_path: Path) -> None:
+    """The first of two sequences has an adapter, and then the second; the same graphs compute both."""
+    adapter, merged = adapt_checkpoint(checkpoint, tmp_path)
+    how: dict[str, Any] = {"window": None, "sinks": 0, "window_pattern": "S", "enable_lora": True, "max_lora_rank": 8}
+    with runner_of(checkpoint, RecorderDevice(), max_num_seqs=2, max_model_len=8, **how) as runner:
+        runner.load_adapter(1, adapter.path)
+        hand = HandScheduler(runner.info.layout)
+        for adapted in (0, 1):
+            for seq_id in (0, 1):
+                hand.add(seq_id, [5, 6, 7], adapter_slot=1 if seq_id == adapted else NO_ADAPTER)
+            for count in (3, 1, 1):
+                plan = hand.plan({0: count, 1: count})
+                hand.received(plan, runner.execute(plan))
+            for seq_id in (0, 1):
+                right = reference_greedy(merged if seq_id == adapted else checkpoint, [5, 6, 7], 3)
+                assert hand.sequences[seq_id].tokens[3:] == right
+                hand.finish(seq_id)
+        assert (runner.usage.num_graph_decodes, runner.usage.num_eager_decodes) == (4, 0)

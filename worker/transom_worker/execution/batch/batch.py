@@ -46,10 +46,17 @@ class BatchBuilder:
     """Builds the `ForwardBatch` of each step over one slab, the memory of a rank's KV pool."""
 
     def __init__(
-        self, layout: ArenaLayout, slab: torch.Tensor, device: torch.device, *, trained_len: int | None = None
+        self,
+        layout: ArenaLayout,
+        slab: torch.Tensor,
+        device: torch.device,
+        *,
+        trained_len: int | None = None,
+        takes_adapters: bool = False,
     ) -> None:
-        """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
-        self.layout, self.device = layout, device
+        """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it. With
+        `takes_adapters`, sequences may have LoRA adapters."""
+        self.layout, self.device, self.takes_adapters = layout, device, takes_adapters
         # Buffers for one upload per step are enough: a step that measures rows uploads two batches, but only after it has waited
         # for the step before it.
         self._uploads = uploads_to(device)
@@ -86,6 +93,8 @@ class BatchBuilder:
             "logit_rows": arrays.logit_rows,
             **_offsets_and_starts(arrays.rows, ""),
         }
+        if arrays.adapter_slots is not None:
+            named["adapter_slots"] = arrays.adapter_slots
         if arrays.has_policies and self.passes_trained_len(arrays):
             named["sink_positions"] = self.sink_positions(arrays)
         for index, group in enumerate(arrays.groups):
@@ -119,6 +128,7 @@ class BatchBuilder:
             caches=self.caches,
             compressed=self._compressed,
             logit_rows=on["logit_rows"],
+            adapter_slots=on.get("adapter_slots"),
             sink_positions=on.get("sink_positions"),
         )
 
@@ -188,6 +198,7 @@ class BatchBuilder:
                 for rows in groups
             ),
             has_policies=True,
+            adapter_slots=None if arrays.adapter_slots is None else arrays.adapter_slots[tokens],
         )
         named = self._named(whole)
         for index, rows in enumerate(groups):

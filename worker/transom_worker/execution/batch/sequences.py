@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from transom_core.kv_cache.groups import GroupSpec
 from transom_worker.execution.batch.block_tables import BlockTables, CompactTable
-from transom_worker.scheduling.step import NewSequence, StepPlan
+from transom_worker.scheduling.step import NO_ADAPTER, NewSequence, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -26,6 +26,7 @@ class SequenceTokens:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.prompt_logprobs, self.pooling = new.params.prompt_logprobs, new.params.pooling
         self.compact: tuple[CompactTable, ...] | None = None  # by group, if the sequence has a KV policy
+        self.adapter_slot = new.adapter_slot
         self.ids = np.array(new.token_ids, dtype=np.int64)
 
 
@@ -35,6 +36,7 @@ class SequenceStore:
     def __init__(self, groups: Sequence[GroupSpec], *, max_num_seqs: int) -> None:
         self.tables = tuple(BlockTables(spec, num_rows=max_num_seqs) for spec in groups)
         self._sequences: dict[int, SequenceTokens] = {}
+        self.adapted: set[int] = set()  # the sequences that have LoRA adapters
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # the last one is taken first, so row 0 comes first
         self._num_rows = max_num_seqs
         # By row: the tokens of the introduction, all tokens, and the last one of these if it came later.
@@ -105,12 +107,15 @@ class SequenceStore:
                 )
                 for tables in self.tables
             )
+        if new.adapter_slot != NO_ADAPTER:
+            self.adapted.add(new.seq_id)
         row = self._free_rows.pop()  # only now, since the lines above may run out of memory
         self._num_given[row] = self._num_tokens[row] = len(new.token_ids)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""
         sequence = self._sequences.pop(seq_id, None)
+        self.adapted.discard(seq_id)
         if sequence is not None:
             self._last = ([], [], self._last[2][:0])
             for tables in self.tables:

@@ -85,6 +85,7 @@ class StepArrays:
     logit_rows: Ints  # [R]
     groups: tuple[GroupArrays, ...]
     has_policies: bool = False
+    adapter_slots: NDArray[np.int32] | None = None  # [T]; None: no token has an adapter
 
     @property
     def only_decodes(self) -> bool:
@@ -107,6 +108,9 @@ def step_arrays(
     token_ids = store.token_ids(plan.seq_ids, rows.start, rows.start + rows.count)
     arrays = StepArrays(token_ids=token_ids, rows=rows, logit_rows=_logit_rows(plan, rows), groups=())
     arrays.has_policies = any([sequence.compact is not None for sequence in sequences])
+    if not store.adapted.isdisjoint(plan.seq_ids):
+        slots_B = np.array([sequence.adapter_slot for sequence in sequences], dtype=np.int32)
+        arrays.adapter_slots = slots_B[rows.row_of_token]
     if arrays.has_policies:
         joined = joins_decodes and arrays.only_decodes
         groups = (

@@ -17,7 +17,7 @@ ranks connect to each other (`models.parallel.rendezvous`); a *load* copies KV b
     RankUsage ...       ->                    what the rank has used, once a second while it works
     StepResult ...      ->                    results, from the first rank only
     LoadsEnded ...      ->                    loads that have ended, from every other rank
-                        <-  ReadBlocks, WriteBlocks               to every rank, between plans
+                        <-  ReadBlocks, WriteBlocks, LoadAdapter  to every rank, between plans
     BlocksDone          ->
                         <-  BeginRead                             to every rank, between plans
     ReadEnd             ->                                        at any time, from the rank's thread of reads
@@ -170,6 +170,15 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Asks a rank to load its part of the LoRA adapter at `path` into a slot."""
+
+    call: int
+    slot: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class BeginRead:
     """Begins a read of another worker's memory."""
 
@@ -178,7 +187,7 @@ class BeginRead:
 
 @dataclass(frozen=True, slots=True)
 class BlocksDone:
-    """The answer to `ReadBlocks` (with the contents) or `WriteBlocks` (without); `refusal` says why the call was wrong."""
+    """The answer to `ReadBlocks` (with the contents), `WriteBlocks` or `LoadAdapter`; `refusal` says why the call was wrong."""
 
     call: int
     data: bytes = b""

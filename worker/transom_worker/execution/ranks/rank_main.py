@@ -14,7 +14,7 @@ from typing import Any
 
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.contract import ErrorInfo
-from transom_core.errors import StepFailed, TransomError
+from transom_core.errors import RequestError, StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
 from transom_core.machine.host_memory import freeze_objects, keep_returning_freed_memory
@@ -28,6 +28,7 @@ from transom_worker.execution.ranks.messages import (
     Hello,
     KvCapacity,
     Load,
+    LoadAdapter,
     Loaded,
     LoadProgress,
     LoadsEnded,
@@ -104,7 +105,7 @@ class _Rank:
         """Execute what the executor sends, until an error ends the rank."""
         while True:
             message = self._next_message()
-            if isinstance(message, ReadBlocks | WriteBlocks):
+            if isinstance(message, ReadBlocks | WriteBlocks | LoadAdapter):
                 self._finish_launched()
                 self._channel.send(self._blocks_done(message))
             elif isinstance(message, BeginRead):
@@ -220,13 +221,16 @@ class _Rank:
             ended = (tuple(result.loaded), tuple(result.load_s), tuple(result.failed))
             self._channel.send(LoadsEnded(step.plan.step_id, *ended))
 
-    def _blocks_done(self, message: ReadBlocks | WriteBlocks) -> BlocksDone:
-        """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""
+    def _blocks_done(self, message: ReadBlocks | WriteBlocks | LoadAdapter) -> BlocksDone:
+        """Read or write blocks, or load an adapter. A call that names wrong blocks changes nothing, and its answer says so."""
         try:
             if isinstance(message, ReadBlocks):
                 return BlocksDone(message.call, self._runner.tiers.read(message.tier, message.group, message.blocks))
-            self._runner.tiers.write(message.tier, message.group, message.blocks, message.data)
-        except ValueError as error:
+            if isinstance(message, LoadAdapter):
+                self._runner.load_adapter(message.slot, message.path)
+            else:
+                self._runner.tiers.write(message.tier, message.group, message.blocks, message.data)
+        except (ValueError, RequestError) as error:
             return BlocksDone(message.call, refusal=str(error))
         return BlocksDone(message.call)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from transom_core.config import EngineConfig
-from transom_core.errors import ConfigError, ModelError, OutOfMemory, RankLost, StepFailed
+from transom_core.errors import ConfigError, ModelError, OutOfMemory, RankLost, RequestError, StepFailed
 from transom_worker.execution.executor import (
     Executor,
     ExecutorInfo,
@@ -33,6 +33,7 @@ from transom_worker.execution.ranks.launcher import Launcher
 from transom_worker.execution.ranks.messages import (
     BeginRead,
     BlocksDone,
+    LoadAdapter,
     LoadsEnded,
     RankFailed,
     ReadBlocks,
@@ -161,6 +162,14 @@ class RanksExecutor(Executor):
         ids = tuple(blocks)
         self._call([WriteBlocks(self._num_calls, tier, group, ids, part) for part in data])
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """Load a LoRA adapter on every rank, after the plans in flight. Raises RequestError, RankLost."""
+        self._num_calls += 1
+        try:
+            self._call([LoadAdapter(self._num_calls, slot, path)] * self._config.ranks.size)
+        except ValueError as refusal:
+            raise RequestError(str(refusal), param="lora_path") from None
+
     def begin_read(self, read: RemoteRead) -> None:
         """Let every rank begin a read, after the plans in flight. Raises RankLost."""
         self.check()
@@ -279,7 +288,7 @@ class RanksExecutor(Executor):
         if step_id in self._without_rows:
             self._without_rows[step_id] -= 1
 
-    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks]) -> list[bytes]:
+    def _call(self, messages: Sequence[ReadBlocks | WriteBlocks | LoadAdapter]) -> list[bytes]:
         """Send one message to each rank, and return the data of their answers in order of rank."""
         self.check()
         assert self._group is not None

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +35,13 @@ from transom_worker.models.model import Model
 
 logger = logging.getLogger("transom.worker")
 
-Key = tuple[int, PolicyVariant | None]  # number of sequences, and the variant of a step with KV policies
+
+class Key(NamedTuple):
+    """What the steps of one program have in common."""
+
+    num_seqs: int
+    policy: PolicyVariant | None  # the variant of a step with KV policies
+    has_adapters: bool  # whether any sequence has a LoRA adapter
 
 
 @dataclass(slots=True)
@@ -81,7 +88,7 @@ class DecodePrograms(DecodeReplay):
         Return None if no program can run the step; it then runs eagerly. `policy` is None if no row has a KV policy. If a recording
         fails, the function uses `eager_batch`, which makes the step's inputs outside the fixed arrays.
         """
-        key = (len(arrays.token_ids), policy)
+        key = Key(len(arrays.token_ids), policy, arrays.adapter_slots is not None)
         if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
             return None
         self._inputs.write(arrays, len(arrays.token_ids))
@@ -111,7 +118,7 @@ class DecodePrograms(DecodeReplay):
 
     def _record(self, key: Key, eager_batch: Callable[[], ForwardBatch]) -> torch.Tensor:
         """Run the forward pass and record it. If recording fails, run the forward pass without it."""
-        batch = self._inputs.forward_batch(*key)
+        batch = self._inputs.forward_batch(key.num_seqs, key.policy, has_adapters=key.has_adapters)
         states = KeptStates(batch, self._builder.layout)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
@@ -126,7 +133,7 @@ class DecodePrograms(DecodeReplay):
 
     def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
-        batch = self._inputs.forward_batch(*key)
+        batch = self._inputs.forward_batch(key.num_seqs, key.policy, has_adapters=key.has_adapters)
         states = KeptStates(batch, self._builder.layout)
         replayed_BV = _replay(recorded).clone()
         states.restore()
@@ -134,7 +141,7 @@ class DecodePrograms(DecodeReplay):
         self._inputs.clear_mass()
         logits_BV = self._model.forward(batch)
         try:
-            check_replay(f"a step of {key[0]} sequences", replayed_BV, logits_BV)
+            check_replay(f"a step of {key.num_seqs} sequences", replayed_BV, logits_BV)
             recorded.is_checked = True
         except ReplayMismatch as error:
             self._refuse(str(error))

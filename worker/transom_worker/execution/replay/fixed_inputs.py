@@ -29,6 +29,7 @@ from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_replay import PolicyVariant
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
+from transom_worker.scheduling.step import NO_ADAPTER
 from transom_worker.uploads import Field, Fields, packed_views
 
 LONG, INT, FLOAT = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
@@ -52,6 +53,8 @@ def step_fields(
         "start": ((num_seqs,), INT),
         "query_offset": ((num_seqs + 1,), INT),
     }
+    if builder.takes_adapters:
+        fields["adapter_slots"] = ((num_tokens,), INT)
     for group in range(len(builder.layout.groups)):
         fields[f"block_table {group}"] = ((num_seqs, num_columns[group]), INT)
         fields[f"first_block {group}"] = ((num_seqs,), INT)
@@ -129,6 +132,9 @@ class FixedInputs:
         self._fill("token_ids", arrays.token_ids, num_tokens)
         self._fill("positions", arrays.rows.positions, num_tokens)
         self._fill("start", arrays.rows.start, num_seqs)
+        if "adapter_slots" in to:
+            slots: Values = [] if arrays.adapter_slots is None else arrays.adapter_slots
+            self._fill("adapter_slots", slots, num_tokens, padding=NO_ADAPTER)
         if mixed_tokens:
             self._fill("logit_rows", arrays.logit_rows, num_seqs)
             self._fill("query_offset", arrays.rows.offset, num_seqs + 1, padding=len(arrays.token_ids))
@@ -148,16 +154,21 @@ class FixedInputs:
                 to[f"block_table {index}"][len(group.block_table) : num_seqs] = NO_BLOCK
             self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
 
-    def forward_batch(self, num_seqs: int, policy: PolicyVariant | None = None) -> ForwardBatch:
-        """Return the first `num_seqs` sequences' inputs.
+    def forward_batch(
+        self, num_seqs: int, policy: PolicyVariant | None = None, *, has_adapters: bool = False
+    ) -> ForwardBatch:
+        """Return the first `num_seqs` sequences' inputs; without `has_adapters`, as if no sequence had a LoRA adapter.
 
         Each forward pass needs a new batch, because the scratch memory in it must not outlive the pass.
         """
         rows = self._views(num_seqs)
+        if not has_adapters:
+            rows.pop("adapter_slots", None)
         if policy is None:
             return self._builder.batch_of(rows)
         groups, none = range(len(self._builder.layout.groups)), self._views(0)
-        on = {name: rows[name] for name in ("token_ids", "positions", "logit_rows")}
+        step = ("token_ids", "positions", "logit_rows", "adapter_slots")
+        on: dict[str, torch.Tensor] = {name: rows[name] for name in step if name in rows}
         if policy.passes_trained_len:
             on["sink_positions"] = rows[_SINK_POSITIONS]
         for index in groups:  # no ordinary rows, and slots of all rows

@@ -28,7 +28,7 @@ from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "f2b2f4ab335396d7"
+NUMERICS = "ee830e81589dbdb3"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
@@ -89,6 +89,8 @@ class CacheSetup:
         windows = (config.window, config.sinks, config.chunk, config.window_pattern)
         kernels = (NUMERICS, loaded.device.type, kernels_on(loaded.device))
         facts = (contents.hex(), loaded.dtype, config.quantization, formats, windows, kernels)
+        if self._config.lora is not None:  # gates and ups are rounded before the activation then
+            return _digest(IDENTITY_BYTES, *facts, "lora").hex()
         return _digest(IDENTITY_BYTES, *facts).hex()
 
     def disk_fingerprint(self, identity: str, rank: int) -> bytes:

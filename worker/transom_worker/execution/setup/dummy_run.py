@@ -17,7 +17,7 @@ from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.models.model import Model
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, StepPlan, StepResult
+from transom_worker.scheduling.step import NO_ADAPTER, NO_ID, WHOLE_TABLE, NewSequence, StepPlan, StepResult
 
 # Asks for everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
 WORST_CASE_SAMPLING = SamplingParams(
@@ -54,13 +54,15 @@ def warm_up(
     """Run a few steps, so that operators choose and cache their algorithms for prompts and for decoding; return logits [1, V].
 
     Where kernels are compiled on their first launch (`compiles`), every kind of step runs, so that no request waits for a
-    compiler: with `compiles_by_rows` prompts of several lengths, and with `takes_policies` rows with KV policies.
+    compiler: with `compiles_by_rows` prompts of several lengths, with `takes_policies` rows with KV policies, and rows with LoRA
+    adapters if the model takes any.
     """
     steps = prompt_steps(
         max_tokens=max_tokens, max_model_len=max_model_len, compiles=compiles, compiles_by_rows=compiles_by_rows
     )
-    for start, count in steps:
-        dummy_run(model, builder, groups, [count], start=start)
+    for adapter_slot in (NO_ADAPTER, 0) if builder.takes_adapters else (NO_ADAPTER,):
+        for start, count in steps:
+            dummy_run(model, builder, groups, [count], start=start, adapter_slot=adapter_slot)
     if compiles and takes_policies:
         for policy in WARM_UP_POLICIES:
             for start, count in (steps[0], steps[-1]):
@@ -82,14 +84,20 @@ def prompt_steps(
 
 
 def dummy_run(
-    model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], counts: Sequence[int], *, start: int = 0
+    model: Model,
+    builder: BatchBuilder,
+    groups: Sequence[GroupSpec],
+    counts: Sequence[int],
+    *,
+    start: int = 0,
+    adapter_slot: int = NO_ADAPTER,
 ) -> torch.Tensor:
-    """Run one forward pass over sequences of `counts` new tokens each; return their logits, [B, V].
+    """Run one forward pass over sequences of `counts` new tokens each, all with one adapter slot; return their logits, [B, V].
 
     The first sequence has `start` tokens before its new ones, the others have none. All read block 0 and write to the dump
     block.
     """
-    plan, store = _dummy_step(groups, counts, start, SamplingParams(temperature=0.0))
+    plan, store = _dummy_step(groups, counts, start, SamplingParams(temperature=0.0), adapter_slot=adapter_slot)
     with torch.inference_mode():
         logits_BV = model.forward(builder.build(plan, store))
         logits_BV.max(-1).indices.tolist()
@@ -118,7 +126,8 @@ def worst_case_step(
 ) -> StepResult:
     """Run one whole step over sequences like those of `dummy_run`, each of which asks for everything that takes memory: filters,
     penalties, and log-probabilities of every position of prompt and output."""
-    plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING)
+    adapter_slot = 0 if builder.takes_adapters else NO_ADAPTER
+    plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING, adapter_slot=adapter_slot)
     plan.logits_from = list(plan.start)
     for seq_id, (first, count) in enumerate(zip(plan.start, counts, strict=True)):
         tokens = [position % model.architecture.vocab_size for position in range(first + count)]
@@ -136,13 +145,15 @@ def _dummy_step(
     start: int,
     params: SamplingParams,
     policy: KvPolicy | None = None,
+    *,
+    adapter_slot: int = NO_ADAPTER,
 ) -> tuple[StepPlan, SequenceStore]:
     """Return the plan and the sequences of a dummy run in which every sequence samples a token."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
     starts = [start] + [0] * (len(counts) - 1)
     ends = [first + count for first, count in zip(starts, counts, strict=True)]
     for seq_id, end in enumerate(ends):
-        store.add(_blank_sequence(seq_id, end, params, policy))
+        store.add(_blank_sequence(seq_id, end, params, policy, adapter_slot))
         for group, tables in enumerate(store.tables):
             blocks, compact = [0] * -(-end // tables.block_size), store[seq_id].compact
             if compact is not None:
@@ -187,7 +198,9 @@ def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 
 
-def _blank_sequence(seq_id: int, count: int, params: SamplingParams, policy: KvPolicy | None) -> NewSequence:
+def _blank_sequence(
+    seq_id: int, count: int, params: SamplingParams, policy: KvPolicy | None, adapter_slot: int
+) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
         request_id="",
@@ -196,4 +209,5 @@ def _blank_sequence(seq_id: int, count: int, params: SamplingParams, policy: KvP
         params=params,
         seed=0,
         kv_policy=policy,
+        adapter_slot=adapter_slot,
     )

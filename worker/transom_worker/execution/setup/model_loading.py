@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from transom_core.config import ModelConfig
+from transom_core.config import LoraConfig, ModelConfig
 from transom_core.errors import ConfigError
 from transom_core.machine.gpu_checks import gpu_problem, torch_build
 from transom_core.machine.gpus import DEVICE_ORDER, expects_gpu, read_driver, visible_gpus
@@ -54,10 +54,12 @@ def load_model(
     parallel: Parallel = ONE_RANK,
     on_progress: OnProgress | None = None,
     *,
+    lora: LoraConfig | None = None,
     index_on_host: int = 0,
     ranks_on_host: int = 1,
 ) -> LoadedModel:
-    """Resolve a model and load the part of it that belongs to one rank, which is number `index_on_host` of those on this host.
+    """Resolve a model and load the part of it that belongs to one rank, which is number `index_on_host` of those on this host. With
+    `lora` the model takes LoRA adapters.
 
     Raises:
         ModelError: the model's files are missing, broken or of an unknown family.  ConfigError: the configured device does not
@@ -94,6 +96,7 @@ def load_model(
             device=device,
             quantization=config.quantization,
             parallel=parallel,
+            lora=lora,
         )
         _warn_about_unread(weights.unread, files.path, architecture)
         part = fetch_with_progress(contents.finish, on_progress, share=1.0) if on_progress else contents.finish()

@@ -74,7 +74,12 @@ class ModelSetup:
         self._parallel, self._config, self._ranks_on_host = parallel, config, ranks_on_host
         self._on_busy = on_busy
         self._loaded = loaded or load_model(
-            config.model, self._parallel, on_progress, index_on_host=index_on_host, ranks_on_host=ranks_on_host
+            config.model,
+            self._parallel,
+            on_progress,
+            lora=config.lora,
+            index_on_host=index_on_host,
+            ranks_on_host=ranks_on_host,
         )
         self._cache = CacheSetup(config, self._loaded, self._parallel)
         self._decode_sizes = decode_sizes(
@@ -139,6 +144,7 @@ class ModelSetup:
             sampler=sampler,
             queue=device_queue(self._loaded.device, max_rows=self._config.scheduler.max_num_seqs),
             max_num_seqs=self._config.scheduler.max_num_seqs,
+            load_adapter=self._loaded.model.load_adapter,
         )
 
     def _info(self, plan: CachePlan, layout: ArenaLayout, forward: ForwardPass, identity: str) -> ExecutorInfo:
@@ -196,7 +202,13 @@ class ModelSetup:
         return RankTiers(memories, folder, remote)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
-        return BatchBuilder(layout, slab, self._loaded.device, trained_len=self._loaded.architecture.max_position)
+        return BatchBuilder(
+            layout,
+            slab,
+            self._loaded.device,
+            trained_len=self._loaded.architecture.max_position,
+            takes_adapters=self._config.lora is not None,
+        )
 
     def _run_worst_case(self, layout: ArenaLayout) -> None:
         """Run the step that needs the most memory, over a small slab, so that the device's peak memory can be read afterwards."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_core.config import LoraConfig
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture, runnable
 from transom_core.model_config.sharding import check_size
@@ -27,8 +28,11 @@ class WeightPlan:
     rank_bytes: tuple[int, ...]
 
 
-def plan_weights(model: str, device: str, *, tensor_parallel_size: int = 1) -> WeightPlan:
-    """Return the bytes of a model's weights on such devices, in the dtype in which it is served. Files are mapped, not read.
+def plan_weights(
+    model: str, device: str, *, tensor_parallel_size: int = 1, lora: LoraConfig | None = None
+) -> WeightPlan:
+    """Return the bytes of a model's weights on such devices, in the dtype in which it is served. Files are mapped, not read. With
+    `lora` each rank also has the slots of LoRA adapters.
 
     Raises:
         ModelError: the model's files are missing, broken or of an unknown family or quantisation.
@@ -44,7 +48,7 @@ def plan_weights(model: str, device: str, *, tensor_parallel_size: int = 1) -> W
     weights = load_weights(files, in_memory=device == "cpu", for_gpu=device == "cuda", without_data=True)
     dtype: torch.dtype = getattr(torch, architecture.served_dtype)
     ranks = [Parallel(rank=rank, size=tensor_parallel_size) for rank in range(tensor_parallel_size)]
-    built = (build_model(architecture, weights, dtype=dtype, device="meta", parallel=rank) for rank in ranks)
+    built = (build_model(architecture, weights, dtype=dtype, device="meta", parallel=rank, lora=lora) for rank in ranks)
     rank_bytes = tuple(model.weight_bytes for model in built)
     weights.close()
     file_bytes = sum(path.stat().st_size for path in weight_files(files.path))

@@ -64,6 +64,8 @@ class ForwardBatch:
     caches: tuple[LayerCache, ...]  # by layer: its keys and values
     logit_rows: torch.Tensor  # [R] int64, ascending: which of the T rows need logits
     compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty if no layer has one
+    # [T] int32: the slots of the tokens' LoRA adapters, -1 for none; None: no token has an adapter.
+    adapter_slots: torch.Tensor | None = None
     # [T] int64: the positions by which queries are rotated when they read sink tokens; None: `positions`.
     sink_positions: torch.Tensor | None = None
     # Called with each layer's index and output, [T, N], of the last layer [R, N], to find the layer whose recording is wrong.

@@ -121,19 +121,12 @@ class RowParallelLinear(Linear):
         return self(x_MK).add_(residual_MN)
 
 
-def make_row_parallel(
-    weight_NK: Weight,
-    bias_N: torch.Tensor | None = None,
-    *,
-    quantization: Quantization = "none",
-    comm: Communicator = SINGLE_RANK,
-) -> Linear:
+def row_parallel(linear: Linear, comm: Communicator) -> Linear:
     """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` it does not sum over the ranks; if there
     are several, the caller does.
 
     A weight is divided among ranks before it is quantised, so a rank's groups of columns begin at its first column.
     """
-    linear = make_linear(weight_NK, bias_N, quantization=quantization)
     return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)
 
 
@@ -152,33 +145,20 @@ class HeadsLinear:
         return torch.bmm(x_THK.transpose(0, 1), self._weight_HKN).transpose(0, 1).contiguous()
 
 
+GateUp = (
+    PackedWeight | PackedPanels | Linear
+)  # gate and up as one projection: packed for one kernel with the activation, or not
+
+
 class GatedMlp:
     """A feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the activation
     and multiplies the two. The activation `relu2` has no gate."""
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],  # gate [I, N] unless the activation has none, up [I, N], down [N, I]
-        biases: Sequence[torch.Tensor | None] | None,
-        *,
-        quantization: Quantization,
-        activation: Activation = "silu",
-        comm: Communicator = SINGLE_RANK,
-    ) -> None:
-        """With several ranks, each has a part of the inner width. Only rank 0 passes a bias of the down projection, since the
-        ranks' outputs are summed; the others pass None."""
-        self._activation: Activation = activation
-        *into, down_NI = weights
-        *into_biases, down_bias = biases or [None] * len(weights)
-        self._gate_up = (
-            _gate_and_up((into[0], into[1]), (into_biases[0], into_biases[1]), quantization)
-            if len(into) > 1
-            else make_linear(into[0], into_biases[0], quantization=quantization)
-        )
-        gate_up = self._gate_up
-        gate_up_bytes = gate_up.weight_bytes if isinstance(gate_up, Linear) else gate_up.nbytes
-        self._down = make_row_parallel(down_NI, down_bias, quantization=quantization, comm=comm)
-        self.weight_bytes = gate_up_bytes + self._down.weight_bytes
+    def __init__(self, gate_up: GateUp, down: Linear, activation: Activation) -> None:
+        """`gate_up` is fused: gates before ups, or ups alone if the activation has no gate. `down` sums over the ranks."""
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self.weight_bytes = gate_up.weight_bytes if isinstance(gate_up, Linear) else gate_up.nbytes
+        self.weight_bytes += down.weight_bytes
 
     @property
     def adds_in_product(self) -> bool:
@@ -200,13 +180,10 @@ class GatedMlp:
         return gated_activation(self._gate_up(x_TN), self._activation)
 
 
-def _gate_and_up(
-    weights: tuple[Weight, Weight], biases: tuple[torch.Tensor | None, torch.Tensor | None], quantization: Quantization
-) -> PackedWeight | PackedPanels | Linear:
-    """Return the two projections fused. Both weights must be plain tensors, or be stored in the same format."""
+def gate_and_up(weights: Sequence[Weight], biases: Sequence[torch.Tensor] | None, quantization: Quantization) -> GateUp:
+    """Return a gate [I, N] and an up [I, N] fused. Both weights must be plain tensors, or be stored in the same format."""
     gate_IN, up_IN = weights
-    gate_bias, up_bias = biases
-    both = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
+    both = None if biases is None else (biases[0], biases[1])
     gate, up = (quantised_rows(weight, quantization) for weight in weights)
     if isinstance(gate, GpuRows) and isinstance(up, GpuRows):
         return make_linear(concatenated([gate, up]), None if both is None else torch.cat(both))
@@ -215,7 +192,7 @@ def _gate_and_up(
     assert isinstance(gate_IN, torch.Tensor)
     assert isinstance(up_IN, torch.Tensor)
     if runs_packed(gate_IN):
-        return pack_weight(gate_IN, gate_bias, up=up_IN, up_bias=up_bias)
+        return pack_weight(gate_IN, both and both[0], up=up_IN, up_bias=both and both[1])
     return make_linear(
         torch.cat([gate_IN, up_IN]), None if both is None else torch.cat(both), quantization=quantization
     )
