@@ -78,12 +78,6 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     assert one_request.has_ended
 
 
-def test_an_event_after_missing_output_is_not_taken():
-    (one_request,), _ = sent(request())
-    assert [one_request.take(one) for one in (event(0, 2), event(4, 5))] == [True, False]
-    assert one_request.token_ids == [0, 1]
-
-
 async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     worker = StubWorker(max_events=0)
     one_request = InFlightRequest(OutputStream([request()]), 0, request())

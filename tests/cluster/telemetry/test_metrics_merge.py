@@ -45,15 +45,6 @@ def test_families_stand_together(openmetrics: bool) -> None:
     assert merge_pages(pages[:1], openmetrics=openmetrics) == pages[0]
 
 
-def test_exemplars_stay() -> None:
-    merged = merge_pages([page("a", openmetrics=True), page("b", openmetrics=True)], openmetrics=True)
-    (seconds,) = (family for family in parse_openmetrics(merged) if family.name == "transom_seconds")
-    assert [s.exemplar.labels for s in seconds.samples if s.exemplar] == [
-        {"request_id": "cmpl-a"},
-        {"request_id": "cmpl-b"},
-    ]
-
-
 @pytest.mark.parametrize("openmetrics", [False, True])
 def test_a_page_that_was_cut_anywhere_leaves_the_union_valid(openmetrics: bool) -> None:
     whole, other = page("a", openmetrics=openmetrics), page("b", openmetrics=openmetrics)

@@ -312,14 +312,6 @@ def test_weights_without_an_index(
         assert set(server.num_bytes) == {*TEXT, f"{downloaded}.safetensors"}
 
 
-def test_a_repository_with_pickles_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with hub_server({**TEXT, "pytorch_model.bin": b"p"}) as server:
-        use(server, monkeypatch, tmp_path)
-        with pytest.raises(ModelError, match=r"has no \.safetensors file"):
-            resolve_model("org/name")
-        assert "pytorch_model.bin" not in server.num_bytes
-
-
 def test_an_index_that_names_files_elsewhere_is_refused(gpt_oss: HubServer) -> None:
     evil = {"weight_map": {"a": "../../etc/passwd.safetensors"}}
     gpt_oss.files["model.safetensors.index.json"] = json.dumps(evil).encode()
