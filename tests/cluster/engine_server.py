@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.cluster.stub_worker import StubDirectory
 from tests.hooked_executor import HookedExecutor
 from tests.loopback_server import served
 from transom_cluster.http.api import build_api
@@ -26,20 +27,6 @@ from transom_worker.telemetry.engine_timelines import Clock
 
 QUIET_S = 120
 SILENCE_S = 3600.0  # a process that stands still for a minute, and all in it, takes neither router nor worker for lost
-
-
-class OneWorker:
-    """A directory with one worker, whose methods are those of `WorkerClient`."""
-
-    def __init__(self, replica: WorkerReplica) -> None:
-        self._replica = replica
-
-    async def changes(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        yield {"0": self._replica}
-        await asyncio.Event().wait()
-
-    def wake(self) -> None:
-        """The worker is there, and its stream is open again soon."""
 
 
 @dataclass
@@ -98,8 +85,10 @@ def engine_server(
     replica = WorkerReplica(engine_config, "tiny", engine=engine)
     tokenizer = Tokenizer.load(resolve_model(str(model)))
     config = ServerConfig(served_model_name="tiny", **(server or {}))
+    directory = StubDirectory()
+    directory.workers["0"] = replica  # type: ignore[assignment]
     router = Router(
-        workers=OneWorker(replica),
+        workers=directory,
         tokenizer=tokenizer,
         config=config,
         router_id="r",
