@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.cluster.stub_worker import StubWorker, logprobs_of
 from transom_cluster.router.output_stream import joined
@@ -49,14 +49,7 @@ class SpeakingWorker(StubWorker):
 
     async def info(self) -> WorkerInfo:
         assert self.tokenizer is not None
-        info = await super().info()
-        return WorkerInfo(
-            worker=info.worker,
-            max_model_len=MAX_MODEL_LEN,
-            vocab_size=self.tokenizer.vocab_size,
-            cache=info.cache,
-            block_bytes=info.block_bytes,
-        )
+        return replace(await super().info(), max_model_len=MAX_MODEL_LEN, vocab_size=self.tokenizer.vocab_size)
 
     async def _run(self, request: Request) -> None:
         assert self.tokenizer is not None

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -23,17 +22,13 @@ PROMETHEUS = (
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
-def stub(worker: str, **values: Any) -> StubWorker:
-    return StubWorker(worker=worker, metrics=page_of(worker), **values)
-
-
-def page_of(worker: str) -> Callable[[bool], str]:
-    def text(openmetrics: bool) -> str:
+def stub(worker: str) -> StubWorker:
+    def page(openmetrics: bool) -> str:
         name = "transom_steps" if openmetrics else "transom_steps_total"
         head = f"# HELP {name} Steps.\n# TYPE {name} counter\n"
         return f'{head}transom_steps_total{{model="stub",worker="{worker}"}} 7.0\n' + "# EOF\n" * openmetrics
 
-    return text
+    return StubWorker(worker=worker, metrics=page)
 
 
 def labels_of(text: str, name: str, label: str) -> list[str]:
@@ -181,14 +176,7 @@ async def test_one_collection_a_second_serves_all_callers() -> None:
 
     pages = SharedPages(clock=lambda: now_s)
     assert set(await asyncio.gather(*(pages.get("all", collect) for _ in range(20)))) == {"page 1"}
-    assert [await pages.get("all", collect) for _ in range(6)] == [
-        "page 2",
-        "page 3",
-        "page 4",
-        "page 5",
-        "page 5",
-        "page 5",
-    ]
+    assert [await pages.get("all", collect) for _ in range(6)] == [f"page {number}" for number in (2, 3, 4, 5, 5, 5)]
     now_s = 0.9
     assert await pages.get("all", collect) == "page 5"
     now_s = 1.0

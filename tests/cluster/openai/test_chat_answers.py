@@ -131,12 +131,6 @@ def test_pieces_of_one_kind_in_one_event_make_one_delta() -> None:
     assert kinds == ["role", "reasoning_content", "content", *["tool_calls"] * 4, None]
 
 
-def entries(chunks: Sequence[dict[str, Any]]) -> list[str]:
-    """The tokens whose log-probabilities a stream has."""
-    logprobs = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
-    return [entry["token"] for one in logprobs for entry in one["content"]]
-
-
 @pytest.mark.parametrize("include_reasoning", [True, False])
 @pytest.mark.parametrize("per_event", [1, 3, 100])
 def test_every_token_but_of_hidden_reasoning_has_its_logprobs_once(per_event: int, include_reasoning: bool) -> None:
@@ -144,7 +138,8 @@ def test_every_token_but_of_hidden_reasoning_has_its_logprobs_once(per_event: in
     plain: dict[str, Any] = {"include_reasoning": include_reasoning}
     options: dict[str, Any] = {"per_event": per_event, "logprobs": True}
     chunks = stream(writer_of(ALL, num_top_logprobs=0, **plain), ALL, **options)
-    assert entries(chunks) == tokens
+    logprobs = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert [entry["token"] for one in logprobs for entry in one["content"]] == tokens
     assert joined_message(chunks) == whole(writer_of(ALL, **plain), ALL)["choices"][0]["message"]
     answer = whole(writer_of(ALL, num_top_logprobs=0, **plain), ALL, **options)
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == tokens

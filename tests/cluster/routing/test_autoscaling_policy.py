@@ -1,5 +1,7 @@
 """The number of workers on recorded signals: ramps, bursts, steady load, idleness, and zero."""
 
+from dataclasses import replace
+
 import pytest
 
 from transom_cluster.routing.autoscaling import wanted_replicas
@@ -9,9 +11,7 @@ from transom_core.contract import WorkerLoad
 CONFIG = AutoscalingConfig(
     min_replicas=1, max_replicas=4, first_token_objective_s=2.0, upscale_delay_s=10, downscale_delay_s=300
 )
-FROM_ZERO = AutoscalingConfig(
-    min_replicas=0, max_replicas=4, first_token_objective_s=2.0, upscale_delay_s=10, downscale_delay_s=300
-)
+FROM_ZERO = replace(CONFIG, min_replicas=0)
 IDLE = WorkerLoad(max_num_seqs=16, prefill_tokens_per_s=1000.0, decode_step_s=0.02, first_token_s=5.0)
 
 
@@ -34,15 +34,6 @@ def wanted(*loads: WorkerLoad, target: int = 0, unplaced: int = 0, config: Autos
     return wanted_replicas(loads, num_unplaced=unplaced, num_target=target or len(loads), config=config)
 
 
-def replay(recorded: list[list[WorkerLoad]], config: AutoscalingConfig = CONFIG) -> list[int]:
-    """What is wanted at each record, where each answer is followed at once."""
-    counts, target = [], len(recorded[0])
-    for loads in recorded:
-        target = wanted_replicas(loads, num_unplaced=0, num_target=target, config=config)
-        counts.append(target)
-    return counts
-
-
 def test_a_ramp_adds_workers_as_it_rises_and_takes_them_away_as_it_falls():
     recorded = [
         [load(2)],
@@ -57,7 +48,10 @@ def test_a_ramp_adds_workers_as_it_rises_and_takes_them_away_as_it_falls():
         [load(1), IDLE],
         [IDLE],
     ]
-    assert replay(recorded) == [1, 1, 1, 2, 2, 3, 3, 3, 1, 1, 1]
+    counts = [1]  # each answer is followed at once
+    for loads in recorded:
+        counts.append(wanted(*loads, target=counts[-1]))
+    assert counts[1:] == [1, 1, 1, 2, 2, 3, 3, 3, 1, 1, 1]
 
 
 def test_steady_load_moves_nothing():
