@@ -109,10 +109,6 @@ def read(events: Sequence[OutputEvent], params: SamplingParams) -> tuple[list[An
     return [part for event in events for part in reader.read(event)], parser, reader
 
 
-def text_of(events: Sequence[OutputEvent]) -> str:
-    return "".join(event.text for event in events)
-
-
 def texts(parts: Sequence[AnswerPart]) -> list[tuple[type, str]]:
     """The parts with neighbours of one kind joined."""
     found: list[tuple[type, str]] = []
@@ -137,12 +133,6 @@ def split_text(text: str) -> list[tuple[type, str]]:
         elif piece:
             found.append((kind, piece))
     return found
-
-
-def by_cuts(events: Sequence[OutputEvent], cuts: set[int]) -> list[OutputEvent]:
-    """The same output with the events between two cuts joined, as for a slow client."""
-    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(events)), len(events)]
-    return [joined(events[a:b]) for a, b in pairwise(bounds)]
 
 
 params_st = st.builds(
@@ -171,7 +161,7 @@ def test_the_parser_gets_the_workers_text_and_whole_tokens(
 ) -> None:
     events = worker_events(token_ids, params)
     parts, parser, reader = read(events, params)
-    has_ended, text = events[-1].finish_reason is not None, text_of(events)
+    has_ended, text = events[-1].finish_reason is not None, "".join(event.text for event in events)
     given_text = "".join(text for _, text in parser.pushed)
     given_ids = [token_id for token_id, _ in parser.pushed if token_id != NO_TOKEN_ID]
     assert text.startswith(given_text)
@@ -188,7 +178,9 @@ def test_the_parser_gets_the_workers_text_and_whole_tokens(
         assert texts(parts) == split_text(text)
         if not isinstance(events[-1].stop_reason, str):
             assert given_ids == token_ids[: len(events)]
-    joined_parts, joined_parser, joined_reader = read(by_cuts(events, cuts), params)
+    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(events)), len(events)]
+    as_for_a_slow_client = [joined(events[a:b]) for a, b in pairwise(bounds)]
+    joined_parts, joined_parser, joined_reader = read(as_for_a_slow_client, params)
     assert joined_parser.pushed == parser.pushed
     assert joined_reader.reasoning_spans == reader.reasoning_spans
     assert texts(joined_parts) == texts(parts)

@@ -14,7 +14,6 @@ from tests.cluster.conftest import make_router, num_in_flight, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from tests.how_many import num_examples
 from transom_cluster.router.eligibility import MODEL_GONE
-from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo, OutputEvent, Request, SamplingParams
 from transom_core.errors import Overloaded, WorkerLost
@@ -34,13 +33,6 @@ class Speaker(StubWorker):
         token_id = ord(self.identity[0]) + position
         event = super().event_of(request, position, is_last=is_last)
         return event._replace(token_ids=(token_id,), text=chr(token_id))
-
-
-async def check_nothing_is_left(router: Router, workers: list[Speaker]) -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert num_in_flight(router) == len(router.queue) == 0
-    assert [worker.num_running for worker in workers] == [0] * len(workers)
 
 
 class Cluster(RuleBasedStateMachine):
@@ -198,9 +190,6 @@ class Cluster(RuleBasedStateMachine):
         ids = [one for connection in self.router.connections.values() for one in connection.in_flight.request_ids]
         assert len({one.split("+")[0] for one in ids}) == len(ids)
 
-    def connected(self) -> list[Speaker]:
-        return [worker for worker in self.alive() if worker.worker in self.router.connections]
-
     def teardown(self) -> None:
         async def finish() -> None:
             self.restart_ranks()
@@ -211,7 +200,11 @@ class Cluster(RuleBasedStateMachine):
             self.directory.add(self.new_worker(self.models[-1]))
             async with asyncio.timeout(120):
                 await asyncio.gather(*self.answers)
-            await check_nothing_is_left(self.router, self.connected())
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert num_in_flight(self.router) == len(self.router.queue) == 0
+            connected = [one for one in self.alive() if one.worker in self.router.connections]
+            assert not any(worker.num_running for worker in connected)
             assert 'judgement="culprit",model="stub",router="r0"} 0.0' in self.router.metrics.text()
 
         try:

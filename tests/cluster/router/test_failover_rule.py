@@ -1,7 +1,6 @@
 """Which request is to blame for a lost worker: the rule by itself, and a poison request among innocent streams."""
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -200,7 +199,8 @@ async def test_poison_among_many_ends_few_workers_and_itself(
         for prompt, response in zip(prompts, responses, strict=True):
             if prompt == "innocent":
                 assert response.status_code == 200
-                assert text_of(response.text, stream=stream) == LETTERS
+                events = sent_events(response.text) if stream else [response.json()]
+                assert "".join(event["choices"][0]["text"] for event in events) == LETTERS
         (stopped,) = [r for p, r in zip(prompts, responses, strict=True) if p == "poison!"]
         if stream and poison_at:
             assert stopped.status_code == 200
@@ -287,8 +287,3 @@ async def test_streams_go_on_at_once_unless_a_request_may_be_to_blame(cause: Los
         second.go()
         for answer in answers:
             assert (await answer).json()["choices"][0]["text"] == LETTERS
-
-
-def text_of(text: str, *, stream: bool) -> str:
-    events = sent_events(text) if stream else [json.loads(text)]
-    return "".join(event["choices"][0]["text"] for event in events)
