@@ -200,10 +200,10 @@ class Cluster(RuleBasedStateMachine):
             self.directory.add(self.new_worker(self.models[-1]))
             async with asyncio.timeout(120):
                 await asyncio.gather(*self.answers)
+            connected = [one for one in self.alive() if one.worker in self.router.connections]
             for _ in range(50):
                 await asyncio.sleep(0)
             assert num_in_flight(self.router) == len(self.router.queue) == 0
-            connected = [one for one in self.alive() if one.worker in self.router.connections]
             assert not any(worker.num_running for worker in connected)
             assert 'judgement="culprit",model="stub",router="r0"} 0.0' in self.router.metrics.text()
 
