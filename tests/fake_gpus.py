@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pynvml
+import pytest
 import torch
 
 from transom_core.machine import gpu_checks
@@ -74,6 +75,14 @@ def install(driver: GpuDriver, set_attribute: Callable[[Any, str, Any], None], *
     set_attribute(torch.cuda, "mem_get_info", mem_get_info)
     set_attribute(model_loading, "torch_build", lambda: TORCH)
     set_attribute(gpu_checks, "_compiler_problem", lambda *_: None)
+
+
+def host(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver, visible: str | None = None) -> None:
+    """Have this process be on a host with this driver, which torch can use if it runs CUDA 13, with CUDA_VISIBLE_DEVICES."""
+    install(driver, monkeypatch.setattr)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
 def _nvml(driver: GpuDriver) -> dict[str, Any]:

@@ -63,15 +63,18 @@ def test_the_environment_chooses(value: str, interpret: str, chosen: bool, monke
 ROOT = Path(__file__).parents[2]
 
 
+def output_of(module: str, *arguments: str, **variables: str) -> str:
+    """Return what a module of this folder prints in a process in which Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-m", f"tests.kernels.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cache = tmp_path_factory.mktemp("triton")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.prepared_launches"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(output_of("prepared_launches", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))))
 
 
 def test_later_launches_are_the_first_one_without_tritons_checks(noted: dict[str, Any]) -> None:
@@ -100,17 +103,7 @@ def test_an_unaligned_launch_does_not_change_later_ones(noted: dict[str, Any]) -
 
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.ahead_of_time", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=1500,
-        cwd=ROOT,
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
-    return [json.loads(line) for line in made.stdout.splitlines()]
+    return [json.loads(line) for line in output_of("ahead_of_time", *arguments).splitlines()]
 
 
 def check(kernels: list[dict[str, Any]]) -> None:

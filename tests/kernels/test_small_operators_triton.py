@@ -29,8 +29,6 @@ from transom_kernels.rotary.op import rotary_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-KV_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KV_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @pytest.mark.parametrize(
@@ -122,10 +120,10 @@ def test_streams_that_are_one_tensor_still() -> None:
     check_streams(torch.randn(3, 1, 40).expand(-1, 4, -1), rounds=5)
 
 
-@pytest.mark.parametrize(("name", "rotated", "dtype"), matrix(list(PREPARATIONS), [0, 8, 16], KV_DTYPES))
+@pytest.mark.parametrize(("name", "rotated", "dtype"), matrix(list(PREPARATIONS), [0, 8, 16], DTYPES))
 def test_prepare_and_write(name, rotated, dtype):
     wanted, got = make_inputs(PREPARATIONS[name], 16, rotated, dtype=dtype)
-    limit, queries = KV_LIMIT[dtype], (prepare_qkv_triton(got), prepare_qkv_reference(wanted))
+    limit, queries = LIMIT[dtype], (prepare_qkv_triton(got), prepare_qkv_reference(wanted))
     for one, other in (queries, (got.k_cache, wanted.k_cache), (got.v_cache, wanted.v_cache)):
         torch.testing.assert_close(one.float(), other.float(), atol=limit, rtol=limit, equal_nan=True)
 

@@ -134,40 +134,32 @@ async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> N
 
 
 async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerReplica) -> None:
-    stream = replica.open_stream("r")
-    await anext(stream)
-    await replica.submit("r", [request(f"l{i}", max_tokens=400) for i in range(3)])
-    assert await anext(stream)
-    await replica.abort("r", ["l0"])
-    await replica.abort("other", ["l1"])  # not its owner: ignored
-    await stream.aclose()
-    again = replica.open_stream("r2")
-    await anext(again)
-    assert await replica.submit("r2", [request("last", max_tokens=1)]) == [None]
-    await collect(again, {"last"})
-    await again.aclose()
+    async with opened(replica) as stream:
+        await replica.submit("r", [request(f"l{i}", max_tokens=400) for i in range(3)])
+        assert await anext(stream)
+        await replica.abort("r", ["l0"])
+        await replica.abort("other", ["l1"])  # not its owner: ignored
+    async with opened(replica, "r2") as again:
+        assert await replica.submit("r2", [request("last", max_tokens=1)]) == [None]
+        await collect(again, {"last"})
     assert num_active(replica.engine) == 0
 
 
 async def test_an_id_in_use_is_refused_and_its_running_request_continues(
     replica: WorkerReplica, executor: HookedExecutor
 ) -> None:
-    streams = {router: replica.open_stream(router) for router in ("a", "b")}
-    for stream in streams.values():
-        await anext(stream)
-    with held(executor, after_steps=0):
-        assert await replica.submit("a", [request("same", max_tokens=50)]) == [None]
-        for router in ("a", "b"):
-            fine, error = await replica.submit(router, [request("fine"), request("same")])
-            assert fine is None
-            assert error is not None
-            assert error.param == "request_id"
-        twice = await replica.submit("b", [request("twice"), request("twice")])
-        assert all(error is not None for error in twice)
-    events = (await collect(streams["a"], {"same"}))["same"]
-    assert [event.position for event in events] == list(range(50))
-    for stream in streams.values():
-        await stream.aclose()
+    async with opened(replica, "a") as stream, opened(replica, "b"):
+        with held(executor, after_steps=0):
+            assert await replica.submit("a", [request("same", max_tokens=50)]) == [None]
+            for router in ("a", "b"):
+                fine, error = await replica.submit(router, [request("fine"), request("same")])
+                assert fine is None
+                assert error is not None
+                assert error.param == "request_id"
+            twice = await replica.submit("b", [request("twice"), request("twice")])
+            assert all(error is not None for error in twice)
+        events = (await collect(stream, {"same"}))["same"]
+        assert [event.position for event in events] == list(range(50))
     assert replica.num_requests == 0
 
 
@@ -198,16 +190,12 @@ async def test_a_replica_that_stops_has_written_its_cache_to_the_disk_tier(tiny_
 
 
 async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
-    old = replica.open_stream("r")
-    await anext(old)
-    new = replica.open_stream("r")
-    await anext(new)
-    async with asyncio.timeout(10):
-        async for message in old:
-            assert not message.events
-    assert await replica.submit("r", [request("n", max_tokens=2)]) == [None]
-    await collect(new, {"n"})
-    await new.aclose()
+    async with opened(replica) as old, opened(replica) as new:
+        async with asyncio.timeout(10):
+            async for message in old:
+                assert not message.events
+        assert await replica.submit("r", [request("n", max_tokens=2)]) == [None]
+        await collect(new, {"n"})
 
 
 async def test_a_stream_of_several_calls_brings_every_event_once(

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -191,18 +191,12 @@ def test_a_slow_disk_does_not_stop_other_requests(
 ) -> None:
     """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
     engine = open_engine()
-    tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
-    goes_on, read = threading.Event(), tier._folder.read
-
-    def wait_and_read(group: int, digest: bytes, num_bytes: int) -> bytes | None:
-        goes_on.wait()
-        return read(group, digest, num_bytes)
+    goes_on = hang(monkeypatch)
 
     def wait_and_list() -> ListedChanges:
         goes_on.wait()
         return ListedChanges([], [])
 
-    tier._folder.read = wait_and_read
     monkeypatch.setattr(disk_of(engine).watch._listing, "look_at_all", wait_and_list)
     lister = threading.Thread(target=disk_of(engine).watch.look)
     lister.start()
@@ -226,7 +220,7 @@ def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
     engine = open_engine()
     disk, changes = disk_of(engine), engine.scheduler.cache.changes
     disk.watch._ended.set()  # no listing but those of the test
-    answers_again = hang(monkeypatch)
+    answers_again = hang(monkeypatch).set
     monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
     before = changes.rates
     assert before is not None
@@ -262,7 +256,7 @@ def test_a_late_load_that_fails_is_no_answer_of_the_disk(
     disk.watch._ended.set()  # no listing but those of the test
     index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
-    fails = hang(monkeypatch)
+    fails = hang(monkeypatch).set
     monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
     answers(engine, prompts(1))
     assert disk.is_away
@@ -298,8 +292,8 @@ def test_a_load_whose_requests_have_ended_is_not_read_further(open_engine: Start
     assert answers(engine, prompts(1))[0][0] == written[0][0]
 
 
-def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Have reads of the disk block from now on; return what ends that."""
+def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have reads of the disk block from now on until the event that this returns is set."""
     goes_on = threading.Event()
     read = BlockFolder.read
 
@@ -308,7 +302,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         return read(folder, group, digest, num_bytes)
 
     monkeypatch.setattr(BlockFolder, "read", wait_and_read)
-    return goes_on.set
+    return goes_on
 
 
 def test_a_missing_file_is_tried_once(open_engine: Start, tmp_path: Path, written: Answers) -> None:

@@ -3,9 +3,10 @@ pieces: none holds a step, none stands before another client's, all or none run.
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +243,13 @@ def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(start: St
     """The audit's attack: one POST of 1,024 prompts. Before, no step ran before the last of them was added."""
     engine = start(max_waiting=2000)
     order: list[str] = []
-    add, step = engine.add, engine.step
 
-    def noted_add(request: Request, **options: object) -> None:
-        order.append("add")
-        add(request, **options)  # type: ignore[arg-type]
+    def noted(name: str, *args: Any, method: Callable[..., object], **options: object) -> object:
+        order.append(name)
+        return method(*args, **options)
 
-    def noted_step(*deliver: Any) -> object:
-        order.append("step")
-        return step(*deliver)
-
-    engine.add, engine.step = noted_add, noted_step  # type: ignore[method-assign, assignment]
+    for name in ("add", "step"):
+        setattr(engine, name, partial(noted, name, method=getattr(engine, name)))
     on_thread = OnThread(engine)
     thread = on_thread.thread
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fake_gpus import H100, L4, LOST, driver_of, install, part, several
+from tests.fake_gpus import H100, L4, LOST, driver_of, host, install, part, several
 from transom_core.config import CacheConfig
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -20,14 +20,6 @@ from transom_worker.execution.setup import model_loading
 from transom_worker.planner.plan import CachePlan, plan_cache
 
 DIVIDED = replace(H100, parts=(part(1), part(2)))
-
-
-def host(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver, visible: str | None = None) -> None:
-    """A process on a host with this driver, which torch can use if it runs CUDA 13."""
-    install(driver, monkeypatch.setattr)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +127,23 @@ def group(kind: GroupKind, **sizes: int) -> GroupLayout:
     return GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=(tensors,))
 
 
+def plan_of(*groups: GroupLayout, **more: Any) -> CachePlan:
+    """A plan for 1 MiB on the device, blocks of 16 tokens and sequences of 4,096."""
+    sizes = {"memory_bytes": 2**20, "block_size": 16, "max_model_len": 4096, "max_num_batched_tokens": 512}
+    return plan_cache(groups, **sizes | more)
+
+
 def executor_info(plan: CachePlan, memory: MemoryReport, **more: Any) -> ExecutorInfo:
     return ExecutorInfo(plan=plan, max_model_len=4096, vocab_size=10, eos_token_ids=(), memory=memory, **more)
 
 
 def test_report_says_where_memory_went_and_what_fits() -> None:
-    kinds = [
+    plan = plan_of(
         group(GroupKind.FULL),
         group(GroupKind.SINKS_WINDOW, window=32, sinks=4),
         group(GroupKind.COMPRESSED, ratio=4),
         group(GroupKind.COMPRESSOR_STATE, ratio=4, overlap=1),
-    ]
-    plan = plan_cache(kinds, memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=512)
+    )
     info = executor_info(plan, MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20))
     report = startup.startup_report(info, model="m", cache=CacheConfig())
     assert " tier " not in report
@@ -171,15 +168,7 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
 
 
 def test_report_names_the_tiers_below_the_device() -> None:
-    plan = plan_cache(
-        [group(GroupKind.FULL)],
-        memory_bytes=2**20,
-        block_size=16,
-        max_model_len=4096,
-        max_num_batched_tokens=512,
-        tensor_parallel_size=2,
-        host_bytes=3 << 20,
-    )
+    plan = plan_of(group(GroupKind.FULL), tensor_parallel_size=2, host_bytes=3 << 20)
     info = executor_info(plan, MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0))
     lines = startup.startup_report(
         info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)
@@ -199,13 +188,9 @@ def test_report_names_the_tiers_below_the_device() -> None:
 def test_the_report_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names its GPU, and the report says whether steps are replayed, as with one rank."""
     monkeypatch.setattr(startup, "rank_lines", lambda shares: ["rank 0 of 2", "rank 1 of 2"])
-    plan = plan_cache(
-        [group(GroupKind.FULL)], memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=9
-    )
     memory = MemoryReport(device="cuda", weight_bytes=2**20, activation_bytes=0, kv_bytes=0)
     ranks = tuple(RankInfo(process_id=7, ip="10.0.0.1", memory=memory, gpu=f"GPU-{rank}") for rank in range(2))
-    both = replace(memory, device="2 x cuda")
-    info = executor_info(plan, both, ranks=ranks)
+    info = executor_info(plan_of(group(GroupKind.FULL)), replace(memory, device="2 x cuda"), ranks=ranks)
     lines = startup.startup_report(info, model="m", cache=CacheConfig()).splitlines()
     assert "rank 1 of 2; weights 1 MiB; process 7 on 10.0.0.1, GPU-1" in lines
     assert "decode steps are launched kernel by kernel" in lines

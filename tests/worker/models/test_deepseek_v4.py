@@ -1,13 +1,11 @@
 """DeepSeek V4: checkpoints in their published form, compression ratios, number formats and errors; chunks that end anywhere in an
 entry, and what the pool's size allows for. `test_every_boundary` has hits and repairs.
 
-Families with MLA beyond `FamilyTests`: preemption and tiers of latent blocks, chunks of every size, layouts of checkpoints.
+Families with MLA beyond `FamilyTests`: preemption and tiers of latent blocks, chunks of every size.
 """
 
 import json
-import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,25 +257,3 @@ def test_preempted_and_back_from_host_and_disk(family: Family, tmp_path: Path, m
     (whole,) = family.ask(again, "from files", [3])
     assert whole.num_cached_tokens > 0
     again.shutdown()
-
-
-def test_stacked_experts_and_layers_that_predict_further_tokens(
-    family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Checkpoints may hold all experts of a layer in two tensors, and layers for multi-token prediction after the last one."""
-    tensors = load_file(family.folder / "model.safetensors")
-    for prefix in sorted({name.split("0.gate_proj")[0] for name in tensors if "experts.0.gate_proj" in name}):
-        names = ["gate_proj", "up_proj", "down_proj"]
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{prefix}{expert}.{name}.weight") for expert in range(8)]) for name in names
-        )
-        tensors |= {f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}
-    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((family.folder / name).read_bytes())
-    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 4
-    stacked = replace(family, folder=tmp_path)
-    with caplog.at_level(logging.WARNING, "transom.worker"):
-        stacked.ask(stacked.engine(), "stacked", [2])
-    assert "not used" not in caplog.text

@@ -67,14 +67,16 @@ def make(folder: Path, family: str, name: str) -> tuple[Path, Path]:
     return folder / "packed", folder / "plain"
 
 
-def logits(model: Path, size: int, *, dtype: str = "float32", lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
-    """Logits of the token after each prompt, [prompts, vocabulary]."""
-    engine, ranks = make_sharded_engine(str(model), size, max_model_len=128, dtype=dtype)
+def logits(
+    model: Path, size: int = 1, *, dtype: str = "float32", lengths: tuple[int, ...] = LENGTHS, **settings: Any
+) -> tuple[torch.Tensor, int]:
+    """Logits of the token after each prompt, [prompts, vocabulary], and the bytes of the weights."""
+    engine, ranks = make_sharded_engine(str(model), size, max_model_len=128, dtype=dtype, **settings)
     ranks.logits()
     run(engine, [make_request(f"{n}", prompt(n), max_tokens=1) for n in lengths])
-    found = torch.cat(ranks.logits()).float()
+    found, num_bytes = torch.cat(ranks.logits()).float(), engine.info.memory.weight_bytes
     engine.shutdown()
-    return found
+    return found, num_bytes
 
 
 def build(folder: Path, *, rank: int = 0, size: int = 1, for_gpu: bool = False) -> Model:
@@ -92,7 +94,7 @@ def test_a_model_answers_as_its_numbers_do(tmp_path: Path, family: str, name: st
     oracle = load_oracle(plain)
     with torch.inference_mode():
         wanted = torch.cat([oracle(torch.tensor([prompt(n)]), logits_to_keep=1).logits[0] for n in LENGTHS])
-    got = logits(packed, size)
+    got, _ = logits(packed, size)
     assert (got - wanted).norm() / wanted.norm() < (1e-5 if FORMATS[name].held is None else 2e-3)
 
 
@@ -149,7 +151,7 @@ def test_llama4_may_have_one_matrix_per_expert(tmp_path: Path) -> None:
                 tensors[f"{name.rpartition('.')[0]}.{expert}.{part}_proj.weight"] = columns.T.contiguous()
     save_file(tensors, split / "model.safetensors")
     for size in (1, 2):
-        assert torch.equal(logits(split, size), logits(stacks, size))
+        assert torch.equal(logits(split, size)[0], logits(stacks, size)[0])
     to_format(split, tmp_path / "packed", "gptq")
     assert held(build(tmp_path / "packed")) == ["int4"] * 2 * (2 + 2 + 2 * 4)
 
@@ -208,10 +210,10 @@ def test_models_held_on_gpus_answer_as_their_numbers_do(
     """In bfloat16, as a model with the same numbers; `reference` rounds the inputs of fp8 layers, too."""
     packed, plain = make(tmp_path, family, name)
     with kernels_of("reference"):
-        wanted = logits(plain, 1, dtype="bfloat16", lengths=(5,))
+        wanted, _ = logits(plain, dtype="bfloat16", lengths=(5,))
     monkeypatch.setattr(model_loading, "load_weights", lambda files, **_: load_weights(files, for_gpu=True))
     with kernels_of(kernels):
-        got = logits(packed, 1, dtype="bfloat16", lengths=(5,))
+        got, _ = logits(packed, dtype="bfloat16", lengths=(5,))
     assert (got - wanted).norm() / wanted.norm() < (0.1 if "fp8 channel" in name else 0.03)
 
 
@@ -279,24 +281,14 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(
     assert our_errors.mean() < 1.5 * their_errors.mean()
 
 
-def last_logits(model: Path, **settings: Any) -> tuple[torch.Tensor, int]:
-    """Logits of the token after each prompt, [prompts, vocabulary], and the bytes of the weights."""
-    engine, ranks = make_sharded_engine(str(model), 1, max_model_len=128, **settings)
-    ranks.logits()
-    run(engine, [make_request(f"{n}", prompt(n), max_tokens=1) for n in PROMPT_LENGTHS])
-    logits, num_bytes = torch.cat(ranks.logits()).float(), engine.info.memory.weight_bytes
-    engine.shutdown()
-    return logits, num_bytes
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_stays_close(tmp_path: Path, dtype: str) -> None:
     oracle = load_oracle(plain_llama(tmp_path, seed=7))
     with torch.inference_mode():
         wanted = torch.cat([oracle(torch.tensor([prompt(n)]), logits_to_keep=1).logits[0] for n in PROMPT_LENGTHS])
-    logits, _ = last_logits(tmp_path, dtype=dtype, quantization="int8")
-    assert torch.isfinite(logits).all()
-    assert F.cosine_similarity(logits, wanted).mean() > 0.97
+    got, _ = logits(tmp_path, dtype=dtype, lengths=PROMPT_LENGTHS, quantization="int8")
+    assert torch.isfinite(got).all()
+    assert F.cosine_similarity(got, wanted).mean() > 0.97
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -305,12 +297,12 @@ def test_a_gguf_model_as_stored_is_the_dequantised_one(tmp_path: Path, kind: Kin
     path = write_gguf(
         tmp_path / "model.gguf", tiny_llama(tmp_path, layers=2, tie=tie), kind, tokenizer=tiny_tokenizer()
     )
-    wanted, full_bytes = last_logits(path, dtype="float32")
-    got, stored_bytes = last_logits(path, dtype="float32", quantization="gguf")
+    wanted, full_bytes = logits(path, lengths=PROMPT_LENGTHS)
+    got, stored_bytes = logits(path, lengths=PROMPT_LENGTHS, quantization="gguf")
     assert (got - wanted).norm() / wanted.norm() < 3e-4
     assert stored_bytes < (0.9 if tie else 0.6) * full_bytes  # a tied embedding keeps its table
 
 
 def test_weight_bytes_count_each_tensor_once(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
-    assert last_logits(folder, dtype="float32")[1] == sum(p.nbytes for p in load_oracle(folder).parameters())
+    assert logits(folder)[1] == sum(p.nbytes for p in load_oracle(folder).parameters())

@@ -108,6 +108,10 @@ KIMI_NAMES = (
     " .self_attn.{q,k,v,b,o,f_a,f_b,g_a,g_b,kv_b}_proj.weight .block_sparse_moe.shared_experts.{gate,up,down}_proj.weight"
     " .block_sparse_moe.{gate.{weight,e_score_correction_bias},experts.N.{w1,w2,w3}.weight}"
 )
+LATENT = (
+    ".self_attn.{q_a_layernorm,kv_a_layernorm,kv_a_proj_with_mqa,{q_a,q_b,kv_b,o}_proj}.weight .mlp.gate.weight "
+    ".mlp.shared_experts.{gate,up,down}_proj.weight .mlp.experts.{gate_up,down}_proj"
+)
 SINKS = ".self_attn.attention_sink_bias"
 GLM = ".self_attn.{q,k,v}_proj.bias .mlp.shared_experts.{gate,up,down}_proj.weight"
 
@@ -117,6 +121,7 @@ BESIDE = (
     " multi_modal_projector.linear_1.weight {mtp,model.mtp}.layers.N.{eh_proj.weight,mlp.experts.gate_up_proj}"
 )
 OWN_BESIDE = {
+    "DeepSeek V3 stacked": "model.layers.4.eh_proj.weight",
     "GLM-4.5": "model.layers.4.{eh_proj,shared_head.norm,mlp.gate}.weight",
     "Gemma 4 E2B": "model.language_model.layers.7.self_attn.{k_proj,v_proj,k_norm}.weight",
 }
@@ -136,6 +141,7 @@ MODELS = {
     "Phi 3": ("phi3", PLAIN, NORMS + "lm_head.weight {.self_attn.{qkv,o},.mlp.{gate_up,down}}_proj.weight"),
     "Mixtral": ("mixtral", PLAIN, ATTENTION + MIXTRAL),
     "MiniMax M2": ("minimax_m2", PLAIN, ATTENTION + QK + MIXTRAL + ".block_sparse_moe.e_score_correction_bias"),
+    "DeepSeek V3 stacked": ("deepseek_v3", PLAIN, NORMS + "lm_head.weight " + MLP + CORRECTED + LATENT),
     "MiMo-V2-Flash": ("mimo_v2_flash", PLAIN, ATTENTION + MLP + EXPERT_NAMES + CORRECTED + SINKS),
     "Kimi Linear": ("kimi_linear", PLAIN, NORMS + "lm_head.weight " + MLP + KIMI_NAMES),
     "GLM-4.5": ("glm4_moe", PLAIN, ATTENTION + QK + MLP + EXPERT_NAMES + CORRECTED + GLM),
@@ -293,7 +299,8 @@ def with_dense_mlps(tensors: Tensors) -> None:
 
 STORES: dict[str, Callable[[Path, Path], object]] = {"gpt-oss": to_mxfp4, "Qwen 3 MoE in fp8": to_fp8}
 REGROUPED: dict[str, Callable[[Tensors], object]] = {
-    **{"Qwen3.5 MoE": stacked, "Gemma 4 26B split": split, "Kimi Linear": with_dense_mlps},
+    **{name: stacked for name in ("Qwen3.5 MoE", "DeepSeek V3 stacked")},
+    **{"Gemma 4 26B split": split, "Kimi Linear": with_dense_mlps},
 }
 
 

@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests import fake_gpus
-from tests.fake_gpus import H100, described, driver_of, install, part, several
+from tests.fake_gpus import H100, described, driver_of, host, part, several
 from tests.worker.ranks.rank_watch import left_behind
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.errors import ConfigError
@@ -138,14 +138,13 @@ def lines_of_ranks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[[str], list[dict[str, Any]]]:
     """What two ranks write on standard error while they start."""
-    settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2}
-    config = Settings.parse(model=str(tiny_model), log_format="json", **settings).engine_config()
+    in_json = config(tiny_model, log_format="json", device="cpu")
     monkeypatch.setattr(group, "process_name", lambda: "worker/abc")
 
     def start(what_they_do: str) -> list[dict[str, Any]]:
         program = (sys.executable, "-P", "-c", RANK.format(what_they_do))
         monkeypatch.setattr(process_launcher, "PROGRAM", program)
-        executor = RanksExecutor(config, process_launcher.RankProcesses)
+        executor = RanksExecutor(in_json, process_launcher.RankProcesses)
         executor.start()
         executor.shutdown()
         lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]  # nothing but JSON
@@ -176,12 +175,6 @@ def config(model: Path | str, **settings: object) -> EngineConfig:
     return Settings.parse(model=str(model), **values).engine_config()
 
 
-def see(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-
 @pytest.mark.parametrize(
     ("driver", "visible", "expected"),
     [
@@ -198,8 +191,7 @@ def see(monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
 def test_the_gpu_of_each_process(
     monkeypatch: pytest.MonkeyPatch, driver: GpuDriver, visible: str | None, expected: list[str] | str
 ) -> None:
-    install(driver, monkeypatch.setattr)
-    see(monkeypatch, visible)
+    host(monkeypatch, driver, visible)
     asked = config("m", device="cuda")
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
@@ -238,8 +230,7 @@ def test_ranks_start_on_gpus_of_their_own(
     expected: dict[str, str],
 ) -> None:
     """The driver reports all GPUs of the host to each of them."""
-    install(driver, monkeypatch.setattr)
-    see(monkeypatch, visible)
+    host(monkeypatch, driver, visible)
     monkeypatch.setenv(fake_gpus.VARIABLE, fake_gpus.described(driver, started))
     ranks = RanksExecutor(resolve_for_device(config(tiny_model)), RankProcesses)
     ranks.start()
@@ -249,8 +240,7 @@ def test_ranks_start_on_gpus_of_their_own(
 
 def test_a_rank_whose_gpu_fails_at_the_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, started: Path) -> None:
     driver = driver_of(*several(8))
-    install(driver, monkeypatch.setattr)
-    see(monkeypatch, None)
+    host(monkeypatch, driver)
     monkeypatch.setenv(fake_gpus.VARIABLE, fake_gpus.described(driver, started, broken="GPU-1"))
     with pytest.raises(ConfigError, match=r"^Rank 1 of 2: CUDA cannot use the GPU GPU-1: CUDA error: .* busy or"):
         RanksExecutor(resolve_for_device(config(tiny_model)), RankProcesses).start()
@@ -317,14 +307,13 @@ def cluster(tmp_path: Path) -> Iterator[Path]:
 
 def start_in_group(model: Path, strategy: str) -> str:
     """Start a worker of two ranks in a placement group; return why that failed."""
-    settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "tensor_parallel_size": 2, "device": "cuda"}
-    config = Settings.parse(model=str(model), **settings).engine_config()
-    config = replace(config, ranks=replace(config.ranks, launcher="ray"))
+    on_gpus = config(model, device="cuda")
+    on_gpus = replace(on_gpus, ranks=replace(on_gpus.ranks, launcher="ray"))
     group = placement_group([{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 2], strategy=strategy)
     in_group = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     worker = Worker.options(num_cpus=1, scheduling_strategy=in_group).remote()  # type: ignore[attr-defined]
     try:
-        return str(ray.get(worker.start_ranks.remote(config), timeout=300))
+        return str(ray.get(worker.start_ranks.remote(on_gpus), timeout=300))
     finally:
         ray.kill(worker)
         remove_placement_group(group)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -250,13 +249,7 @@ def test_an_interrupt_and_then_an_end_without_warning(tiny_model: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_model_that_is_forgotten_leaves_no_rank(tiny_model: Path) -> None:
-    settings: dict[str, Any] = {
-        "device": "cpu",
-        "tensor_parallel_size": 2,
-        "kv_cache_memory_bytes": "8MiB",
-        "num_threads": 1,
-    }
-    llm = LLM(str(tiny_model), **settings)
+    llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, kv_cache_memory_bytes="8MiB", num_threads=1)
     pids = process_ids(llm.engine)
     del llm
     wait_until_gone(*pids)

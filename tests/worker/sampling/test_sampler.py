@@ -214,7 +214,7 @@ def run_rows(
     sampler: Sampler, kinds: list[SamplingParams], steps: list[torch.Tensor], masks: list[bytes | None]
 ) -> list[SamplerOutput]:
     for seq_id, params in enumerate(kinds):
-        sampler.add(seq_id, token_ids=[1, 2, 1], num_prompt_tokens=2, params=params, seed=seq_id * 7, choice_index=1)
+        add(sampler, seq_id, [1, 2, 1], 2, params)
     results = []
     for logits, mask in zip(steps, masks, strict=True):
         results.append(sampler.sample(logits, range(len(kinds)), mask))
@@ -259,9 +259,7 @@ def test_tokens_that_stay_on_the_device_are_the_same(size: int) -> None:
             first, end = cuts[parallel.rank : parallel.rank + 2]
             sampler = ShardedSampler(parallel, first_id=first, eos_token_ids=(EOS,))
             for seq_id, params in enumerate(kinds):
-                sampler.add(
-                    seq_id, token_ids=[1, 2, 1], num_prompt_tokens=2, params=params, seed=seq_id * 7, choice_index=1
-                )
+                add(sampler, seq_id, [1, 2, 1], 2, params)
             launched = sampler.launch(logits[:, first:end].clone(), range(len(kinds)), mask)
             assert launched is not None
             return launched.tolist()

@@ -122,6 +122,7 @@ def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None
     for changes, message in (
         ({"workload": None}, "either --trace FILE or --workload"),
         ({"trace": tmp_path}, "either --trace FILE or --workload"),
+        ({"workload": "chat"}, "no workload 'chat'; take one of sessions, shuffled"),
         ({"arrivals": "random"}, "--arrivals is 'random'; take one of sequential, recorded"),
         ({"host_memory": "1KiB"}, "A host tier of 1024 bytes holds 0 pages"),
         ({"trace": tmp_path, "workload": None, "memory": "2x"}, "for a trace give bytes"),
@@ -252,11 +253,6 @@ def test_contents_are_shared_by_token_id_alone() -> None:
         runs = {run.first_token: run for request in requests for run in (*request.prompt, request.answer)}
         spans = sorted((run.first_token, run.num_tokens) for run in runs.values())
         assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
-
-
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="no workload 'chat'; take one of sessions, shuffled"):
-        build_workload("chat")
 
 
 def reused_share(request: SimulatedRequest, before: tuple[Run, ...]) -> float:

@@ -198,8 +198,8 @@ def test_traffic_adds_no_series(engine: Engine) -> None:
 
 
 def test_values_of_a_small_run(engine: Engine) -> None:
-    run(engine, [make_request(name, list(range(5, 45)), max_tokens=6) for name in ("first",)])
-    run(engine, [make_request(name, list(range(5, 45)), max_tokens=6) for name in ("second",)])
+    for name in ("first", "second"):
+        run(engine, [make_request(name, list(range(5, 45)), max_tokens=6)])
     assert values(engine, "transom_prefix_requests_total") == {("hit",): 1, ("repaired",): 0, ("missed",): 1}
     tokens = values(engine, "transom_prefix_tokens_total")
     assert tokens["hit", ""] == 32

@@ -25,12 +25,11 @@ from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.execution.tiers import disk_blocks as disk_tier
 from transom_worker.execution.tiers import rank_tiers
-from transom_worker.execution.tiers import rank_tiers as rank_tiers_module
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
 from transom_worker.execution.tiers.rank_tiers import RankTiers
 from transom_worker.execution.tiers.slabs import TierMemory, block_rows
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
-from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan
 
 STRIDES = (512, 256, 768)
 DEVICE = ArenaLayout(
@@ -54,9 +53,10 @@ def slabs() -> list[torch.Tensor]:
     return [torch.randint(0, 255, (layout.slab_bytes,), dtype=torch.uint8) for layout in LAYOUTS]
 
 
-def block_copies(slabs: list[torch.Tensor]) -> RankTiers:
+def block_copies(slabs: list[torch.Tensor], disk: Path | None = None) -> RankTiers:
     pairs = zip(LAYOUTS, slabs, strict=True)
-    return RankTiers({tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)})
+    tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)}
+    return RankTiers(tiers, None if disk is None else BlockFolder(disk, b"m" * 32, space_bytes=1 << 20))
 
 
 def rows(slabs: list[torch.Tensor], tier: int, group: int) -> torch.Tensor:
@@ -120,8 +120,8 @@ def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monk
     stream = SimpleNamespace(synchronize=lambda: calls.append("waited"))
     monkeypatch.setattr(made, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(rank_tiers_module, "block_copy_between", lambda *_: calls.append("spilled"))
-    monkeypatch.setattr(rank_tiers_module, "block_copy", lambda *_: calls.append("copied"))
+    monkeypatch.setattr(rank_tiers, "block_copy_between", lambda *_: calls.append("spilled"))
+    monkeypatch.setattr(rank_tiers, "block_copy", lambda *_: calls.append("copied"))
     made.run(plan_of([(1, 0, 2, 0, 3), (1, 0, 2, 1, 7), (1, 1, 7, 1, 8)]))
     assert calls == ["copied", "spilled", "waited", "copied"]
     made.close()
@@ -233,11 +233,6 @@ def digest(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def copies_over(memory: list[torch.Tensor], path: Path) -> RankTiers:
-    tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(zip(LAYOUTS, memory, strict=True))}
-    return RankTiers(tiers, BlockFolder(path, b"m" * 32, space_bytes=1 << 20))
-
-
 def stores(blocks: list[tuple[int, int, int]], tier: int = TIER_HOST) -> StepPlan:
     """A plan that stores (group, block, digest's number)."""
     plan = StepPlan(step_id=0)
@@ -256,14 +251,6 @@ def fetches(blocks: list[tuple[int, int, int]], ticket: int) -> StepPlan:
     return plan
 
 
-def ended(made: RankTiers) -> StepResult:
-    for _ in range(10_000):
-        found = made.ended_loads(wait=True)
-        if found.loaded or found.failed:
-            return StepResult(step_id=0, loaded=found.loaded, failed=found.failed)
-    raise AssertionError("the load did not end")
-
-
 def contents(memory: list[torch.Tensor], tier: int, group: int, block: int) -> torch.Tensor:
     return rows(memory, tier, group)[block, : LAYOUTS[0].groups[group].block_bytes]
 
@@ -276,7 +263,7 @@ def usage(made: RankTiers) -> DiskUsage:
 
 def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory, now_s = slabs(), [0.0]
-    made = copies_over(memory, tmp_path)
+    made = block_copies(memory, tmp_path)
     assert made._disk is not None
     made._disk._now_s = lambda: now_s[0]
     full = patch.object(BlockFolder, "write", side_effect=OSError(28, "No space left on device"))
@@ -312,7 +299,7 @@ def test_blocks_of_the_device_come_to_the_host_by_the_piece(tmp_path: Path) -> N
         copied.append(len(blocks))
         return cpu(blocks)
 
-    made, blocks = copies_over(memory, tmp_path), [4, 1, 3, 0, 2]
+    made, blocks = block_copies(memory, tmp_path), [4, 1, 3, 0, 2]
     sizes = [group.block_bytes for group in LAYOUTS[0].groups]
     wanted = [(0, block, block) for block in blocks] + [(1, block, 9 + block) for block in (1, 0)]
     with patch.object(torch.Tensor, "cpu", counted), patch.object(rank_tiers, "PIECE_BYTES", 3 * sizes[0]):
@@ -321,14 +308,14 @@ def test_blocks_of_the_device_come_to_the_host_by_the_piece(tmp_path: Path) -> N
     assert copied == [3, 2, 2]
     held = [contents(memory, TIER_DEVICE, group, block).clone() for group, block, _ in wanted]
     made.run(fetches(wanted, 5))
-    assert ended(made).loaded == [5]
+    take(made, 5)
     for (group, block, _), stored in zip(wanted, held, strict=True):
         assert torch.equal(contents(memory, TIER_HOST, group, block), stored)
     made.close()
 
 
 def test_writing_that_does_not_keep_up_drops_blocks(tmp_path: Path) -> None:
-    made = copies_over(slabs(), tmp_path)
+    made = block_copies(slabs(), tmp_path)
     with patch.object(disk_tier, "QUEUED_BYTES", 100):
         made.run(stores([(0, 1, 10)]))
     assert usage(made).num_dropped == 1

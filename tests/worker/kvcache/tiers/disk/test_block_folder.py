@@ -25,7 +25,6 @@ from transom_worker.kvcache.tiers.disk.owned_directory import OwnedDirectory, op
 MODEL = b"m" * 32
 SIZE = 1000
 FILE_BYTES = SIZE + HEADER_BYTES
-FINGERPRINT = b"f" * 32
 
 
 def folder(path: Path, model: bytes = MODEL, *, space: int = 1 << 20) -> BlockFolder:
@@ -40,9 +39,9 @@ def contents(number: int) -> bytes:
     return random.Random(number).randbytes(SIZE)
 
 
-def file_of(path: Path, number: int) -> Path:
-    name = digest(number).hex()
-    return path / "transom-kv" / MODEL.hex()[:32] / name[:2] / f"{name}-0.kv"
+def file_of(path: Path, block: bytes, group: int = 0) -> Path:
+    name = block.hex()
+    return path / "transom-kv" / MODEL.hex()[:32] / name[:2] / f"{name}-{group}.kv"
 
 
 def block_files(path: Path) -> list[Path]:
@@ -198,10 +197,10 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
     foreign.write_text("not ours")
     for number in range(8):
         store.write(0, digest(number), contents(number))
-        os.utime(file_of(tmp_path, number), (number, number))
+        os.utime(file_of(tmp_path, digest(number)), (number, number))
     assert store.read(0, digest(0), SIZE) is not None  # used now
     store.write(0, digest(8), contents(8))
-    kept = [number for number in range(9) if file_of(tmp_path, number).exists()]
+    kept = [number for number in range(9) if file_of(tmp_path, digest(number)).exists()]
     assert kept == [0, 2, 3, 4, 5, 6, 7, 8]
     assert store.space.num_evicted == 1
     assert store.space.used_bytes == len(block_files(tmp_path)) * FILE_BYTES <= 8 * FILE_BYTES
@@ -213,7 +212,7 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
 def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
     store = folder(tmp_path)
     store.write(0, digest(1), contents(1))
-    path = file_of(tmp_path, 1)
+    path = file_of(tmp_path, digest(1))
     left, running = (path.with_name(f".{path.stem}.{pid}-1.tmp") for pid in (1, 2))
     left.write_bytes(b"x")
     running.write_bytes(b"x")
@@ -276,7 +275,7 @@ def test_processes_share_the_space(tmp_path: Path) -> None:
 def test_an_eviction_holds_no_object_for_each_file(tmp_path: Path) -> None:
     store = folder(tmp_path)
     for number in range(4_000):
-        file = file_of(tmp_path, number << 240)  # 256 subfolders
+        file = file_of(tmp_path, digest(number << 240))  # 256 subfolders
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"x" * 300)
     tracemalloc.start()
@@ -287,15 +286,6 @@ def test_an_eviction_holds_no_object_for_each_file(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert 0 < store.space.num_evicted < 1_500
     assert peak_bytes < 600_000  # as a list of files 1,200,000
-
-
-def folder_in(path: Path, *, space_bytes: int = 1 << 30) -> BlockFolder:
-    return BlockFolder(path, FINGERPRINT, space_bytes=space_bytes)
-
-
-def file_number(path: Path, block: BlockKey) -> Path:
-    name = block[1].hex()
-    return path / "transom-kv" / FINGERPRINT.hex()[:32] / name[:2] / f"{name}-{block[0]}.kv"
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -326,16 +316,17 @@ def take(known: set[BlockKey], found: FolderListing, *, most_files: int = listin
 
 def test_random_changes_are_found(tmp_path: Path) -> None:
     rng = random.Random(3)
-    folder = folder_in(tmp_path)
-    found, known = folder.new_listing(), set[BlockKey]()
+    store = folder(tmp_path)
+    found, known = store.new_listing(), set[BlockKey]()
     there: set[BlockKey] = set()
     for _ in range(num_examples(daily=150, exhaustive=1500)):
         for _ in range(rng.randrange(4)):
             block = key(rng.randrange(400), rng.randrange(2))
-            assert folder.write(*block, b"contents")
+            assert store.write(*block, b"contents")
             there.add(block)
         for block in rng.sample(sorted(there), min(len(there), rng.randrange(3))):
-            file_number(tmp_path, block).unlink()
+            group, name = block
+            file_of(tmp_path, name, group).unlink()
             there.remove(block)
         if rng.random() < 0.05:
             gone = rng.sample(sorted(there), min(len(there), 5))
@@ -349,19 +340,19 @@ def test_random_changes_are_found(tmp_path: Path) -> None:
     for _ in range(2):
         take(known, found)
     assert known == there
-    assert folder.new_listing().look_at_all().added
-    assert set(folder.new_listing().look_at_all().added) == there
+    assert store.new_listing().look_at_all().added
+    assert set(store.new_listing().look_at_all().added) == there
 
 
 def test_a_file_of_the_same_tick_as_a_listing_is_found(tmp_path: Path) -> None:
-    folder = folder_in(tmp_path)
+    store = folder(tmp_path)
     first, second = key(1), key(1, group=1)  # in one subfolder
-    folder.write(*first, b"contents")
-    found = folder.new_listing()
+    store.write(*first, b"contents")
+    found = store.new_listing()
     assert found.look().added == [first]
-    parent = file_number(tmp_path, first).parent
+    parent = file_of(tmp_path, first[1]).parent
     status = parent.stat()
-    folder.write(*second, b"contents")
+    store.write(*second, b"contents")
     os.utime(parent, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert found.look().added == [second]
 
@@ -369,10 +360,10 @@ def test_a_file_of_the_same_tick_as_a_listing_is_found(tmp_path: Path) -> None:
 def test_a_round_reads_a_bounded_number_of_names_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_in(tmp_path)
+    store = folder(tmp_path)
     for number in range(600):
-        folder.write(*key(number), b"contents")
-    found, known = folder.new_listing(), set[BlockKey]()
+        store.write(*key(number), b"contents")
+    found, known = store.new_listing(), set[BlockKey]()
     counts = count_names(monkeypatch)
     rounds = 0
     while len(known) < 600:
@@ -386,21 +377,21 @@ def test_a_round_reads_a_bounded_number_of_names_and_the_next_goes_on(
     counts.clear()
     take(known, found, most_files=100)
     assert counts == []  # nothing has changed
-    folder.write(*key(600), b"contents")
+    store.write(*key(600), b"contents")
     take(known, found, most_files=100)
     assert len(counts) == 1
 
 
 def test_other_files_folders_links_and_a_missing_folder_are_nothing(tmp_path: Path) -> None:
-    folder = folder_in(tmp_path)
-    folder.write(*key(1), b"contents")
-    path = file_number(tmp_path, key(1))
+    store = folder(tmp_path)
+    store.write(*key(1), b"contents")
+    path = file_of(tmp_path, key(1)[1])
     (path.parent / "notes.txt").write_text("mine")
     (path.parent / f".{path.stem}.1-2.tmp").write_bytes(b"")
     (path.parent.parent / "zz").write_text("no folder")
     (path.parent / f"{path.name[:2]}{'0' * 62}-0.kv").mkdir()
     (path.parent / f"{path.name[:2]}{'a' * 62}-0.kv").symlink_to(path)
-    found = folder.new_listing()
+    found = store.new_listing()
     assert found.look() == ([key(1)], [])
     path.parent.rename(tmp_path / "elsewhere")
     assert found.look() == ([], [key(1)])
