@@ -1,8 +1,7 @@
 """The `transom` command. Each subcommand imports heavy modules only when it runs, so that `--help` prints at once."""
 
 import os
-import signal
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -24,8 +23,6 @@ app.add_typer(bench, name="bench")
 app.command()(plan)
 app.command("compile")(compile_kernels)
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 @app.command()
 @settings_as_flags
@@ -39,27 +36,6 @@ def serve(**given: Any) -> None:
     with usage_errors():
         settings = Settings.parse(**values)
     raise typer.Exit(run_server(settings, values))
-
-
-@app.command()
-def chat(
-    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="The served model if unset.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Per response; up to the model's length if unset.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="TRANSOM_API_KEY")] = None,
-) -> None:
-    """Talk to a running server."""
-    from transom_cluster.commands.chat import ChatSession, run_chat
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    session = ChatSession(url=url, model=model, system=system, api_key=api_key, options=options)
-    raise typer.Exit(run_chat(session))
 
 
 @app.command()

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from transom_cluster.commands.chat import LOOPBACK
 from transom_cluster.commands.flags import usage_errors
 from transom_core.errors import ConfigError
 
@@ -17,6 +16,7 @@ Measure = Callable[[str, str, int, str], dict[str, Any]]
 """Measures a fetch of some bytes from a source to a target by a wire, "nixl" or "ray", and returns its `FetchReport`'s fields."""
 
 WIRES = ("nixl", "ray")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
 TIMEOUT_S = 150.0  # longer than the server's own limit
 
 

@@ -1,4 +1,4 @@
-"""The command line up to where Ray would start, and `transom chat` against a real server."""
+"""The command line up to where Ray would start."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from transom_cluster.cli import app
 from transom_cluster.commands import local_ray
 from transom_cluster.commands import serve as serve_command
-from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
 from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
 from transom_core import __version__
 from transom_core.errors import ConfigError
@@ -183,83 +181,6 @@ def test_descendants_are_found_and_killed():
     end_processes(below)  # they have ended: there is nothing to kill
     assert not is_running(below[0])
     parent.stdout.close()
-
-
-def test_chat_session(server):
-    session = ChatSession(url=server.url, system="be brief", options={"max_tokens": 3, "seed": None})
-    assert session.connect() == "stub"
-    assert "".join(session.ask("hi")) == "abc"
-    assert [message["role"] for message in session.messages] == ["system", "user", "assistant"]
-    pieces = session.ask("more")
-    next(pieces)
-    assert isinstance(pieces, Generator)
-    pieces.close()  # what Ctrl-C does
-    assert session.messages[-1]["role"] == "assistant"
-    session.reset()
-    assert [message["role"] for message in session.messages] == ["system"]
-
-
-def test_chat_failures_leave_the_conversation_as_it_was(server):
-    session = ChatSession(url=server.url, options={"temperature": 999})
-    with pytest.raises(ChatFailed, match="temperature"):
-        list(session.ask("hi"))
-    assert session.messages == []
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        with pytest.raises(ChatFailed, match="does not answer"):
-            ChatSession(url=f"http://127.0.0.1:{unused.getsockname()[1]}").connect()
-
-
-def test_chat_takes_the_clients_base_url_and_no_proxy_to_this_machine(server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert ChatSession(url=f"{server.url}/v1/").connect() == "stub"
-
-
-def test_chat_loop(server, monkeypatch, capsys):
-    lines = iter(["hi", "", "/what", "/reset", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    assert run_chat(ChatSession(url=server.url, options={"max_tokens": 2})) == 0
-    out = capsys.readouterr().out
-    assert "stub at" in out
-    assert "\nab\n" in out
-
-
-def test_ctrl_c_stops_the_response_and_keeps_the_conversation(server):
-    """The real command on pipes: an answer that never ends is cut, the next one is whole."""
-    command = [sys.executable, "-m", "transom_cluster.cli", "chat", "--url", server.url, "--max-tokens", "3"]
-    server.worker.max_events = 2
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as chat:
-        assert chat.stdin is not None
-        assert chat.stdout is not None
-        num_aborted = len(server.worker.aborted)
-        try:
-            chat.stdin.write(b"one\n")
-            chat.stdin.flush()
-            assert _read_until(chat.stdout, b"> ab").startswith(b"stub at")
-            chat.send_signal(signal.SIGINT)
-            _read_until(chat.stdout, b" [ended]\n> ")
-            server.call(server.worker.until(lambda: len(server.worker.aborted) > num_aborted))
-            server.worker.max_events = None
-            rest, _ = chat.communicate(b"two\n/quit\n", timeout=120)
-        finally:
-            server.worker.max_events = None
-            chat.kill()
-    assert rest == b"abc\n> "
-    assert chat.returncode == 0
-    said = bytes(server.worker.submitted[-1].prompt_token_ids).decode()
-    assert said == "user:one;assistant:ab;user:two;assistant:"
-
-
-def _read_until(stream, end: bytes) -> bytes:
-    """What comes up to and with `end`."""
-    text = b""
-    while not text.endswith(end):
-        byte = stream.read1(1)
-        assert byte, text
-        text += byte
-    return text
 
 
 @pytest.fixture
