@@ -113,4 +113,15 @@ GRAMMARS = [
         shows="Mean time of compiling a grammar that was not kept, while its request waits.",
         act="Over 0.1 s: large schemas; equal ones are compiled once, so clients should not vary them.",
     ),
+    lines(
+        "LoRA adapters",
+        {
+            "{{worker}} {{state}} slots": total("transom_lora_slots", WORKER, "worker, state"),
+            "{{worker}} loads a second": rate("transom_lora_loads_total", WORKER, "worker"),
+            "{{worker}} time of loads": rate("transom_lora_load_seconds_total", WORKER, "worker"),
+        },
+        "short",
+        shows="Slots for LoRA adapters by state, adapters loaded a second, and the share of time for which steps wait for these.",
+        act="All slots used and ever new loads: raise --max-loras.",
+    ),
 ]

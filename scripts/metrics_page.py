@@ -36,6 +36,7 @@ OF_WORKERS: Sections = {
     "Prefix cache": "prefix kv_repair kv_checkpoint kv_reuse kv_held",
     "KV pool": "kv_ preempt",
     "Grammars": "grammar_",
+    "LoRA adapters": "lora_",
     "Load, as routers and the autoscaler see it": "load_",
     "Ranks": "rank_ decode_steps",
     "Disk tier": "disk_",

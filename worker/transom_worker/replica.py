@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from transom_core.client_queue import Sharer
 from transom_core.config import EngineConfig
 from transom_core.contract import (
+    Adapter,
     ErrorInfo,
     KvGroupInfo,
     OutputEvent,
@@ -250,6 +251,14 @@ class WorkerReplica:
         for outbox in self._outboxes.values():
             outbox.put(WorkerMessage(identity=self.engine.info.identity))
             self._send_index(outbox)
+        return None
+
+    async def load_adapter(self, adapter: Adapter) -> ErrorInfo | None:
+        """Load a LoRA adapter into a slot, as the first request for it would; return why that failed."""
+        try:
+            await asyncio.wrap_future(await self._on_engine(lambda: self.engine.load_adapter(adapter)))
+        except TransomError as error:
+            return ErrorInfo.of(error)
         return None
 
     async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:

@@ -11,6 +11,7 @@ an event loop.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
-from transom_core.contract import OutputEvent, PauseMode, Request, WorkerLoad
+from transom_core.contract import Adapter, OutputEvent, PauseMode, Request, WorkerLoad
 from transom_core.errors import (
     EngineDead,
     OutOfMemory,
@@ -32,6 +33,7 @@ from transom_core.errors import (
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
 from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.adapter_slots import AdapterSlots, UserEnd
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.running_request import Deadlines, RunningRequest
@@ -149,6 +151,7 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             has_others=lambda: len(self.scheduler.admission.clients) > 1,
         )
+        self.adapters = AdapterSlots(config.lora, executor.load_adapter)
         self.clock = clock
         self._deadlines = Deadlines(self.requests)
         self._ready: list[OutputEvent] = []  # events that the next call of `step` returns
@@ -176,6 +179,7 @@ class Engine:
         return bool(
             self._ready
             or self.grammars.compiler.is_busy
+            or self.adapters.is_busy
             or (self._disk is not None and self._disk.is_busy)
             or self._has_unpublished_abort
             or self.executor.lost
@@ -216,10 +220,8 @@ class Engine:
             RequestError: the request is wrong, too long or too large, or its id is in use.  Overloaded: the queue is full.
             WorkerLost: the ranks are being restarted.  EngineDead: an earlier step failed.
         """
-        if self.dead is not None:
-            raise EngineDead(f"The worker's engine has ended: {self.dead}")
-        if self.is_restarting:
-            raise WorkerLost(RESTARTING)
+        self._check_runs()
+        self.adapters.check(request.adapter)
         check_tokens(request, vocab_size=self.info.vocab_size)
         check_pooling(request.params.pooling, num_labels=self.info.num_labels)
         arrival_s = self.clock() if arrival_s is None else arrival_s
@@ -236,17 +238,27 @@ class Engine:
         disk = None if is_held else self._disk
         waits = self.pause_mode == "wait"
         running.num_holds = int(is_held or disk is not None) + (request.grammar is not None) + awaits_group + waits
+        running.num_holds += request.adapter is not None
         if waits:
             self._held_by_pause.append(request.request_id)
         self.grammars.check_room(request)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
+        if request.adapter is not None:
+            self.adapters.begin(running, request.adapter)
         if request.grammar is not None:
             self.grammars.begin(running, request.grammar)
         if disk is not None and not disk.begin(request):
             self._end_hold(request.request_id)
         if request.time_left_s is not None:
             self._deadlines.watch(running, arrival_s + request.time_left_s)
+
+    def _check_runs(self) -> None:
+        """Raise EngineDead or WorkerLost if the engine takes no requests now."""
+        if self.dead is not None:
+            raise EngineDead(f"The worker's engine has ended: {self.dead}")
+        if self.is_restarting:
+            raise WorkerLost(RESTARTING)
 
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
         """Count a fetch that has ended, and let the held request run whose prefix it was; any other id is ignored."""
@@ -293,6 +305,8 @@ class Engine:
         """Forget a request that has ended."""
         running = self.requests.pop(request_id)
         self.grammars.remove(running)
+        if running.request.adapter is not None:
+            self.adapters.remove(running)
         if self._disk is not None:
             self._disk.cancel(running.request)
         return running
@@ -329,6 +343,7 @@ class Engine:
         try:
             self._check_architecture(model)  # downloads a Hugging Face model
             self.info = replace(self.executor.reload(model), max_model_len=self.info.max_model_len)
+            self._end_adapter_waits(self.adapters.reload(), self._ready)
         except RequestError:
             raise
         except Exception as error:
@@ -389,6 +404,9 @@ class Engine:
         begin_s = time.perf_counter()
         self.executor.check()
         self._take_grammars(events)
+        if self.adapters.is_busy:
+            may_wait = not (events or self.scheduler.has_work)
+            self._end_adapter_waits(self.adapters.take(may_wait=may_wait), events)
         if self._disk is not None:
             self._disk.take_news()
         self._fill()
@@ -482,6 +500,36 @@ class Engine:
                 self._report_end(self._remove(output.request_id), event.finish_reason or "handover")
         self.events.tokens(decoding, now_s)
 
+    # LoRA adapters
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """Have a step load a LoRA adapter into a slot, as the first request for it would. The future gets the error if that fails.
+
+        Raises:
+            RequestError: this worker takes no adapters.  WorkerLost: the ranks are being restarted.  EngineDead.
+        """
+        self._check_runs()
+        self.adapters.check(adapter)
+        trial: Future[None] = Future()
+        self.adapters.begin(trial, adapter)
+        return trial
+
+    def _end_adapter_waits(self, ends: Iterable[UserEnd], events: list[OutputEvent]) -> None:
+        """Let the requests run whose adapters are in a slot, and end those whose adapters cannot be loaded."""
+        for user, slot, error in ends:
+            if isinstance(user, Future):
+                self.adapters.remove(user)
+                if user.set_running_or_notify_cancel():
+                    user.set_result(None) if error is None else user.set_exception(error)
+                continue
+            request_id = user.request.request_id
+            if error is None:
+                self.scheduler.by_request[request_id].adapter_slot = slot
+                self._end_hold(request_id)
+            else:
+                self.scheduler.abort(request_id)
+                events.append(self._end_with_error(request_id, error))
+
     # Grammars
 
     def _take_grammars(self, events: list[OutputEvent]) -> None:
@@ -533,6 +581,7 @@ class Engine:
         """End the engine: `add` refuses from now on, and every request gets an error event, with which it can migrate."""
         self.dead = self.dead or reason
         self.is_restarting = False
+        self.adapters.forget(WorkerLost(f"The worker's engine has ended: {reason}"))
         if not isinstance(reason, WorkerLost):
             cause = reason.loss_cause if isinstance(reason, StepFailed) else "exception"
             reason = EngineDead(f"The worker's engine has ended: {reason}", loss_cause=cause)
@@ -584,6 +633,7 @@ class Engine:
         self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
+        self.adapters.forget(lost)
         return events + self._end_all_with_error(lost)
 
     def _restart_ranks(self) -> None:
@@ -636,7 +686,14 @@ class Engine:
         waiting = (one.times.arrival_s for one in self.requests.values() if not one.times.scheduled_s)
         ranks, oldest_s = self.executor.rank_reports(), min(waiting, default=0.0)
         self.events.published(
-            worker_state(self.scheduler, self._rates, ranks, self.grammars.stats(), oldest_waiting_s=oldest_s)
+            worker_state(
+                self.scheduler,
+                self._rates,
+                ranks,
+                self.grammars.stats(),
+                self.adapters.stats(),
+                oldest_waiting_s=oldest_s,
+            )
         )
 
     def _report_plan(self, plan: StepPlan) -> None:

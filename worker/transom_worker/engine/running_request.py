@@ -53,7 +53,8 @@ class RunningRequest:
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._looks_at_text = bool(params.stop) or request.prefill_only  # so any token may end it here
         self.grammar: GrammarMatcher | None = None  # it has consumed the output so far
-        # What must end before the request may be admitted: a fetch, a load from the disk, compiling, or its group's arrival.
+        # What must end before the request may be admitted: a fetch, a load from the disk, compiling, a slot for its
+        # adapter, or its group's arrival.
         self.num_holds = 0
         self._num_chars = 0  # length of all final text
         self._end_text = ""  # text that was held back when the request ended between two tokens

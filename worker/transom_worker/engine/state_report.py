@@ -4,7 +4,7 @@ figures that its metrics page reads at a scrape (`worker_state`)."""
 from transom_core.contract import WorkerLoad
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.telemetry.engine_events import GrammarStats, WorkerState
+from transom_worker.telemetry.engine_events import AdapterStats, GrammarStats, WorkerState
 
 HEADROOM_LENGTHS = (1024, 8192)  # lengths of requests, in tokens, for which the headroom is reported
 WEIGHT = 0.2  # of the newest measurement in the moving averages
@@ -99,6 +99,7 @@ def worker_state(
     rates: StepRates,
     ranks: tuple[RankReport, ...],
     grammars: GrammarStats,
+    adapters: AdapterStats,
     *,
     oldest_waiting_s: float,
 ) -> WorkerState:
@@ -113,6 +114,7 @@ def worker_state(
         headroom=_headroom(scheduler),
         policies=scheduler.policy_stats(),
         grammars=grammars,
+        adapters=adapters,
         ranks=ranks,
         oldest_waiting_s=oldest_waiting_s,
     )

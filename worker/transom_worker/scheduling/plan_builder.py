@@ -63,6 +63,7 @@ class PlanBuilder:
                 choice_index=request.choice_index,
                 kv_policy=request.kv_policy,
                 kv_quality=request.kv_quality,
+                adapter_slot=sequence.adapter_slot,
             )
         )
 

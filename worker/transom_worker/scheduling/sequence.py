@@ -89,7 +89,8 @@ class AwaitsPrefix:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Held:
-    """The sequence is new, and must wait until its prefix has come from another worker or the disk, or its grammar is compiled."""
+    """The sequence is new, and must wait until its prefix has come from another worker or the disk, or its grammar is compiled,
+    or its LoRA adapter is in a slot."""
 
 
 Wait = InQueue | AwaitsPrefix | Held
@@ -118,6 +119,7 @@ class Sequence:
     root: bytes  # the value that the chain's first digest is computed from (`kv_cache.hashing`)
     token_ids: array[int]  # prompt, then output as received; garbage collections would visit each element of a list
     retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
+    adapter_slot: int = -1  # of its LoRA adapter at the ranks; -1: none, or not known yet
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
     wait: Wait | None = None  # where a WAITING sequence waits; None for any other

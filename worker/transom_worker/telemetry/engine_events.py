@@ -152,6 +152,18 @@ class GrammarStats:
     mask_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The slots for LoRA adapters by state (used by requests, idle with an adapter, or free), and what loading adapters has cost
+    since start."""
+
+    num_used: int = 0
+    num_idle: int = 0
+    num_free: int = 0
+    num_loads: int = 0
+    load_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """The state of queue, cache and ranks at one moment. It is not changed afterwards.
@@ -166,5 +178,6 @@ class WorkerState:
     headroom: dict[str, int] = field(default_factory=dict)
     policies: dict[str, PolicyStats] = field(default_factory=dict)  # by type of KV policy
     grammars: GrammarStats = GrammarStats()
+    adapters: AdapterStats = AdapterStats()
     oldest_waiting_s: float = 0.0
     ranks: tuple[RankReport, ...] = ()

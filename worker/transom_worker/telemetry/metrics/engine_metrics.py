@@ -16,7 +16,7 @@ from transom_worker.telemetry.metrics.identity import Identity
 from transom_worker.telemetry.metrics.ranks import rank_families
 from transom_worker.telemetry.metrics.requests import Requests, Transfers
 from transom_worker.telemetry.metrics.steps import Steps
-from transom_worker.telemetry.metrics.work import grammar_families, policy_families, work_families
+from transom_worker.telemetry.metrics.work import adapter_families, grammar_families, policy_families, work_families
 
 
 class EngineMetrics:
@@ -67,6 +67,7 @@ class _StateCollector(EngineEventSink, Collector):
         yield from cache_families(self._own, state.stats)
         yield from policy_families(self._own, state.policies)
         yield from grammar_families(self._own, state.grammars)
+        yield from adapter_families(self._own, state.adapters)
         yield from rank_families(self._own, state.ranks)
         yield self._own.counter(
             "transom_rank_restarts",

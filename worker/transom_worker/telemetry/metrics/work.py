@@ -10,7 +10,7 @@ from transom_core.clock import steady_time_s
 from transom_core.contract import WorkerLoad
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.scheduling.work_counts import PolicyStats, WorkCounts
-from transom_worker.telemetry.engine_events import GrammarStats, WorkerState
+from transom_worker.telemetry.engine_events import AdapterStats, GrammarStats, WorkerState
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
@@ -121,6 +121,19 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     yield own.counter(
         "transom_grammar_mask_seconds", "Seconds that the engine's thread waited for masks.", stats.mask_s
     )
+
+
+def adapter_families(own: OwnLabels, stats: AdapterStats) -> Iterator[Metric]:
+    """Every family of LoRA adapters."""
+    states = {"used": stats.num_used, "idle": stats.num_idle, "free": stats.num_free}
+    yield own.gauges(
+        "transom_lora_slots",
+        "Slots for LoRA adapters: used by requests, idle (its adapter has no request) or free.",
+        ("state",),
+        [((state,), count) for state, count in states.items()],
+    )
+    yield own.counter("transom_lora_loads", "LoRA adapters that were loaded into a slot.", stats.num_loads)
+    yield own.counter("transom_lora_load_seconds", "Seconds for which steps waited for these loads.", stats.load_s)
 
 
 def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iterator[Metric]:
