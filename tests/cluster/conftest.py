@@ -14,6 +14,7 @@ from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.stub_worker import AnyGrammar, ByteTokenizer, StubDirectory, StubWorker
 from tests.loopback_server import served
 from transom_cluster.http.api import build_api
+from transom_cluster.router.peers import RouterPeers
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.routing.placer import Placer
@@ -40,6 +41,7 @@ def make_router(
     tracing: RouterTracing | None = None,
     autoscaling: AutoscalingConfig | None = None,
     router_id: str = "r0",
+    peers: RouterPeers | None = None,
     **config: Any,
 ) -> Router:
     """A router of stub workers; `config` are fields of its ServerConfig."""
@@ -50,6 +52,7 @@ def make_router(
         config=ServerConfig(**values),
         router_id=router_id,
         timings=timings,
+        peers=peers,
         placer=placer,
         tracing=tracing,
         autoscaling=autoscaling,

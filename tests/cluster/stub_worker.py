@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transom_core.config import WorkerRole
 from transom_core.contract import (
+    Adapter,
     ErrorInfo,
     KvGroupInfo,
     Logprob,
@@ -145,6 +146,8 @@ class StubWorker:
     watch_failure: Exception | None = None
     watch_periods_s: list[float] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)  # checkpoints, by updates of the weights
+    tried: list[Adapter] = field(default_factory=list)
+    refusal: Exception | None = None  # of adapters
     # put frames, or an error, into these
     watchers: list[asyncio.Queue[bytes | Exception]] = field(default_factory=list)
 
@@ -254,6 +257,10 @@ class StubWorker:
 
     async def update_weights(self, model: str) -> None:
         self.loaded.append(model)
+
+    async def load_adapter(self, adapter: Adapter) -> ErrorInfo | None:
+        self.tried.append(adapter)
+        return None if self.refusal is None else ErrorInfo.of(self.refusal)
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         return {self.worker: [source, num_bytes, wire]}

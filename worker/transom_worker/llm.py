@@ -14,11 +14,21 @@ from typing import Any, Literal, cast
 from tqdm import tqdm
 
 from transom_core.config import TransferConfig
-from transom_core.contract import FinishReason, KvPolicy, KvQuality, OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_core.contract import (
+    Adapter,
+    FinishReason,
+    KvPolicy,
+    KvQuality,
+    OutputEvent,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import RequestError, TransomError, WorkerLost
 from transom_core.logs import show_logs
 from transom_core.machine.openmp import call_on_thread
+from transom_core.model_files.adapter_files import resolve_adapter
 from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
@@ -39,6 +49,16 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter in PEFT's format, with vLLM's fields. Adapters are told apart by the content of their files, so the number is
+    not used."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +130,7 @@ class LLM:
         kv_policy: KvPolicy | Literal["default", "full"] = "default",
         kv_quality: bool = False,
         grammar: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate the outputs of one prompt or many, all in one batch; results are in the order of the prompts.
@@ -118,19 +139,20 @@ class LLM:
         `kv_policy` says which tokens the model's full-attention layers keep: "full" keeps all, "default" does what the setting
         `kv_policy` says. `kv_quality` compares a sample of the tokens with full attention. `grammar` is a text in llguidance's
         dialect of Lark, such as `start: %json {"type": "object"}`, which every output follows; docs/structured_output.md says when
-        such an output ends.
+        such an output ends. `lora_request` is a LoRA adapter for all prompts, or one per prompt.
 
         Raises:
-            RequestError: a prompt, a parameter or the grammar is wrong; no prompt gets an output then.
+            RequestError: a prompt, a parameter, the grammar or an adapter is wrong; no prompt gets an output then.
             EngineDead: a step failed, or took longer than `step_timeout_s`; this object cannot be used any more.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = self._params_per_prompt(sampling_params, len(batch))
         outputs = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
         policy = self._kv_policy if kv_policy == "default" else kv_policy
+        adapters = self._adapter_per_prompt(lora_request, len(batch))
         requests = [
-            self._request(out, one, index, policy, kv_quality, grammar)
-            for out, one in zip(outputs, params, strict=True)
+            self._request(out, one, index, policy, kv_quality, grammar, adapter)
+            for out, one, adapter in zip(outputs, params, adapters, strict=True)
             for index in range(one.n)
         ]
         self._run(requests, outputs, use_tqdm=use_tqdm)
@@ -141,6 +163,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate the outputs of one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
@@ -148,7 +171,7 @@ class LLM:
         many = cast("Sequence[Messages]", [messages] if single else messages)
         rendered = [self.engine.tokenizer.apply_chat_template([dict(m) for m in one]) for one in many]
         prompts = [{"prompt_token_ids": prompt.token_ids, "prompt": prompt.text} for prompt in rendered]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
         """Free the model and the KV pool. Idempotent; happens by itself when the object is dropped or the program ends."""
@@ -166,6 +189,22 @@ class LLM:
                 f"There are {len(params)} sampling_params for {num_prompts} prompts; give one, or one each."
             )
         return list(params)
+
+    def _adapter_per_prompt(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+    ) -> list[Adapter | None]:
+        many = [given] * num_prompts if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(many) != num_prompts:
+            raise RequestError(f"There are {len(many)} lora_requests for {num_prompts} prompts; give one, or one each.")
+        config = self.engine.config.lora
+        if config is None and any(many):
+            raise RequestError("lora_request needs LLM(..., enable_lora=True).", param="lora_request")
+        adapters: dict[LoRARequest, Adapter] = {}
+        for one in many:
+            if one is not None and one not in adapters and config is not None:
+                files = resolve_adapter(one.lora_path, max_rank=config.max_lora_rank)
+                adapters[one] = Adapter(name=one.lora_name, path=files.name, identity=files.identity())
+        return [None if one is None else adapters[one] for one in many]
 
     def _open(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         if isinstance(prompt, str):
@@ -196,6 +235,7 @@ class LLM:
         kv_policy: KvPolicy | Literal["full"] | None,
         kv_quality: bool,
         grammar: str | None,
+        adapter: Adapter | None,
     ) -> Request:
         seed = params.seed if params.seed is not None else self._next_seed(output)
         return Request(
@@ -207,6 +247,7 @@ class LLM:
             kv_policy=None if kv_policy == "full" else kv_policy,
             kv_quality=kv_quality,
             grammar=grammar,
+            adapter=adapter,
         )
 
     def _next_seed(self, output: RequestOutput) -> int:
@@ -294,4 +335,4 @@ def _can_resume(event: OutputEvent) -> bool:
     return event.error is not None and event.error.kind == WorkerLost.__name__
 
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "TransomError"]
+__all__ = ["LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "TransomError"]

@@ -83,7 +83,8 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
-    """Wait for a router, then for one generated token, and return the workers' descriptions of themselves.
+    """Wait for a router, then for one generated token of the model and of each LoRA adapter, and return the workers' descriptions
+    of themselves.
 
     The router queues the request until there is a worker, and starts one if autoscaling has already stopped all idle workers.
 
@@ -100,12 +101,14 @@ def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[di
             if time.monotonic() > deadline_s:
                 raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
-        try:
-            response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
-        except httpx.TransportError as error:
-            raise StartFailed(f"The first request got no response: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
+        body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        for model in (config.served_model_name, *(name for name, _ in config.lora_modules)):
+            try:
+                response = client.post("/v1/completions", json={"model": model, **body})
+            except httpx.TransportError as error:
+                raise StartFailed(f"The first request got no response: {type(error).__name__}: {error}") from error
+            if response.status_code != 200:
+                raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
         workers: list[dict[str, Any]] = client.get("/").json()["workers"]
     return [worker for worker in workers if worker["state"] == "open"]
 

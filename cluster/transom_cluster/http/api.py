@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from transom_cluster.http import (
+    adapter_routes,
     block_map_routes,
     metrics_routes,
     request_timeline_routes,
@@ -87,6 +88,7 @@ def build_api(router: Router) -> FastAPI:
         block_map_routes,
         transfer_routes,
         weight_routes,
+        adapter_routes,
     ):
         routes.add_routes(api, router)
     document = api.openapi()

@@ -38,7 +38,12 @@ _CLIENT_DIGITS = 32  # of a digest's 64 hexadecimal digits, in the name of a cli
 _WEIGHTED_KEY = re.compile(r"(\S+)\s+weight=(\S*)")
 _ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
 # A request there takes time from all clients.
-_OPERATORS_PATHS = frozenset({"/transfers/measure", "/pause", "/resume", "/update_weights_from_disk"})
+_OPERATORS_PATHS = frozenset(
+    {
+        *("/transfers/measure", "/pause", "/resume", "/update_weights_from_disk"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
 
 
 class ApiKeys:

@@ -74,6 +74,7 @@ class PromptRequest:
         self.threads = ClientThreads(threads, Sharer(self.state.sharer, self.state.weight), request.receive)
         model = router.config.served_model_name  # until the body names it otherwise
         self.metadata = ResponseMetadata(id=f"{id_prefix}{secrets.token_hex(12)}", model=model)
+        self._adapter: contract.Adapter | None = None
         if id_prefix:
             set_response_id(self.state, self.metadata.id)
 
@@ -98,6 +99,7 @@ class PromptRequest:
         body = await self.threads.run(lambda: parser.parse(raw), num_chars=len(raw), inline_chars=SMALL_BODY_BYTES)
         await self._router.prepare(body.model)
         self.metadata = replace(self.metadata, model=body.model or self.metadata.model)
+        self._adapter = self._router.adapters.get(body.model)
         return body
 
     async def chat(self, body: ChatCompletionRequest, *, cuts_max_tokens: bool = False) -> PreparedChat:
@@ -252,6 +254,7 @@ class PromptRequest:
                     time_left_s=time_left_s,
                     priority=body.priority or 0,
                     cache_salt=salt,
+                    adapter=self._adapter,
                     turn_boundaries=prompt.turn_boundaries,
                     cache_marks=prompt.cache_marks,
                     kv_policy=limits.kv_policy,

@@ -48,7 +48,7 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
     started_s = int(time.time())
 
     def model_card(name: str) -> ModelCard:
-        limits = router.limits.last_known
+        limits, adapter = router.limits.last_known, router.adapters.get(name)
         newest = next(iter(router.served.values()), list(router.connections.values()))
         info = next((one.info for one in newest if one.info is not None), None)
         groups = () if info is None else info.kv_groups
@@ -57,8 +57,8 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
             "object": "model",
             "created": started_s,
             "owned_by": "transom",
-            "root": router.config.served_model_name,
-            "parent": None,
+            "root": router.config.served_model_name if adapter is None else adapter.path,
+            "parent": None if adapter is None else router.config.served_model_name,
             "max_model_len": None if limits is None else limits.max_model_len,
             "kv_cache": [
                 {"group": group.name, "dtype": group.dtype, "bytes_per_token": group.bytes_per_token}
@@ -72,7 +72,10 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
 
     @api.get("/v1/models", summary="The served models", response_model=None)
     async def models() -> ModelList:
-        return {"object": "list", "data": [model_card(name) for name in router.config.model_names]}
+        return {
+            "object": "list",
+            "data": [model_card(name) for name in (*router.config.model_names, *router.adapters.names)],
+        }
 
     @api.get("/v1/models/{model_id:path}", summary="One model", response_model=None)
     async def model(model_id: str) -> ModelCard:

@@ -4,7 +4,8 @@ A client's request reaches any one of the routers, so a page about the whole clu
 
 - **peer**: another router of the same application.
 - **query**: one question to a router: a function of this module, with arguments that can be sent to another process. It reads the
-  router that it is given and changes nothing. For example, `process_name(router)` is `"router/r0"` at the router with the id `r0`.
+  router that it is given and changes nothing, but for `exchange_adapters`. For example, `process_name(router)` is `"router/r0"` at
+  the router with the id `r0`.
 
 A router makes its own part of a page with `query(router)`, and gets the other routers' parts with `router.peers.ask_others`:
 
@@ -12,9 +13,10 @@ A router makes its own part of a page with `query(router)`, and gets the other r
     pages = [query(router), *await router.peers.ask_others(query, timeout_s=2.0)]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from transom_cluster.router.adapter_registry import AdapterChange, AdapterRegistry
 from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 
@@ -27,6 +29,7 @@ class QueriedRouter(Protocol):
     router_id: str
     metrics: RouterMetrics
     timelines: RequestTimelines
+    adapters: AdapterRegistry
 
 
 PeerQuery = Callable[[QueriedRouter], T]
@@ -57,6 +60,12 @@ def recent_requests(router: QueriedRouter, *, client: str, state: str | None, li
     """Return a summary for each of a client's `limit` newest requests, newest first; `state`: `running`, `finished`, or None for
     both."""
     return router.timelines.summaries(client, state, limit)
+
+
+def exchange_adapters(router: QueriedRouter, *, changes: Mapping[str, AdapterChange]) -> dict[str, AdapterChange]:
+    """Tell a router which LoRA adapters were loaded and unloaded elsewhere, and return what it knows itself."""
+    router.adapters.merge(changes)
+    return router.adapters.changes
 
 
 class RouterPeers(Protocol):

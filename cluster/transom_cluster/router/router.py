@@ -9,6 +9,7 @@ The router owns these parts, and the HTTP routes use them directly:
 
 - `connections`: a `WorkerConnection` for each worker, kept by the `WorkerPool`;
 - `queue`: the requests that no worker has, and the rule that gives them to workers;
+- `adapters`: the LoRA adapters that requests may choose by name; `adapter_loader` changes them;
 - `limits`: the model's limits, as workers reported them;
 - `peers`: the other routers of the application;
 - `metrics`, `timelines`, `tracing`: the router's telemetry.
@@ -24,6 +25,8 @@ from zlib import crc32
 
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.error_responses import HttpError
+from transom_cluster.router.adapter_loader import AdapterLoader
+from transom_cluster.router.adapter_registry import AdapterRegistry
 from transom_cluster.router.eligibility import by_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
@@ -53,6 +56,7 @@ logger = logging.getLogger("transom.router")
 
 # with `--serve-claude-names`: up to 100 characters, since answers repeat it
 _CLAUDE_NAME = re.compile(r"claude-.{1,93}")
+MAX_NAMES = 20  # of models and adapters in an error
 _STOPPING = "This router is being stopped; send the request again."
 
 
@@ -105,6 +109,10 @@ class Router:
             self.tracing = RouterTracing.from_config(config.tracing, router_id, model=config.served_model_name)
         self.limits = ModelLimitsTracker(wake_workers=workers.wake)
         self.connections: dict[str, WorkerConnection] = {}
+        self.adapters = AdapterRegistry()
+        self.adapter_loader = AdapterLoader(
+            self.adapters, config, self.peers, self.connections, self.timings, wake_workers=workers.wake
+        )
         self.is_draining = False
         placer = placer or Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing)
         self.placer = placer
@@ -163,17 +171,21 @@ class Router:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Check that the router serves the model `name`; None stands for the served model, and so may names of Anthropic's.
+        """Check that the router serves the model or LoRA adapter `name`; None stands for the served model, and so may names of
+        Anthropic's.
 
         Raises:
             HttpError: the model is not served here (status 404).
         """
-        config = self.config
-        is_alias = config.serve_claude_names and name is not None and _CLAUDE_NAME.fullmatch(name)
-        if name is not None and name not in config.model_names and not is_alias:
-            names = " and ".join(map(repr, config.model_names))
+        if not self._serves(name):
+            names = " and ".join(map(repr, [*self.config.model_names, *self.adapters.names][:MAX_NAMES]))
             message = f"The model {name!r} does not exist; this server has {names}."
             raise HttpError(404, message, param="model", code="model_not_found")
+
+    def _serves(self, name: str | None) -> bool:
+        config = self.config
+        is_alias = config.serve_claude_names and name is not None and _CLAUDE_NAME.fullmatch(name)
+        return name is None or name in config.model_names or bool(is_alias) or self.adapters.get(name) is not None
 
     async def prepare(self, model: str | None) -> None:
         """Check the model's name in a request that has a prompt, and wait until the model's limits are known.
@@ -182,6 +194,8 @@ class Router:
             HttpError: the model is not served here (status 404).
             WorkerLost: there is no worker, or the router is being stopped.
         """
+        if self.config.enable_lora and not self._serves(model):
+            await self.adapter_loader.ask_others()
         self.check_model(model)
         if self.is_draining:
             raise WorkerLost(_STOPPING)
@@ -190,6 +204,7 @@ class Router:
     def start(self) -> None:
         """Connect to the workers."""
         self._pool.start()
+        self.adapter_loader.start()
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on, and say so at `/health`. Running requests continue."""
@@ -209,6 +224,7 @@ class Router:
                 request.fail(WorkerLost(_STOPPING))
         await self.queue.stop()
         await self._pool.stop()
+        await self.adapter_loader.stop()
         self.grammar_checker.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -33,6 +33,10 @@ class RouterTimings:
     directory_retry_s: float = 0.5
     scrape_timeout_s: float = 2.0  # all processes are asked at once; our Prometheus configuration waits 4 s
 
+    # LoRA adapters
+    adapters_period_s: float = 10.0  # how often routers tell each other all adapters that they know
+    adapter_trial_s: float = 120.0  # for a worker to download an adapter and load it into a slot that is not in use
+
     # The stream of the live block map
     block_map_poll_s: float = 0.25  # how often the stream looks for new and lost workers, and for the router's shutdown
     block_map_keepalive_s: float = 5.0  # proxies close a stream that is silent for long

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from transom_core.contract import ErrorInfo, PauseMode, Request, WorkerInfo, WorkerMessage
+from transom_core.contract import Adapter, ErrorInfo, PauseMode, Request, WorkerInfo, WorkerMessage
 
 
 class WorkerClient(Protocol):
@@ -48,6 +48,9 @@ class WorkerClient(Protocol):
 
     async def update_weights(self, model: str) -> ErrorInfo | None:
         """Have the paused worker replace its weights by those of another checkpoint; return why it refused."""
+
+    async def load_adapter(self, adapter: Adapter) -> ErrorInfo | None:
+        """Have the worker load a LoRA adapter into a slot, as the first request for it would; return why it refused."""
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         """Have the worker fetch about `num_bytes` of any cached blocks from another one by a wire, "nixl" or "ray", and drop them.

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def check_start(settings: Settings) -> None:
-    """Check the API keys, the address, the machine's GPUs and memory, and the model: its files, architecture, tokenizer, chat
-    template and markup.
+    """Check the API keys, the address, the machine's GPUs and memory, the LoRA adapters' configs, and the model: its files,
+    architecture, tokenizer, chat template and markup.
 
     Raises:
+        RequestError: an adapter is missing or not supported.
         ConfigError: a setting does not fit this machine or this model.
         ModelError: the model is missing, incomplete, or not supported.
     """
@@ -38,6 +39,7 @@ def check_start(settings: Settings) -> None:
         runnable,
         with_windows,
     )
+    from transom_core.model_files.adapter_files import resolve_adapter
     from transom_core.model_files.resolve import check_weights, resolve_text_files
     from transom_core.telemetry.tracing import check_tracing
     from transom_core.text.tokenizer import Tokenizer
@@ -52,6 +54,8 @@ def check_start(settings: Settings) -> None:
             f"--quantization {settings.quantization} runs in bfloat16 or float32, not with --dtype float16; leave one of them out."
         )
     check_machine(settings, read_driver())
+    for _, path in settings.lora_modules:
+        resolve_adapter(path, max_rank=settings.max_lora_rank)
     files = resolve_text_files(settings.model)
     if Path(settings.model).expanduser().is_dir():
         check_weights(files.path)

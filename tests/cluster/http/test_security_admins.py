@@ -14,7 +14,8 @@ from transom_cluster.http.api_keys import needs_admin_key
 
 SHARED = ("/metrics", "/metrics/sd", "/metrics/process", "/blocks/describe", "/blocks/stream?worker=none")
 MEASURE = "/transfers/measure"
-OPERATORS = (MEASURE, "/pause", "/resume", "/update_weights_from_disk")
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+OPERATORS = (MEASURE, "/pause", "/resume", "/update_weights_from_disk", *ADAPTERS)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ async def test_admins_alone_see_what_all_clients_do(admins: str) -> None:
 
 async def test_a_clients_key_does_not_open_what_takes_time_from_all() -> None:
     async with running_api(api_keys=("k",)) as api:
-        assert [await status(api, path, "k") for path in (*OPERATORS, "/metrics")] == [403] * 4 + [200]
+        assert [await status(api, path, "k") for path in (*OPERATORS, "/metrics")] == [403] * 6 + [200]
         page = (await api.client.get("/metrics", headers={"authorization": "Bearer k"})).text
         assert (
             f'transom_router_requests_total{{endpoint="{MEASURE}",model="stub",router="r0",status="403"}} 1.0' in page

@@ -279,15 +279,16 @@ class ModelVersion(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A served model. `max_model_len` is null until the first worker has joined, and `kv_cache` is that of one present worker. The
-    model has several versions while a new one replaces an old one."""
+    """A served model, or a LoRA adapter, whose `root` is its path and whose `parent` is the model. `max_model_len` is null until
+    the first worker has joined, and `kv_cache` is that of one present worker. The model has several versions while a new one
+    replaces an old one."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
     kv_cache: list[KvGroupCard]
     versions: list[ModelVersion]
