@@ -1,7 +1,7 @@
 """Everything on at once, and exact: every feature in every combination gives the tokens of a plain reference.
 
 One table has the features: prefix cache, window repair, pool size (preemption), steps in flight, chunk size, the hybrid cache on or
-off, one client or several that take turns; over models with full, window, sink + window and chunked layers, and
+off, one client or several that take turns, LoRA adapters; over models with full, window, sink + window and chunked layers, and
 with short convolutions or recurrent states. Every combination has
 resumed requests, and answers held to a grammar beside free ones. Every pair of values meets every day, every three values in
 `make test-all`. Tiers, formats of the cache, steps that fail and several ranks have tests of their own, each with all else on.
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.adapter_folders import adapt_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.core.grammar.vocabularies import json_grammar
 from tests.device_ahead import AheadExecutor
@@ -30,7 +31,7 @@ from tests.oracle_answers import oracle_answers
 from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import VOCAB_SIZE, HybridCase, reference_greedy
 from tests.worker.models.test_dense_families import DELTA_NET
-from transom_core.contract import Request
+from transom_core.contract import Adapter, Request
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor_factory import create_executor
@@ -74,9 +75,10 @@ class Mix:
     chunk: int
     hybrid: bool
     num_clients: int
+    lora: bool
 
 
-FEATURES = (list(MODELS), CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False), (1, len(WEIGHTS)))
+FEATURES = (list(MODELS), CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False), (1, len(WEIGHTS)), (False, True))
 PAIRS, TRIPLES = covering(*FEATURES), covering(*FEATURES, strength=3)
 MIXES = some_daily(dict.fromkeys([*PAIRS, *TRIPLES]), PAIRS)
 
@@ -107,6 +109,31 @@ def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.fixture(scope="module")
+def adapted(
+    folders: dict[str, Path], expected: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Adapter, list[list[int]]]]:
+    """An adapter of each model, and the answers if the requests that `uses_adapter` names use it."""
+    adapters: dict[Path, tuple[Adapter, Path]] = {}
+    found = {}
+    for name, (case, _) in MODELS.items():
+        model = folders[name]
+        adapters[model] = adapters.get(model) or adapt_checkpoint(model, tmp_path_factory.mktemp("adapted"))
+        adapter, merged = adapters[model]
+        indices = [i for i in range(len(LENGTHS)) if uses_adapter(i)]
+        grammars = {place: GRAMMARS[i] for place, i in enumerate(indices) if i in GRAMMARS}
+        answers = oracle_answers(merged, [prompts()[i] for i in indices], NUM_TOKENS, case, grammars)
+        others = dict(zip(indices, answers, strict=True))
+        found[name] = adapter, [others.get(i, answer) for i, answer in enumerate(expected[name])]
+        assert all(expected[name][i] != answer for i, answer in others.items())
+    return found
+
+
+def uses_adapter(index: int) -> bool:
+    """Whether a prompt's request has an adapter, where any has: a prompt and the next one, which begins like it, both have."""
+    return index // 3 % 2 == 1
+
+
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Hash blocks for which requests waited because another one computed them; here a few tokens are worth a wait."""
@@ -130,11 +157,20 @@ Margins = list[list[dict[int, float]]]  # by answer and step: log-probabilities 
 CLOSE_CALL = 0.2  # nats
 
 
-def ask(request_id: str, index: int, prompt: list[int], *, num_clients: int = len(WEIGHTS), **more: Any) -> Request:
+def ask(
+    request_id: str,
+    index: int,
+    prompt: list[int],
+    *,
+    num_clients: int = len(WEIGHTS),
+    adapter: Adapter | None = None,
+    **more: Any,
+) -> Request:
     """The request of one of `prompts`, from one of the clients."""
     request = make_request(request_id, prompt, max_tokens=NUM_TOKENS, grammar=GRAMMARS.get(index), **more)
     client = index * index % 5 % num_clients
-    return replace(request, client=str(client), client_weight=WEIGHTS[client])
+    adapter = adapter if uses_adapter(index) else None
+    return replace(request, client=str(client), client_weight=WEIGHTS[client], adapter=adapter)
 
 
 def check(
@@ -145,15 +181,15 @@ def check(
     lose: bool = True,
     margins: Margins | None = None,
     num_clients: int = len(WEIGHTS),
+    adapter: Adapter | None = None,
 ) -> Counter[str]:
     """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`.
 
     Returns how often what happened on the way, so that a test can say that nothing is exact because it did not happen.
     """
-    fresh = [ask(f"r{i}", i, p, num_clients=num_clients) for i, p in enumerate(prompts())]
-    resumed = [
-        ask(f"s{i}", i, p, num_clients=num_clients, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())
-    ]
+    asks = partial(ask, num_clients=num_clients, adapter=adapter)
+    fresh = [asks(f"r{i}", i, p) for i, p in enumerate(prompts())]
+    resumed = [asks(f"s{i}", i, p, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())]
     # The grammar is compiled before, so that how long that takes decides nothing here.
     run(engine, [make_request("first", [5], max_tokens=1, grammar=LIST)])
     got = run(engine, fresh)
@@ -200,7 +236,11 @@ def compare(got: list[list[int]], want: list[list[int]], where: object, margins:
 
 @pytest.mark.parametrize("mix", [pytest.param(Mix(*one.values), id=one.id, marks=one.marks) for one in MIXES])  # type: ignore[arg-type]
 def test_a_combination_is_exact(
-    folders: dict[str, Path], expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
+    folders: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+    adapted: dict[str, tuple[Adapter, list[list[int]]]],
+    waits: list[int],
+    mix: Mix,
 ) -> None:
     case, tight_kib = MODELS[mix.model]
     slides = mix.hybrid or mix.model in ("convolutions", "states")
@@ -214,9 +254,12 @@ def test_a_combination_is_exact(
         window_repair=mix.caching == "repair",
         max_num_batched_tokens=mix.chunk,
         steps_in_flight=min(mix.in_flight, 2),
+        enable_lora=mix.lora,
+        max_loras=1,
         kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if slides else 300) << 10,
     )
-    seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair", num_clients=mix.num_clients)
+    adapter, want = adapted[mix.model] if mix.lora else (None, expected[mix.model])
+    seen = check(engine, want, mix, lose=mix.caching == "repair", num_clients=mix.num_clients, adapter=adapter)
     assert not isinstance(engine.executor, AheadExecutor) or engine.executor.queue.num_ahead > 0
     assert (seen["hits"] > 0) == (mix.caching != "off")
     # A request waits for a recurrent state only where the one that computes it has yet to keep a snapshot, which may be nowhere.
@@ -357,6 +400,7 @@ def test_tiers_are_exact(
     tmp_path: Path,
     fast_reads: None,
     expected: dict[str, list[list[int]]],
+    adapted: dict[str, tuple[Adapter, list[list[int]]]],
     name: str,
     formats: str,
     mode: str,
@@ -368,20 +412,20 @@ def test_tiers_are_exact(
     ten thousand times.
     """
     _, tight_kib = MODELS[name]
-    want, margins = expected[name], None
+    adapter: Adapter | None
+    (adapter, want), margins = adapted[name], None
     if formats != "auto":
         plain = plain_answers(folders[name], name, formats)
-        want, margins = plain.want, plain.margins
+        want, margins, adapter = plain.want, plain.margins, None
         # Fewer run at once, while others wait for the disk; a quarter is what pages of a small pool leave unused.
         tight_kib = int(max(0.7 * tight_kib * plain.shrunk, 1.25 * plain.request_kib))
     seen = Counter[str]()
     for turn in range(2):
         # With the smallest chunks few run side by side, and whether one is preempted depends on grammars' compile time.
         chunk = CHUNKS[turn] if formats != "auto" else CHUNKS[1 + turn]
-        engine = engine_with_tiers(
-            folders[name], tmp_path, name, tight_kib, turn, chunk, kv_cache_dtype=formats, mode=mode
-        )
-        seen += check(engine, want, (name, turn), margins=margins)
+        settings: dict[str, Any] = {"kv_cache_dtype": formats, "mode": mode, "enable_lora": adapter is not None}
+        engine = engine_with_tiers(folders[name], tmp_path, name, tight_kib, turn, chunk, **settings)
+        seen += check(engine, want, (name, turn), margins=margins, adapter=adapter)
     assert min(seen[what] for what in ("swaps", "loaded_blocks", "hits", "read_blocks")) > 0, seen
     assert seen["broken_blocks"] == 0
 
@@ -432,7 +476,12 @@ def test_a_disk_that_hangs_again_and_again_changes_no_answer(
     ],
 )
 def test_several_ranks_are_exact(
-    folders: dict[str, Path], expected: dict[str, list[list[int]]], waits: list[int], name: str, ranks: int, pool: str
+    folders: dict[str, Path],
+    adapted: dict[str, tuple[Adapter, list[list[int]]]],
+    waits: list[int],
+    name: str,
+    ranks: int,
+    pool: str,
 ) -> None:
     """With everything on; each rank has one of the two KV heads, so half the bytes hold the same number of blocks."""
     case, tight_kib = MODELS[name]
@@ -447,8 +496,10 @@ def test_several_ranks_are_exact(
         kv_cache_memory_bytes=4 << 20 if pool == "roomy" else tight_kib << 9,
         swap_space="1MiB",
         preemption_mode="swap",
+        enable_lora=True,
     )
-    seen = check(engine, expected[name], (name, ranks))
+    adapter, want = adapted[name]
+    seen = check(engine, want, (name, ranks), adapter=adapter)
     assert seen["hits"] > 0
     assert waits
     assert seen["swaps" if pool == "tight" else "repaired"] > 0

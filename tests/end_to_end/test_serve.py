@@ -1,9 +1,10 @@
 """One server's life, from a user's first requests to its end: Ray is started once for all daily tests.
 
 The server has two routers, two workers, windows over full layers, and an API key. First the official client asks what a user's
-first hour touches. Then a worker is killed, all is deployed again as one worker of two ranks, a rank is killed, and the server
-ends. Every disturbance strikes while streams run, and each client gets, on the same connection, the text of an undisturbed run.
-The tests follow one another on the one server. `make test-all` adds ten minutes of random kills, of `benchmarks/serving/soak`.
+first hour touches, and a LoRA adapter is loaded, which some of the later streams use. Then a worker is killed, all is deployed
+again as one worker of two ranks, a rank is killed, and the server ends. Every disturbance strikes while streams run, and each
+client gets, on the same connection, the text of an undisturbed run. The tests follow one another on the one server. `make
+test-all` adds ten minutes of random kills, of `benchmarks/serving/soak`.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ import openai
 import pytest
 import ray
 
+from tests.adapter_folders import adapt_checkpoint
 from tests.end_to_end.server import (
     API_KEY,
     HTTP,
@@ -48,6 +50,7 @@ from tests.end_to_end.two_routers import (
     wait_for_workers,
     worker_changes,
 )
+from tests.engine_driver import make_engine, make_request, run
 
 HAPROXY_FILES = 50_036
 
@@ -55,12 +58,14 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 
 MODEL = "tiny"
 MAX_TOKENS = 60
+ADAPTER = "adapter"
 REQUESTS = bodies(items(8), max_tokens=MAX_TOKENS)
+REQUESTS[2]["model"] = REQUESTS[5]["model"] = ADAPTER
 # By how much a replica of a kind may grow: a client's quarter of each cache (of compiled grammars, 64 MiB at a worker), timelines,
 # and again as much for what the allocator keeps.
 MEMORY_BYTES = {":Router": 96 << 20, ":Worker": 128 << 20}
 PAUSE_S = 1.0  # of a client between two answers, while new processes start on the cores that answer
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "served_model_name": MODEL,
     "api_key": API_KEY,
     "kv_cache_memory_bytes": "16MiB",
@@ -87,7 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     folder = tmp_path_factory.mktemp("serve")
     (folder / "admins").touch(mode=0o600)
     (folder / "admins").write_text(API_KEY)
-    server = start_server(str(tiny_model), folder / "log", *flags, "--admin-api-key-file", str(folder / "admins"))
+    flags += ["--enable-lora", "--admin-api-key-file", str(folder / "admins")]
+    server = start_server(str(tiny_model), folder / "log", *flags)
     yield server
     if server.process.poll() is None:  # where the test of its end was not selected
         assert_ended_cleanly(server, stop_server(server))
@@ -187,7 +193,30 @@ def test_resident_memory_stays_within_a_sum_whatever_clients_send(server: Server
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server) -> list[Stream]:
+def merged(server: Server, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server has loaded an adapter; a checkpoint into which it is merged."""
+    adapter, merged = adapt_checkpoint(tiny_model, tmp_path_factory.mktemp("adapted"))
+    body = {"lora_name": ADAPTER, "lora_path": adapter.path}
+    reply = HTTP.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    assert reply.text == f"Success: LoRA adapter '{ADAPTER}' added successfully."
+    return merged
+
+
+def test_a_loaded_adapter_is_a_model(server: Server, merged: Path) -> None:
+    assert [model.id for model in client_of(server).models.list()] == [MODEL, ADAPTER]
+    body: Any = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+    own, adapted = (
+        client_of(server).completions.create(model=name, **body, extra_body={"ignore_eos": True}).choices[0].text
+        for name in (MODEL, ADAPTER)
+    )
+    engine = make_engine(str(merged), **{name: SETTINGS[name] for name in ("window", "sinks", "window_pattern")})
+    (whole,) = run(engine, [make_request("r", engine.tokenizer.encode(body["prompt"]), max_tokens=40)])
+    engine.shutdown()
+    assert adapted == whole.text != own
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server, merged: Path) -> list[Stream]:
     wait_for_workers(server, 2)
     streams = asyncio.run(ask_all(server.url, REQUESTS))
     assert len({stream.text for stream in streams}) == len(streams)
@@ -233,7 +262,7 @@ def test_streams_outlive_a_redeploy_of_workers_and_routers(
     server: Server, undisturbed: list[Stream], tiny_model: Path
 ) -> None:
     before = replicas(server)
-    settings = {"model": str(tiny_model), **SETTINGS, "replicas": 1, "tensor_parallel_size": 2}
+    settings = {"model": str(tiny_model), **SETTINGS, "enable_lora": True, "replicas": 1, "tensor_parallel_size": 2}
     answers = redeploy_under_load(server, settings, REQUESTS[:4], pause_s=PAUSE_S)
     for rounds, expected in zip(answers, undisturbed[:4], strict=True):
         check_answers(rounds, [expected] * len(rounds), MAX_TOKENS)

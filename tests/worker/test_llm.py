@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.adapter_folders import adapt_checkpoint
 from tests.hooked_executor import HookedExecutor
 from transom_core.errors import ConfigError, EngineDead, RequestError
-from transom_worker import LLM, SamplingParams
+from transom_worker import LLM, LoRARequest, SamplingParams
 from transom_worker.engine import startup
 
 
@@ -89,6 +91,20 @@ def test_outputs_follow_a_grammar(llm: LLM) -> None:
     with pytest.raises(RequestError, match="unknown name"):
         llm.generate("a", params, grammar="start: nothing", use_tqdm=False)
     assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_each_prompt_may_have_an_adapter(llm: LLM, tiny_model: Path, tmp_path: Path) -> None:
+    adapter, merged = adapt_checkpoint(tiny_model, tmp_path)
+    lora, params = LoRARequest("a", 1, adapter.path), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": "8MiB", "num_threads": 1}
+    with LLM(str(tiny_model), enable_lora=True, **settings) as adapted, LLM(str(merged), **settings) as oracle:
+        mixed = adapted.generate(["one", "one"], params, lora_request=[lora, None], use_tqdm=False)
+        expected = [oracle.generate("one", params, use_tqdm=False), llm.generate("one", params, use_tqdm=False)]
+        assert [out.outputs[0].text for out in mixed] == [out[0].outputs[0].text for out in expected]
+        with pytest.raises(RequestError, match="1 lora_requests for 2 prompts"):
+            adapted.generate(["one", "two"], params, lora_request=[lora])
+    with pytest.raises(RequestError, match="enable_lora=True"):
+        llm.generate("one", params, lora_request=lora)
 
 
 def test_a_small_queue_keeps_the_batch_full(tiny_model: Path) -> None:
