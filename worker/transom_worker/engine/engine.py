@@ -457,7 +457,7 @@ class Engine:
         self, outputs: list[SequenceOutput], now_s: float, *, all_now: bool
     ) -> list[tuple[RunningRequest, SequenceOutput]]:
         """Return the tokens, each with its request, whose events must be made before the next plan; keep the others for later."""
-        pairs = [(self.requests[one.request_id], one) for one in outputs if one.request_id in self.requests]
+        pairs = [(running, one) for one in outputs if (running := self.requests.get(one.request_id)) is not None]
         if all_now:
             return pairs
         may_end = [running.may_end(output) for running, output in pairs]
@@ -467,7 +467,12 @@ class Engine:
     def _send_later(self, events: list[OutputEvent], deliver: Callable[[list[OutputEvent]], None] | None) -> None:
         """Make the events of the tokens that were kept for later, and pass all events to `deliver` if it is given."""
         later, self._later = self._later, []
-        self._advance(later, events, self._later_s)
+        decoding: list[RequestTimes] = []
+        for running, output in later:
+            if self.requests.get(output.request_id) is running:  # else it ended after the token was sampled
+                events.append(running.plain_event(output))
+                decoding.append(running.times)
+        self.events.tokens(decoding, self._later_s)
         if deliver is not None and events:
             deliver([*events])
             events.clear()
@@ -478,8 +483,6 @@ class Engine:
         """Add the sampled tokens to their requests, some of which end with them, and the events of both to `events`."""
         decoding: list[RequestTimes] = []  # of the requests whose token is not reported yet
         for running, output in pairs:
-            if self.requests.get(output.request_id) is not running:  # it ended after the token was sampled
-                continue
             try:
                 event = running.token_event(output)
             except (RequestError, StepFailed, WorkerLost) as error:  # an error of the request's grammar

@@ -118,6 +118,9 @@ def in_row(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return ~rows  # -1 for row 0: never a token id
 
 
-def with_sampled(token_ids_T: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
-    """Return the tokens, with those of `in_row` replaced by the last step's ids; the host does not wait."""
+def with_sampled(token_ids_T: torch.Tensor, sampled_S: torch.Tensor, host_T: NDArray[np.int64]) -> torch.Tensor:
+    """Return the tokens, with those of `in_row` replaced by the last step's ids; the host does not wait. If `host_T`, the tokens on
+    the host, stand for all these ids in order, as in most decode steps, nothing is computed."""
+    if np.array_equal(host_T, in_row(np.arange(len(sampled_S)))):
+        return sampled_S
     return torch.where(token_ids_T < 0, sampled_S[(~token_ids_T).clamp_(min=0)], token_ids_T)

@@ -62,7 +62,7 @@ class ForwardPass:
         def eager_batch() -> ForwardBatch:
             batch = self._builder.batch(arrays)
             if sampled_S is not None:
-                batch.token_ids = with_sampled(batch.token_ids, sampled_S)
+                batch.token_ids = with_sampled(batch.token_ids, sampled_S, arrays.token_ids)
             if report is not None:
                 report.attach(batch)
             return batch
@@ -82,8 +82,8 @@ class ForwardPass:
             self.num_graph_steps += 1
             self.num_graph_decodes += arrays.only_decodes
             if sampled_S is not None and self._replay is not None:
-                token_ids = self._replay.token_ids
-                token_ids.copy_(with_sampled(token_ids, sampled_S))
+                token_ids = self._replay.token_ids[: len(arrays.token_ids)]  # without padding
+                token_ids.copy_(with_sampled(token_ids, sampled_S, arrays.token_ids))
             run = partial(_replayed, plan, replay)
         if report is None:
             return run

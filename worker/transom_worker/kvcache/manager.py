@@ -485,7 +485,8 @@ class KvCache:
             needed = [need if state else need + reserve for need, state in zip(needs, is_state, strict=True)]
             if self.allocator.pages_needed(needed) is None:
                 return None
-        elif self.allocator.pages_needed(needs) is None:
+        taken = self.allocator.allocate_all(needs, near)
+        if taken is None:
             if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
                 return None
             # `clear` moves active blocks only, so nothing may stay cached in the pages that it clears.
@@ -493,7 +494,8 @@ class KvCache:
                 pass
             self.evict_unpinned("compaction")
             self.compaction.clear(cleared)
-        taken = self.allocator.allocate_all(needs, near)
+            taken = self.allocator.allocate_all(needs, near)
+            assert taken is not None
         for group, ids in enumerate(taken):
             if ids:
                 self.registry.touch(group, ids)

@@ -22,7 +22,7 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.sample import SampleParams, sample
 from transom_worker.sampling.adjustments import Adjustments, HeldRows, changeable
 from transom_worker.sampling.logprobs import token_logprobs
-from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.sampling.sequence_state import SequenceState, position_keys
 from transom_worker.sampling.token_table import RowPairs
 from transom_worker.uploads import Arrays, Uploads, uploads_to
 
@@ -55,11 +55,23 @@ class _Rows:
 
     def arrays(self) -> Arrays:
         """Return the arrays of `sample_fused`."""
-        return {"keys": noise_keys(self.states), **self._fixed}
+        positions = [state.output_position for state in self.states]
+        return {"keys": position_keys(self._choice_keys, positions), **self._fixed}
+
+    @cached_property
+    def _choice_keys(self) -> NDArray[np.uint64]:
+        return np.array([state.choice_key for state in self.states], dtype=np.uint64)
 
     @cached_property
     def _fixed(self) -> Arrays:
-        return fixed_arrays(self.states)
+        """The sampling parameters that no step changes, by the field names of `SampleParams`."""
+        params = [state.params for state in self.states]
+        return {
+            "temperature": np.array([0.0 if p.greedy else p.temperature for p in params], dtype=np.float32),
+            "top_p": np.array([p.top_p for p in params], dtype=np.float32),
+            "min_p": np.array([p.min_p for p in params], dtype=np.float32),
+            "top_k": np.array([min(max(0, p.top_k), MAX_TOP_K) for p in params], dtype=np.int32),
+        }
 
 
 class Sampler:
@@ -200,7 +212,7 @@ MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, so larger requests can be c
 
 
 def sample_fused(logits_SV: torch.Tensor, arrays: Arrays, penalties: RowPairs | None, uploads: Uploads) -> torch.Tensor:
-    """Return the token of each row, int64 [S], on the device; `arrays` are the rows' keys and `fixed_arrays`.
+    """Return the token of each row, int64 [S], on the device; `arrays` are those of the rows (`_Rows.arrays`).
 
     The logits must already contain bias and bans, but not `penalties`: this call writes those into the logits.
     """
@@ -215,14 +227,3 @@ def sample_fused(logits_SV: torch.Tensor, arrays: Arrays, penalties: RowPairs | 
         change_minus=penalties.value,
     )
     return sample(logits_SV, changes)
-
-
-def fixed_arrays(states: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
-    """Return the sampling parameters of all rows that no step changes, by the field names of `SampleParams`."""
-    params = [state.params for state in states]
-    return {
-        "temperature": np.array([0.0 if p.greedy else p.temperature for p in params], dtype=np.float32),
-        "top_p": np.array([p.top_p for p in params], dtype=np.float32),
-        "min_p": np.array([p.min_p for p in params], dtype=np.float32),
-        "top_k": np.array([min(max(0, p.top_k), MAX_TOP_K) for p in params], dtype=np.int32),
-    }

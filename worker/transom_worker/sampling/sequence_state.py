@@ -10,7 +10,7 @@ key and a token id into noise, which is the same on every device and in any batc
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from transom_core.contract import SamplingParams
 from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
@@ -27,7 +27,7 @@ def choice_key(seed: int, choice_index: int) -> int:
     return _mixed_with(_mixed_with(0, seed), choice_index)
 
 
-def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
+def position_keys(choice_keys: ArrayLike, output_positions: ArrayLike) -> NDArray[np.int64]:
     """Return the signed 64-bit keys of many rows at once, from their choice keys."""
     keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
@@ -118,8 +118,3 @@ class SequenceState:
 
 def _fixed(token_ids: list[int], values: list[float]) -> FixedPairs:
     return FixedPairs(np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32))
-
-
-def noise_keys(states: Sequence[SequenceState]) -> NDArray[np.int64]:
-    """Return the noise key of each sequence's next token, int64 [S]."""
-    return position_keys([state.choice_key for state in states], [state.output_position for state in states])

@@ -24,8 +24,8 @@ from transom_kernels.sample import best_of_slice
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.adjustments import HeldRows
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
-from transom_worker.sampling.sampler import Sampler, SamplerOutput, fixed_arrays, put_rows, take_rows
-from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.sampling.sampler import Sampler, SamplerOutput, put_rows, take_rows
+from transom_worker.sampling.sequence_state import SequenceState
 
 
 class ShardedSampler(Sampler):
@@ -105,8 +105,8 @@ class ShardedSampler(Sampler):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
         else:
-            arrays = {"keys": noise_keys(states), "temperature": fixed_arrays(states)["temperature"]}
-            rows = self._uploads_to(logits_NV.device).tensors(arrays)
+            arrays = self._rows_of(seq_ids).arrays()
+            rows = self._uploads_to(logits_NV.device).tensors({name: arrays[name] for name in ("keys", "temperature")})
             score_N, token_ids_N = best_of_slice(logits_NV, **rows, first_id=self._first_id)
         # The all-reduce gathers the pairs, because other ranks add zeros to a rank's row. Scores travel as the integers with the
         # same bits, which the addition of zeros does not change.

@@ -14,20 +14,23 @@ Terms, as `step.StepPlan` uses them:
 
     builder = PlanBuilder(step_id, ...)
     builder.introduce(sequence)                 # only if the ranks do not know it
-    builder.add_row(sequence, blocks, count)    # for each sequence of the step
+    for index, sequence in builder.add_decodes(running, ...):
+        builder.add_row(sequence, blocks, count)    # for each sequence of the step that does more than decode
     plan = builder.finish(finished, copies)
 """
+
+from collections.abc import Iterable, Iterator, Mapping
 
 from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.blocks.block_table import StateTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
-from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSequence, StepPlan
+from transom_worker.scheduling.step_budget import StepBudget
 from transom_worker.scheduling.work_counts import WorkCounts
 
-RUNNING = SequenceStatus.RUNNING  # a local name, since `add_decode` runs for every token
 MEASURED_PERIOD = 13
 """Of a sequence with `kv_quality`, one token in this many is compared with full attention. No block size is a multiple of it, so
 that tokens at all positions inside blocks are compared."""
@@ -40,7 +43,7 @@ class PlanBuilder:
         self.plan = StepPlan(step_id=step_id)
         self.rows: list[Sequence] = []
         self.grammar_rows: list[tuple[int, str]] = []  # among the rows that sample: number and request id
-        self._num_sampling = 0  # rows that sample a token
+        self._num_not_sampling = 0  # rows that sample no token
         self._columns: list[tuple[int, ...]] = []  # one tuple per row; `finish` turns them into the plan's arrays
         self._retentions = retentions
         self._work = work
@@ -67,41 +70,37 @@ class PlanBuilder:
             )
         )
 
-    def add_decode(self, sequence: Sequence) -> bool:
-        """Add a row that computes the next token of a sequence, if that does no more than `add_row` does for most rows of most
-        steps; return whether it did.
+    def add_decodes(
+        self, running: Iterable[Sequence], budget: StepBudget, shares: Mapping[Sequence, int] | None
+    ) -> Iterator[tuple[int, Sequence]]:
+        """Add the rows of sequences that only decode (`Sequence.decodes_until`), and yield each other sequence in its turn with its
+        index, until the budget has no token left. `shares` are those of `StepShares.of_step`.
 
-        This saves time: the sequence only decodes, it needs neither blocks nor deltas, and it has no grammar and no KV policy. Then
-        the step's budget of extra blocks does not matter either, because at most two of its tokens are in flight.
+        This saves time, since most rows of most steps only decode: they need neither blocks nor deltas. The budget of extra blocks
+        does not matter for them, because at most two tokens of such a sequence are in flight.
         """
-        start, pending, blocks, request = sequence.scheduled, sequence.num_pending, sequence.blocks, sequence.request
-        end, known = start + 1, len(sequence.token_ids) + pending
-        if (
-            known != end
-            or blocks is None
-            or start < sequence.decode_from
-            or end > blocks.capacity_tokens
-            or blocks.tables_changed
-            or end - blocks.processed > 2
-            or known >= sequence.max_tokens_total
-            or not sequence.num_tokens_on_ranks
-            or request.grammar is not None
-            or request.kv_policy is not None
-            or sequence.status is not RUNNING
-        ):
-            return False
-        input_id = input_row = NO_ID
-        if end > sequence.num_tokens_on_ranks:
+        rows, columns, step_id = self.rows, self._columns, self.plan.step_id
+        for index, sequence in enumerate(running):
+            if budget.num_tokens <= 0:
+                return
+            start, blocks = sequence.scheduled, sequence.blocks
+            if (
+                start >= sequence.decodes_until
+                or blocks is None
+                or blocks.tables_changed
+                or start > blocks.processed + 1
+                or (shares is not None and not shares.get(sequence, 1))
+            ):
+                yield index, sequence
+                continue
+            budget.num_tokens -= 1
             input_id, input_row = self._new_input(sequence)
-            sequence.num_tokens_on_ranks = end
-        sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
-        sequence.num_pending = pending + 1
-        self._num_sampling += 1
-        self._columns.append((sequence.seq_id, start, 1, input_id, input_row, start, 1))
-        sequence.scheduled = end
-        sequence.num_in_flight += 1
-        self.rows.append(sequence)
-        return True
+            sequence.sampled_step, sequence.sampled_row = step_id, len(rows)
+            sequence.num_pending += 1
+            sequence.num_in_flight += 1
+            sequence.scheduled = sequence.num_tokens_on_ranks = start + 1
+            columns.append((sequence.seq_id, start, 1, input_id, input_row, start, 1))
+            rows.append(sequence)
 
     def add_row(self, sequence: Sequence, blocks: SequenceBlocks, count: int) -> None:
         """Add a row that computes the next `count` tokens of a sequence, whose KV blocks are allocated."""
@@ -130,8 +129,11 @@ class PlanBuilder:
             sequence.num_pending = pending + 1
             logits_from = end - 1
             if sequence.request.grammar is not None:
-                self.grammar_rows.append((self._num_sampling, sequence.request.request_id))
-            self._num_sampling += 1
+                self.grammar_rows.append((len(self.rows) - self._num_not_sampling, sequence.request.request_id))
+            elif sequence.request.kv_policy is None and end >= sequence.decode_from:
+                sequence.decodes_until = min(blocks.capacity_tokens, sequence.max_tokens_total - 1)
+        else:
+            self._num_not_sampling += 1
         if not sequence.has_output and sequence.wants_prompt_logprobs and start < sequence.num_prompt_tokens - 1:
             logits_from = start
         if (pooling := sequence.request.params.pooling) is not None and not sequence.has_output:

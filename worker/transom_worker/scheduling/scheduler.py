@@ -243,36 +243,35 @@ class Scheduler:
             self._measure(self._rates, plan, result)
         for ticket in result.loaded:
             self.admission.loaded(ticket)
-        outputs, sample, finished = [], 0, SequenceStatus.FINISHED
+        outputs, sample, running = [], 0, SequenceStatus.RUNNING
+        sampled_ids, logprobs = result.sampled_ids, result.logprobs or [None] * len(result.sampled_ids)
+        has_prompt_results = bool(result.prompt_logprobs or result.hidden_sums)
         rows = zip(step.rows, plan.start, plan.count, plan.sample, strict=True)
         for row, (sequence, start, count, samples) in enumerate(rows):
             processed = start + count
             sequence.num_in_flight -= 1
             blocks, status = sequence.blocks, sequence.status
             assert blocks is not None
-            if status is finished:  # its last token may have been discarded
-                processed = min(processed, len(sequence.token_ids))
+            if is_finished := status is not running and status is SequenceStatus.FINISHED:
+                processed = min(processed, len(sequence.token_ids))  # its last token may have been discarded
             if processed >= blocks.next_event_at:
                 self.cache.advance(blocks, sequence.token_ids, processed)
                 self.admission.in_flight_prefixes.published(sequence)
             else:
                 blocks.processed = processed
-            if status is not finished:
+            if not is_finished:
                 if sequence.history is not None:
                     (table,) = blocks.tables
                     columns = (*range(len(table.sink_blocks)), *table.run_logicals)
                     sequence.history.add(columns, result.attention_mass[row])
-                if result.prompt_logprobs and row in result.prompt_logprobs:
-                    sequence.take_prompt_logprobs(result.prompt_logprobs[row])
-                if result.hidden_sums and row in result.hidden_sums:
-                    sequence.take_hidden_sum(result.hidden_sums[row])
+                if has_prompt_results:
+                    sequence.take_prompt_results(result.prompt_logprobs.get(row), result.hidden_sums.get(row))
                 if samples:
-                    logprobs = result.logprobs[sample] if result.logprobs else None
                     quality = result.quality.get(row) if result.quality else None
                     if quality is not None:
                         self.admission.policy_counts.compared(sequence.request, quality)
-                    outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs, quality))
-            if status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
+                    outputs.append(sequence.take_token(sampled_ids[sample], logprobs[sample], quality))
+            if status is not running and not sequence.num_in_flight:
                 self.admission.release_after_step(sequence)
             sample += samples
         return outputs

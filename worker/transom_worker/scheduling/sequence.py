@@ -145,11 +145,13 @@ class Sequence:
     # The number of its last turn among those of all sequences, where rows take turns (`time_shares`).
     last_turn: int = 0
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
+    # While it runs: rows that begin below this position compute its newest token, and need no blocks, grammar or KV policy.
+    decodes_until: int = 0
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status; `TRANSITIONS` must allow the new status after the present one."""
         assert status in TRANSITIONS[self.status], f"{self.request.request_id}: {self.status} -> {status}"
-        self.status = status
+        self.status, self.decodes_until = status, 0
 
     @property
     def was_admitted(self) -> bool:
@@ -231,17 +233,15 @@ class Sequence:
             self.history = self.prompt_logprobs = None
             self.hidden_sum = []
 
-    def take_prompt_logprobs(self, logprobs: LogprobTable) -> None:
-        """Append the log-probabilities of the next prompt tokens."""
+    def take_prompt_results(self, logprobs: LogprobTable | None, hidden_sum: list[float] | None) -> None:
+        """Append the log-probabilities of the next prompt tokens, and add their hidden states, if the step has them."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = logprobs
-        else:
+        elif logprobs is not None:
             self.prompt_logprobs.extend(logprobs)
-
-    def take_hidden_sum(self, hidden_sum: list[float]) -> None:
-        """Add the hidden states of the next prompt tokens."""
-        before = self.hidden_sum
-        self.hidden_sum = [a + b for a, b in zip(before, hidden_sum, strict=True)] if before else hidden_sum
+        if hidden_sum is not None:
+            before = self.hidden_sum
+            self.hidden_sum = [a + b for a, b in zip(before, hidden_sum, strict=True)] if before else hidden_sum
 
     def take_token(
         self, token_id: int, logprobs: TokenLogprobs | None, quality: PolicyQuality | None = None
@@ -260,8 +260,7 @@ class Sequence:
                 num_summed = self.num_prompt_tokens if self.request.params.pooling == "mean" else 1
                 embedding, self.hidden_sum = [one / num_summed for one in self.hidden_sum], []
         cached = self.cached_prompt or NOTHING_CACHED
-        # By position: names would cost a third of this function's time.
-        return SequenceOutput(
+        fields = (
             self.request.request_id,
             token_id,
             num_tokens - 1 - self.num_prompt_tokens,
@@ -275,3 +274,5 @@ class Sequence:
             cached.num_host_tokens,
             embedding,
         )
+        # A named tuple's own constructor is a Python function, which takes three times as long.
+        return tuple.__new__(SequenceOutput, fields)

@@ -122,17 +122,11 @@ class StepPlanner:
         """Add rows for running sequences, in order; return whether one was preempted."""
         before = self._work.num_preempted
         running = list(self._admission.running)
-        num_after = len(running)
         # If not even one token is there for each sequence, clients take turns at the tokens.
-        if num_after > budget.num_tokens and len(self._admission.clients) > 1:
+        if len(running) > budget.num_tokens and len(self._admission.clients) > 1:
             running = self._admission.clients.running_in_turns()
-        for sequence in running:
-            num_after -= 1
-            if budget.num_tokens <= 0:
-                break
-            if (shares is None or shares.get(sequence, 1)) and builder.add_decode(sequence):
-                budget.num_tokens -= 1
-                continue
+        for index, sequence in builder.add_decodes(running, budget, shares):
+            num_after = len(running) - index - 1
             # How many tokens the budget allows.
             ready = (
                 sequence.num_ready if sequence.history is None else self._before_decision(sequence, sequence.history)

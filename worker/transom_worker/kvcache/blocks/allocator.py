@@ -55,7 +55,7 @@ class BlockAllocator:
             pool.num_free or pool.evictable or self._arena.num_free or any(one.evictable_pages for one in self._pools)
         )
 
-    def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
+    def pages_needed(self, num_blocks: Sequence[int]) -> list[int] | None:
         """Return how many usable pages each group must take to get `num_blocks[group]` more blocks; None if there are too few
         pages."""
         pages = [
@@ -64,14 +64,15 @@ class BlockAllocator:
         ]
         return pages if sum(pages) <= self.usable_pages else None
 
-    def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
-        """Take `num_blocks[group]` blocks of each group, right after block `near[group]` if possible, and return them. They must
-        fit.
+    def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]] | None:
+        """Take `num_blocks[group]` blocks of each group, right after block `near[group]` if possible, and return them; None if they
+        do not fit.
 
         Each group may take the pages that it needs, and also pages that no group needs, so that block ids stay consecutive.
         """
-        pages = self.pages_needed(list(num_blocks))
-        assert pages is not None
+        pages = self.pages_needed(num_blocks)
+        if pages is None:
+            return None
         spare = self.usable_pages - sum(pages)
         taken = []
         for group, count in enumerate(num_blocks):

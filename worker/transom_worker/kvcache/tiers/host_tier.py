@@ -43,7 +43,7 @@ class HostTier:
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether `num_blocks[group]` more blocks of each group fit without dropping a needed block."""
-        return self._allocator.pages_needed(list(num_blocks)) is not None
+        return self._allocator.pages_needed(num_blocks) is not None
 
     def take(self, num_blocks: Sequence[int]) -> list[list[int]]:
         """Take `num_blocks[group]` blocks of each group and return their ids. They begin with one need and are not in the index.
@@ -51,6 +51,7 @@ class HostTier:
         There must be room (`has_room`).
         """
         taken = self._allocator.allocate_all(num_blocks, [None] * len(num_blocks))
+        assert taken is not None
         for group, blocks in enumerate(taken):
             self.registry.touch(group, blocks)
         return taken
