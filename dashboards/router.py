@@ -4,18 +4,7 @@ from dashboards import router_fleet
 from dashboards.board import Board
 from dashboards.colors import CALL_OUTCOMES
 from dashboards.panels import Panel, high_is_bad, lines, number
-from dashboards.queries import (
-    PLACED,
-    ROUTER,
-    happening,
-    increase,
-    or_zero,
-    quantiles,
-    rate,
-    ratio,
-    split,
-    total,
-)
+from dashboards.queries import PLACED, ROUTER, happening, increase, or_zero, quantiles, rate, ratio, split, total
 
 UID = "transom-router"
 PREDICTED = rate("transom_router_predicted_hit_tokens_total", ROUTER)

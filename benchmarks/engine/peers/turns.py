@@ -51,11 +51,7 @@ class Bench:
                 one.stop()
 
     def _round(
-        self,
-        label: str,
-        number: int,
-        measure: Callable[[RunningEngine], float],
-        running: Mapping[str, RunningEngine],
+        self, label: str, number: int, measure: Callable[[RunningEngine], float], running: Mapping[str, RunningEngine]
     ) -> None:
         names = list(running)
         for place in range(len(names)):

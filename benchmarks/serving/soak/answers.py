@@ -172,10 +172,7 @@ async def ask(
     answer = Answer()
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     try:
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            client.stream("POST", case.path, json=case.body | options) as reply,
-        ):
+        async with asyncio.timeout(PATIENCE_S), client.stream("POST", case.path, json=case.body | options) as reply:
             answer.status, answer.retry_after = reply.status_code, reply.headers.get("retry-after")
             if stream and reply.status_code == 200:
                 await _read_stream(reply, answer, pause_s, leave_after)

@@ -190,12 +190,7 @@ class RequestQueue:
             self._wake_workers()
 
     def _place_one(
-        self,
-        request: InFlightRequest,
-        available: Sequence[WorkerConnection],
-        refusing: set[str],
-        *,
-        has_choice: bool,
+        self, request: InFlightRequest, available: Sequence[WorkerConnection], refusing: set[str], *, has_choice: bool
     ) -> str | None:
         """Return the id of the worker that the request is given to; None if it waits or has ended. A new request is given to none
         of the workers `refusing` its client. With `has_choice` the `available` workers have more than one identity."""

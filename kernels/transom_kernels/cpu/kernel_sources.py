@@ -17,16 +17,7 @@ from typing import NamedTuple
 # it contains the launcher, too.
 _RUNTIME = {"transom_kernels.launch"} | {
     f"transom_kernels.cpu.{name}"
-    for name in (
-        "kernel",
-        "kernel_sources",
-        "launching",
-        "memory",
-        "pool",
-        "program",
-        "recording",
-        "threads",
-    )
+    for name in ("kernel", "kernel_sources", "launching", "memory", "pool", "program", "recording", "threads")
 }
 
 _IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)

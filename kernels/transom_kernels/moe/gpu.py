@@ -77,9 +77,7 @@ def moe_triton(
     results_P = x.new_empty(num_pairs, width)
     weights_P = weights.float().contiguous()
     launches.into(
-        (launches.into_columns, num_blocks, 1),
-        (x, *layer.gate_up, weights_P, inner_P, pairs, block_expert),
-        num_pairs,
+        (launches.into_columns, num_blocks, 1), (x, *layer.gate_up, weights_P, inner_P, pairs, block_expert), num_pairs
     )
     launches.out_of(
         (launches.out_columns, num_blocks, 1),

@@ -80,11 +80,7 @@ def partial_logits_triton(
 
 
 def _of_layer(
-    num_splits: int,
-    weight: torch.Tensor,
-    routing: Routing,
-    vectors: Sequence[torch.Tensor | None],
-    is_fixed: bool,
+    num_splits: int, weight: torch.Tensor, routing: Routing, vectors: Sequence[torch.Tensor | None], is_fixed: bool
 ) -> tuple[PreparedLaunch, list[torch.Tensor]]:
     """Prepare the launch of `choose_experts`, and its vectors: the weight stands in for those that it does not read."""
     has = (*[vector is not None for vector in vectors], is_fixed)

@@ -82,12 +82,7 @@ async def push_quality(api: Api, *qualities: KvQuality) -> None:
         assert request.kv_quality
         usage = Usage(num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0, kv_quality=quality)
         event = OutputEvent(
-            request_id=request.request_id,
-            position=0,
-            token_ids=(97,),
-            text="a",
-            finish_reason="length",
-            usage=usage,
+            request_id=request.request_id, position=0, token_ids=(97,), text="a", finish_reason="length", usage=usage
         )
         api.worker.push(event)
 

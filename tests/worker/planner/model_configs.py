@@ -68,7 +68,7 @@ _FALCON_H1_SMALL: Any = {
     **{"attn_layer_indices": None, "mamba_use_mlp": True},
 }
 _FALCON_H1_7B: Any = {
-    **{"hidden_size": 3072, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
+    **{"hidden_size": 3072, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256}
 }
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 

@@ -17,8 +17,7 @@ class ModelSettings(BaseModel):
         description="Folder of safetensors, a .gguf file, a Hugging Face id (org/name or org/name@revision), or smollm2 (the demo)."
     )
     served_model_name: tuple[str, ...] = Field(
-        (),
-        description="A name of the model in the API, MODEL if unset. The first one is in metrics and logs.",
+        (), description="A name of the model in the API, MODEL if unset. The first one is in metrics and logs."
     )
     serve_claude_names: bool = Field(
         False,

@@ -103,9 +103,7 @@ class LayerKernels:
             blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
             combined = {**self._of_combine, **blocks, "num_kv_heads": self.kv_heads}
             self._by_tile_tokens[tile_tokens] = TileKernels(
-                PreparedLaunch(attend, self._of_attend | tile, **options),
-                PreparedLaunch(combine, combined),
-                rows,
+                PreparedLaunch(attend, self._of_attend | tile, **options), PreparedLaunch(combine, combined), rows
             )
         return self._by_tile_tokens[tile_tokens]
 

@@ -36,10 +36,6 @@ class ShortConvolution(TokenMixer):
     ) -> torch.Tensor:
         """Return the gated convolution [T, C], and write this step's rows to the cache. Positions do not rotate anything here."""
         inputs = ConvolutionInputs(
-            projected=self._projection(x_TN),
-            weight=self._weight_LC,
-            bias=self._bias_C,
-            cache=cache.k,
-            batch=batch,
+            projected=self._projection(x_TN), weight=self._weight_LC, bias=self._bias_C, cache=cache.k, batch=batch
         )
         return short_convolution(inputs)
