@@ -19,15 +19,19 @@ HARNESS = ("benchmarks.gpu.families", "benchmarks.gpu.models", "benchmarks.engin
 
 # Refuses what the machine lacks, as if it were not installed; names with an underscore belong to compiled parts of packages.
 BLOCKER = """
-import importlib, importlib.abc, os, sys, sysconfig
+import importlib, importlib.abc, importlib.util, os, sys, sysconfig
 allowed = set(sys.argv[1].split())
 installed = {name.split(".")[0].split("-")[0] for name in os.listdir(sysconfig.get_path("purelib"))}
+find_spec = importlib.util.find_spec
+def lacks(name):
+    top = name.split(".")[0]
+    return top in installed - allowed and not top.startswith("_")
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        top = name.split(".")[0]
-        if top in installed - allowed and not top.startswith("_"):
+        if lacks(name):
             raise ModuleNotFoundError(f"{name} is not on a machine with a GPU", name=name)
 sys.meta_path.insert(0, Blocker())
+importlib.util.find_spec = lambda name, package=None: None if lacks(name) else find_spec(name, package)
 for name in sys.argv[2:]:
     importlib.import_module(name)
 """
