@@ -93,10 +93,8 @@ class AdapterSlots:
         if may_wait and self._finding and not self._has_changed:
             wait(self._finding.values(), FIND_WAIT_S, FIRST_COMPLETED)
         self._has_changed = False
-        late, closed = (
-            set[str](),
-            set[int](),
-        )  # the identities of adapters that wait for a slot, and the slots that these close
+        # The identities of adapters that wait for a slot, and the slots that these close.
+        late, closed = set[str](), set[int]()
         numbers = self._numbers()
         for user, adapter in list(self._waiting.items()):
             number, error = numbers.get(adapter.identity), None

@@ -145,9 +145,8 @@ class HeadsLinear:
         return torch.bmm(x_THK.transpose(0, 1), self._weight_HKN).transpose(0, 1).contiguous()
 
 
-GateUp = (
-    PackedWeight | PackedPanels | Linear
-)  # gate and up as one projection: packed for one kernel with the activation, or not
+# Gate and up as one projection: packed for one kernel with the activation, or not.
+GateUp = PackedWeight | PackedPanels | Linear
 
 
 class GatedMlp:
