@@ -18,6 +18,7 @@ from transom_worker.execution.device_queue import Fetch
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.model import no_adapters
 from transom_worker.models.parallel.communicator import SingleRank
 from transom_worker.sampling import sampler, sharded
 
@@ -83,6 +84,7 @@ class SimulatedModel:
     """A rank's model, whose forward pass is a launch."""
 
     weight_bytes = 1
+    load_adapter = staticmethod(no_adapters)
 
     def __init__(self, architecture: Architecture, device: SimulatedDevice, *, num_ranks: int, max_rows: int) -> None:
         self.architecture, self._device = architecture, device
