@@ -190,8 +190,8 @@ def check(
     asks = partial(ask, num_clients=num_clients, adapter=adapter)
     fresh = [asks(f"r{i}", i, p) for i, p in enumerate(prompts())]
     resumed = [asks(f"s{i}", i, p, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())]
-    # The grammar is compiled before, so that how long that takes decides nothing here.
-    run(engine, [make_request("first", [5], max_tokens=1, grammar=LIST)])
+    # The grammar is compiled and the adapter loaded before, so that how long that takes decides nothing here.
+    run(engine, [replace(make_request("first", [5], max_tokens=1, grammar=LIST), adapter=adapter)])
     got = run(engine, fresh)
     compare([whole.token_ids for whole in got], want, where, margins)
     if lose:
