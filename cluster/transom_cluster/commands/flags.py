@@ -79,14 +79,10 @@ def _values(name: str, field: Any) -> str | None:
     """Return the choices of a flag, or the limits of its number, for its help; None: the type tells enough."""
     if get_origin(field.annotation) is Literal:
         return "|".join(map(str, get_args(field.annotation)))
-    limits = {word: found[0] for word in ("ge", "gt", "le") if (found := _limits(field, word))}
+    words = ("ge", "gt", "le")
+    limits = {word: getattr(one, word) for one in field.metadata for word in words if hasattr(one, word)}
     lowest = f">{limits['gt']}" if "gt" in limits else limits.get("ge", "")
     return _SIZES.get(name) or (f"{lowest}..{limits.get('le', '')}" if limits else None)
-
-
-def _limits(field: Any, word: str) -> list[Any]:
-    """Return the limits of one kind, such as "ge", of a setting."""
-    return [limit for constraint in field.metadata if (limit := getattr(constraint, word, None)) is not None]
 
 
 def _help(description: str | None, default: Any) -> str:

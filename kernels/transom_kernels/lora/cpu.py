@@ -78,12 +78,8 @@ def fits_cpu_kernel(y: torch.Tensor, x: torch.Tensor) -> bool:
 
 def add_lora_cpu_(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, weights: LoraWeights) -> None:
     """Add scale * B (A x) of each row's adapter to `y` [M, N], from `x` [M, K] and `slots` [M], of which -1 is no adapter."""
-    dtype, tile, rows, scratch_bytes = (
-        DTYPES[x.dtype],
-        4 if cpu_target().avx512 else 2,
-        RowArguments.of,
-        16 * BLOCK_ROWS,
-    )
+    dtype, tile = DTYPES[x.dtype], 4 if cpu_target().avx512 else 2
+    rows, scratch_bytes = RowArguments.of, 16 * BLOCK_ROWS
     inner = empty((len(x), weights.a.shape[1]), torch.float32)
     item, num_items = _items(slots, inner.shape[1], _DOTS)
     words: Arguments = ShrinkArguments(item, rows(x), rows(inner), rows(weights.a), x.shape[1])
@@ -136,11 +132,8 @@ def make_shrink(dtype: str, tile: int) -> Callable[..., None]:
 
     @helper
     def shrink(arguments, slot, members, count, first, end):
-        x, x_stride, width = (
-            argument(arguments, SHRINK.x.tensor),
-            argument(arguments, SHRINK.x.stride),
-            argument(arguments, SHRINK.width),
-        )
+        x, x_stride = argument(arguments, SHRINK.x.tensor), argument(arguments, SHRINK.x.stride)
+        width = argument(arguments, SHRINK.width)
         inner, inner_stride = argument(arguments, SHRINK.inner.tensor), argument(arguments, SHRINK.inner.stride)
         a = row_address(arguments, SHRINK.a, slot)
         for i in range(0, count - tile + 1, tile):
@@ -190,10 +183,8 @@ def make_expand(dtype: str) -> Callable[..., None]:
             scale = load_scalar_f32(row_address(arguments, EXPAND.scales, slot) + 4 * part)
             start, stop = argument(arguments, EXPAND.starts + part), argument(arguments, EXPAND.starts + part + 1)
             for n in range(max(first, start), min(end, stop), 16):
-                b, y = (
-                    row_address(arguments, EXPAND.b, slot) + n * size,
-                    argument(arguments, EXPAND.y.tensor) + n * size,
-                )
+                b = row_address(arguments, EXPAND.b, slot) + n * size
+                y = argument(arguments, EXPAND.y.tensor) + n * size
                 for i in range(0, count, 4):
                     add_products(arguments, members + 8 * i, count - i, inner, b, scale, y, min(end, stop) - n)
 

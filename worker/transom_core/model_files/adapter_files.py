@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ class AdapterFiles:
         digest = sha256()
         try:
             for path in (self.folder / CONFIG_FILE, self.weights):
-                content = path.read_bytes()
-                digest.update(len(content).to_bytes(8, "little") + content)
+                with path.open("rb") as file:
+                    digest.update(file_digest(file, "sha256").digest())  # in pieces: files may have gigabytes
         except OSError as error:
             raise RequestError(f"lora_path: {path} cannot be read: {error.strerror}.", param="lora_path") from None
         return digest.hexdigest()

@@ -31,7 +31,7 @@ from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.step import PolicyQuality
+from transom_worker.scheduling.step import NO_ADAPTER, PolicyQuality
 
 OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key is served first
 
@@ -119,7 +119,7 @@ class Sequence:
     root: bytes  # the value that the chain's first digest is computed from (`kv_cache.hashing`)
     token_ids: array[int]  # prompt, then output as received; garbage collections would visit each element of a list
     retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
-    adapter_slot: int = -1  # of its LoRA adapter at the ranks; -1: none, or not known yet
+    adapter_slot: int = NO_ADAPTER  # at the ranks; also while it is not known yet
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
     wait: Wait | None = None  # where a WAITING sequence waits; None for any other
