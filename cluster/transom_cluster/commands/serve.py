@@ -124,7 +124,6 @@ def _router_answers(client: httpx.Client) -> bool:
 def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str, Any]], start_s: float) -> None:
     config = settings.server_config()
     url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if current_keys(config) else ""
-    url_flag = "" if url.endswith(":8000") else f" --url {url}"
     message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     for line in (
         f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
@@ -132,7 +131,6 @@ def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str
         *(workers[0]["report"].splitlines() if workers else []),
         "",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
-        f"  transom chat{url_flag}",
         "",
         *([HALF_SENT] if key and not config.haproxy else []),
         "Press Ctrl-C to stop.",
