@@ -112,30 +112,6 @@ def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWo
     assert counts["active"] == 5
 
 
-def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 48, EVICTABLE)
-    block_map.show(worker)
-    worker.give_back(3)
-    worker.lease(1, 3)
-    first = worker.blocks_of(1, 3)[0]
-    worker.put(1, first, ACTIVE, references=1)
-    worker.put(0, 48, EVICTED)
-    block_map.send(worker.frame())
-    assert block_map.colours(1, first) == {VERMILLION}
-    assert len(block_map.colours(1, first + 1)) == 1, "an eviction is not shown in another group's page"
-
-
-def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:
-    for block, age in enumerate((0, 100, 300, 1000, 4000, 9000)):
-        worker.put(0, block, EVICTABLE, age=age)
-    block_map.show(worker)
-    looks = [brightness(*block_map.colours(0, block)) for block in range(6)]
-    assert looks == sorted(looks)
-    assert len(set(looks)) == 6
-    block_map.send(worker.frame(after_s=7))
-    assert brightness(*block_map.colours(0, 0)) == looks[1], "time passes without a record"
-
-
 def test_hover_tells_what_the_frames_and_the_worker_know(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 17, ACTIVE, references=1, logical=2, hash_prefix=0x00C0FFEE, age=125)
     worker.sequence(1, "cmpl-hovered", [[[0, 0, 1], [1, 16, 2]], []], phase="prefill")
@@ -191,13 +167,3 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
     block_map.page.wait_for_function(
         "() => document.querySelector('.worker-heading').innerText.includes('does not answer')"
     )
-
-
-def test_the_theme_is_the_systems(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 0, ACTIVE, references=1)
-    block_map.page.emulate_media(color_scheme="dark")
-    block_map.show(worker)
-    assert block_map.colours(0, 0) == {"#56b4e9"}
-    block_map.page.emulate_media(color_scheme="light")
-    block_map.settle()
-    assert block_map.colours(0, 0) == {BLUE}

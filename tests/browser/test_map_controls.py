@@ -1,4 +1,4 @@
-"""Filters, zoom, small windows."""
+"""Filters, and how controls are reached."""
 
 import pytest
 
@@ -105,42 +105,3 @@ def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker:
         reached.add(block_map.evaluate("document.activeElement.id"))
     assert {"toggle", "worker-filter", "group-filter", "request-filter"} <= reached
     assert {"zoom-out", "zoom-fit", "zoom-in"} <= reached
-
-
-def test_zoom_makes_cells_larger_and_keeps_them_findable(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.show(worker)
-    fitted = block_map.rect(0, 2)
-    for _ in range(3):
-        block_map.page.click("#zoom-in")
-    block_map.settle()
-    larger = block_map.rect(0, 2)
-    assert larger[2] > fitted[2]
-    assert block_map.colours(0, 2) == {BLUE}
-    block_map.evaluate("document.getElementById('map-scroller').scrollTop = 200")
-    block_map.page.wait_for_function("() => transomBlockMap.map.paintedScrollPx === 200")
-    assert block_map.rect(0, 2)[1] == larger[1] - 200
-    block_map.page.click("#zoom-fit")
-    block_map.settle()
-    assert block_map.rect(0, 2)[2] == fitted[2]
-
-
-def test_a_small_window_has_no_sideways_scrolling(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.page.set_viewport_size({"width": 390, "height": 700})
-    block_map.show(worker)
-    assert block_map.evaluate("document.documentElement.scrollWidth") <= 390
-    assert block_map.colours(0, 0) == {BLUE}
-
-
-def test_device_pixels_are_used(block_map: MapPage, worker: FakeWorker) -> None:
-    """On a dense screen the canvas has as many pixels as the screen, and hovering still finds the block."""
-    browser = block_map.page.context.browser
-    assert browser is not None
-    dense = browser.new_context(viewport={"width": 1000, "height": 700}, device_scale_factor=2)
-    page = MapPage(dense.new_page(), block_map.server)
-    page.show(worker)
-    page.hover(0, 2)
-    assert page.text("#tooltip") == "full block 2: active, cmpl-beta"
-    assert page.evaluate("transomBlockMap.map.pixels.width === 2 * document.getElementById('map-scroller').clientWidth")
-    assert page.colours(0, 2) == {BLUE}
-    dense.close()
-    assert page.errors == []

@@ -1,14 +1,12 @@
-"""The page's modules on their own: decoder, server-sent events, geometry, layout; 100,000 blocks."""
+"""The page's modules on their own: decoder, server-sent events, geometry, layout."""
 
 import base64
-import random
 from typing import Any
 
 import pytest
 
-from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, FakeWorker
+from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
 from tests.browser.map_page import MapPage
-from tests.browser.map_server import event
 
 pytestmark = pytest.mark.browser
 
@@ -96,36 +94,3 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     const { states, geometry } = worker.state, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
     assert run(modules, body, [first, second], app="Worker", frames="decodeFrame, fromBase64") == [0, 32]
-
-
-NUM_DIFFS = 12
-
-
-def test_a_hundred_thousand_blocks_keep_up(block_map: MapPage) -> None:
-    """With every frame one block in a hundred changes, and each of 64 requests."""
-    source = random.Random(0)
-    fake = FakeWorker(num_pages=1000, page_bytes=25_600, strides={"full": 256, "window(128)": 256}, running=64)
-    fake.lease(0, *range(500))
-    fake.lease(1, *range(500, 1000))
-    blocks = list(fake.records)
-    assert len(blocks) == 100_000
-    texts = []
-    for number in range(1 + NUM_DIFFS):
-        for group, block in source.sample(blocks, 1000) if number else blocks:
-            state, references = source.randint(FREE, EVICTED), source.randint(0, 2)
-            fake.put(group, block, state, references=references, logical=block % 500, hash_prefix=block + 1, age=number)
-        for request in range(64):
-            runs = [[[0, 40 * request, 40]], [[0, 50_000 + 8 * request, 8]]]
-            fake.sequence(request, f"cmpl-{request:04d}", runs, processed=number)
-        fake.event("evicted", group=0)
-        texts.append(event("frame", fake.frame(whole=number == 0, after_s=0.25)))
-    block_map.server.on_open = lambda: texts
-    block_map.open()
-    block_map.wait_for_frames(1 + NUM_DIFFS)
-    shown = block_map.evaluate(
-        """() => {
-          const { state, nextSequence } = transomBlockMap.workers.get("w0");
-          return [state.states.reduce((sum, each) => sum + (each > 0), 0), nextSequence];
-        }"""
-    )
-    assert shown == [100_000, 1 + NUM_DIFFS]

@@ -58,26 +58,3 @@ def test_the_strip_begins_with_the_frames_history(block_map: MapPage, worker: Fa
     full = block_map.page.locator("#strip canvas").first.evaluate(column)
     assert "0,114,178" in full, "active is the group's hue"
     assert len(full) >= 3, "active and empty, and an edge above them"
-
-
-def test_a_worker_that_rests_leaves_no_gap_in_the_strip(block_map: MapPage, worker: FakeWorker) -> None:
-    rests, works = worker, FakeWorker(worker="w1")
-    works.lease(0, 0, 1)
-    block_map.open()
-    block_map.send(rests.frame(whole=True), works.frame(whole=True), works.frame(after_s=5), rests.frame(after_s=5))
-    block_map.send(works.frame(after_s=5))
-    samples = """() => [...transomBlockMap.workers.values()].map(({ series }) =>
-      Array.from({ length: 11 }, (_, i) => series.at(1700000000 + i)).filter((sample) => sample !== null).length)"""
-    assert block_map.page.evaluate(samples) == [11, 11]
-    block_map.page.evaluate("() => transomBlockMap.requestRender(true)")
-    block_map.settle()
-    assert block_map.page.locator("#strip .strip-row p").first.inner_text().startswith("full 64 leased"), "of both"
-
-
-def test_an_empty_map_cannot_be_paused(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    assert block_map.page.locator("#toggle").is_disabled()
-    assert block_map.page.locator("#nothing").is_visible()
-    block_map.send(worker.frame(whole=True))
-    assert block_map.page.locator("#toggle").is_enabled()
-    assert not block_map.page.locator("#nothing").is_visible()

@@ -32,6 +32,11 @@ TEMPLATES = [
     "{% endif %}{% generation %}{{ m['content'] | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}",
     "{{ strftime_now('%Y')[:2] }}{{ messages[0].content }}{{ flavour }}{% if tools is none %}-{% endif %}",
 ]
+# How MiniMax M2 and LFM2.5 write a message, which may be calls without content.
+NO_CONTENT = (
+    "a{{ messages[0].content }}b{{ tools }}",
+    "a{% for x in messages[0].content %}{{ x }}{% endfor %}b{{ tools }}",
+)
 LONE_SURROGATE = [{"role": "user", "content": "Hi \ud83d"}]
 ECHO = "{% for m in messages %}{{ m.content }}.{% endfor %}{{ extra }}"
 FOREVER = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
@@ -87,6 +92,12 @@ def test_tools_are_rendered_as_transformers_does(folder: Path, tiny: Tokenizer) 
     assert got.text == want
     assert "<call>weather" in want
     assert len(got.turn_boundaries) == 3
+
+
+@pytest.mark.parametrize("template", NO_CONTENT)
+def test_a_message_of_calls_alone_has_no_text(tiny: Tokenizer, template: str) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+    assert tiny.apply_chat_template(messages, template=template, add_generation_prompt=False).text == "ab"
 
 
 @pytest.mark.parametrize("form", ["own file", "in tokenizer_config.json", "by name", "by name in files"])

@@ -147,6 +147,11 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # a template may raise any error about these messages
+            if any(
+                message.get("content") is None for message in messages
+            ):  # it reads the text of a message that is calls alone
+                texts = [{**message, "content": message.get("content") or ""} for message in messages]
+                return self._render(texts, add_generation_prompt=add_generation_prompt, extra=extra)
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
 
     def _chosen(self, *, has_tools: bool) -> str:
@@ -216,8 +221,9 @@ def _names_tools(source: str) -> bool:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        finalize=lambda value: "" if value is None else value,  # a message without content is not the text "None"
+    )  # fmt: skip
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

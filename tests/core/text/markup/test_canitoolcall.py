@@ -100,6 +100,12 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
         ("kimi_k2", "<think></think> <|tool_calls_section_begin|>", ("kimi_k2", "kimi_k2")),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> \\n```json", ("deepseek_v3", None)),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> </think>", ("deepseek_v31", "deepseek_v3")),
+        ("deepseek_v32", '{% set dsml = "｜DSML｜" %}<{{ dsml }}function_calls>', ("deepseek_v32", "deepseek_v4")),
+        ("minimax_m2", "<minimax:tool_call> <think>", ("minimax_m2", "qwen3")),
+        ("seed_oss", "<seed:tool_call>\n<function= <seed:think>", ("seed_oss", "seed_oss")),
+        ("lfm2_moe", "<|tool_list_start|> <think>", ("lfm2", "qwen3")),
+        ("nemotron_h", '<TOOLCALL>[{"name": <think>', ("nemotron_json", "qwen3")),
+        ("olmo3", "<functions> <function_calls>", ("olmo3", None)),
         ("deepseek_v41", "<｜DSML｜ calls>", ("deepseek_v41", "deepseek_v4")),
         ("glm4_moe", "<think> <tool_call> <arg_key>{{ k }}</arg_key>\n<arg_value>", ("glm45", "glm45")),
         ("glm4_moe", "<think> <tool_call> <arg_key>{{ k }}</arg_key><arg_value>", ("glm47", "glm45")),
@@ -108,7 +114,7 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     ],
 )
 def test_parsers_of_a_model(model_type: str, template: str | None, parsers: tuple[str | None, str | None]) -> None:
-    assert detect(model_type, template, FixtureTokenizer(["<|channel|>"])) == parsers
+    assert detect(model_type, template, FixtureTokenizer(["<|channel|>", "<|tool_call_start|>"])) == parsers
 
 
 def test_gpt_oss_without_harmonys_tokens_writes_no_harmony() -> None:

@@ -104,6 +104,39 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ("[f(a='')]", _call('{"a": ""}')),
         ("[f('x')]", [*_call("", is_complete=False), MessageText("'x')]")]),
     ],
+    "lfm2": [
+        (
+            "Hm.<|tool_call_start|>[f(a='x'), g()]<|tool_call_end|>Done",
+            [MessageText("Hm."), *_call('{"a": "x"}'), *_call("{}", index=1, name="g"), MessageText("Done")],
+        ),
+        ("[f(a='x')]", [MessageText("[f(a='x')]")]),
+    ],
+    "olmo3": [
+        (
+            "<function_calls>f(a='x', b=null)\ng()</function_calls>",
+            [*_call('{"a": "x", "b": null}'), *_call("{}", index=1, name="g")],
+        )
+    ],
+    "nemotron_json": [
+        (
+            '<TOOLCALL>[{"name": "f", "arguments": {"b": 1}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
+            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
+        )
+    ],
+    "seed_oss": [
+        (
+            "<seed:tool_call>\n<function=f>\n<parameter=a>\nx</parameter> y\n</parameter>\n<parameter=b>2</parameter>\n"
+            "</function>\n</seed:tool_call>",
+            _call('{"a": "\\nx</parameter> y\\n", "b": 2}'),
+        )
+    ],
+    "minimax_m2": [
+        (
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n'
+            '</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+            [*_call('{"a": "1", "b": 2}'), *_call("{}", index=1, name="g")],
+        )
+    ],
     "mistral": [
         ('[TOOL_CALLS]{"name": "f", "arguments": {}}', _call("{}")),
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "1"}] bye', [*_call("{}"), MessageText(" bye")]),
@@ -149,6 +182,7 @@ def test_special_tokens_without_text_are_read_in_arguments_only() -> None:
         ("deepseek_r1", "", "<think>hm</think>Yes", [ReasoningText("<think>hm"), MessageText("Yes")]),
         ("deepseek_r1", "</think>", "Yes", [MessageText("Yes")]),
         ("mistral", "", "[THINK]a</think>b[/THINK]Yes", [ReasoningText("a</think>b"), MessageText("Yes")]),
+        ("seed_oss", "<seed:cot_budget_reflect>\n", "a</seed:think>Yes", [ReasoningText("a"), MessageText("Yes")]),
         ("qwen3", "", "Yes \n", [MessageText("Yes \n")]),
         ("qwen3", "", "<think>hm</think>\n", [ReasoningText("hm")]),
     ],

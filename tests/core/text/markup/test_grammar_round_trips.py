@@ -66,6 +66,9 @@ KIMI_K2 = (
 GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 HARMONY = tuple(["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"])
 DSML = (*THINK, "｜DSML｜")
+MINIMAX = (*THINK, "<minimax:tool_call>", "</minimax:tool_call>")
+SEED = ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>")
+LFM2 = (*THINK, "<|tool_call_start|>", "<|tool_call_end|>")
 FAMILIES = [
     Family("hermes"),
     Family("hermes", "qwen3"),
@@ -82,6 +85,12 @@ FAMILIES = [
     Family("kimi_k2", "kimi_k2", KIMI_K2, call="<|tool_calls_section_begin|>"),
     Family("deepseek_v3", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
     Family("deepseek_v31", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
+    Family("deepseek_v32", "deepseek_v3", DSML, call="<｜DSML｜function_calls>"),
+    Family("minimax_m2", "minimax_m2", MINIMAX, call="<minimax:tool_call>"),
+    Family("seed_oss", "seed_oss", SEED, call="<seed:tool_call>"),
+    Family("lfm2", "qwen3", LFM2, call="<|tool_call_start|>"),
+    Family("olmo3", "olmo3", THINK, call="<function_calls>"),
+    Family("nemotron_json", "qwen3", THINK, call="<TOOLCALL>"),
     Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
     Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),
     Family(*("openai", "openai_gptoss", HARMONY), call="<|channel|>commentary to=", before="", may_be_text=False),
@@ -94,6 +103,7 @@ EACH_FORM = pytest.mark.parametrize(
 _HINTS = (
     *("Here is my response:", "</think>", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>"),
     *("<|tool_call>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<channel|>", "<|end|>", "｜DSML｜"),
+    *("<minimax:tool_call>", "<seed:tool_call>", "</seed:think>", "<|tool_call_start|>"),
     *('<|"|>', "</arg_value>", "</tool_call>", "\n</parameter>", "<", "</", '"', "}", "]", ">", "\n"),
 )
 

@@ -31,7 +31,11 @@ _PIECES = (
     *_split("""{"name":~"f",~"arguments":~{"a":~" {"name":~" ",~"arguments":~ {"a":~ "}} }} } { [ ] null,~"""),
     *_split(r"[TOOL_CALLS] [ARGS] [CALL_ID] [TOOL_CALLS]~[ f[ARGS]{ [TOOL_ \ \u00 12. true"),
     *_split("""<|python_tag|> ;~ {"name":~"f",~"parameters":~{ <|python_start|> <|python_end|> [f( a=' ') )] ="""),
-    *_split("<function=f> <parameter=a> </parameter> </function> é💧"),
+    *_split("<function=f> <parameter=a> </parameter> </function> é💧 <seed:tool_call> </seed:tool_call> </seed:think>"),
+    *_split(
+        """<minimax:tool_call> </minimax:tool_call> <invoke~name="f"> <parameter~name="a"> </invoke> <TOOLCALL>["""
+    ),
+    *_split("<|tool_call_start|>[ <|tool_call_end|> <function_calls> </function_calls> </TOOLCALL> g()"),
     *("\n", "\n\n", " ", "\t", "Here is my thought process:", "Here is my response:", "<|tool_call|>"),
 )
 _PARSERS: list[tuple[str | None, str | None]] = [

@@ -9,33 +9,42 @@ from transom_core.text.markup.families.dsml import DsmlTools
 from transom_core.text.markup.families.gemma4 import Gemma4Tools
 from transom_core.text.markup.families.glm import GlmTools
 from transom_core.text.markup.families.harmony import HarmonyFormat
-from transom_core.text.markup.families.json_calls import GraniteTools, HermesTools, Llama3JsonTools
+from transom_core.text.markup.families.json_calls import HermesTools, JsonArrayTools, Llama3JsonTools
 from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
 from transom_core.text.markup.families.mistral import MistralTools
-from transom_core.text.markup.families.pythonic import Llama4Tools, PythonicTools
+from transom_core.text.markup.families.pythonic import Lfm2Tools, Llama4Tools, Olmo3Tools, PythonicTools
 from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools
-from transom_core.text.markup.reasoning import ASSUMED_THINK, GEMMA4, GRANITE, MISTRAL, THINK, ReasoningMarkup
+from transom_core.text.markup.reasoning import ASSUMED_THINK, GEMMA4, GRANITE, MISTRAL, SEED_OSS, THINK, ReasoningMarkup
 from transom_core.text.markup.tool_markup import ToolMarkup
 
 _TOOLS: Mapping[str, ToolMarkup] = {
     "deepseek_v3": DeepSeekV3Tools(),
     "deepseek_v31": DeepSeekV31Tools(),
+    "deepseek_v32": DsmlTools("function_calls"),
     "deepseek_v4": DsmlTools("tool_calls"),
     "deepseek_v41": DsmlTools(" calls"),
     "gemma4": Gemma4Tools(),
     "glm45": GlmTools("\n"),
     "glm47": GlmTools(""),
     "hermes": HermesTools(),
+    "granite4": HermesTools(),
     "kimi_k2": KimiK2Tools(),
     "qwen2_5": HermesTools(),
     "qwen3": HermesTools(),
+    "lfm2": Lfm2Tools(),
     "llama3_json": Llama3JsonTools(),
+    "llama4_json": Llama3JsonTools(),
     "llama4_pythonic": Llama4Tools(),
     "pythonic": PythonicTools(),
+    "minimax_m2": DsmlTools("minimax:tool_call", token=""),
     "mistral": MistralTools(),
-    "granite": GraniteTools(),
+    "granite": JsonArrayTools("<|tool_call|>", "<tool_call>"),
+    "nemotron_json": JsonArrayTools("<TOOLCALL>", end="</TOOLCALL>"),
+    "olmo3": Olmo3Tools(),
+    "mimo": Qwen3CoderTools(),
     "qwen3_coder": Qwen3CoderTools(),
     "qwen3_xml": Qwen3CoderTools(),
+    "seed_oss": Qwen3CoderTools("seed:tool_call", line_end=""),
 }
 _REASONING: Mapping[str, ReasoningMarkup] = {
     "qwen3": THINK,
@@ -45,7 +54,13 @@ _REASONING: Mapping[str, ReasoningMarkup] = {
     "deepseek_v41": THINK,
     "gemma4": GEMMA4,
     "glm45": THINK,
+    "glm47": THINK,
     "kimi_k2": THINK,
+    "mimo": THINK,
+    "minimax_m2": THINK,
+    "nemotron_v3": THINK,
+    "olmo3": THINK,
+    "seed_oss": SEED_OSS,
     "granite": GRANITE,
     "mistral": MISTRAL,
 }

@@ -70,6 +70,8 @@ _SPACE_AFTER = r"/[ \t\n]{0,4}/"  # bounded, so that a constrained model cannot 
 THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",))
 ASSUMED_THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",), is_assumed=True)
 MISTRAL = ReasoningMarkup(starts=("[THINK]", "<think>"), ends=("[/THINK]", "</think>"), is_paired=True)
+# The template of Seed-OSS opens with both marks where the budget of thoughts is 0.
+SEED_OSS = ReasoningMarkup(starts=("<seed:think>", "<seed:cot_budget_reflect>"), ends=("</seed:think>",))
 GEMMA4 = ReasoningMarkup(starts=("<|channel>thought",), ends=("<channel|>",), inner_tokens=("<|channel>",))
 GRANITE = ReasoningMarkup(
     starts=("Here is my thought process:", "Here's my thought process:"),

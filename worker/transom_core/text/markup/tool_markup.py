@@ -66,6 +66,12 @@ class CallReading:
                 return
             yield from reader.expect(",")
 
+    def skip_markers(self, markers: Sequence[str]) -> Reading[None]:
+        """Read the markers after the last call, which a model may forget, and the space before them."""
+        for marker in markers:
+            yield from self.reader.skip_space()
+            yield from self.reader.skip(marker)
+
     def leave_out(self, text: str) -> None:
         """Drop text between calls, where no text belongs, and count it as malformed."""
         if text.strip(SPACE):

@@ -1,4 +1,4 @@
-"""The parsers `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with `｜DSML｜`.
+"""The parsers `deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with `｜DSML｜`.
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="get_weather">
@@ -8,8 +8,10 @@
     </｜DSML｜tool_calls>
 
 `｜DSML｜` is one token. A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes
-up to its end tag; other tags inside it are text. V4.1 calls the block `calls`, and writes a space after `｜DSML｜`. Each parser
-reads both forms.
+up to its end tag; other tags inside it are text. V3.2 calls the block `function_calls`, and V4.1 `calls` with a space after
+`｜DSML｜`. Each of the parsers reads all forms.
+
+`minimax_m2`: the same tags without `｜DSML｜`, in a block `minimax:tool_call`. The tool's schema tells which parameters are JSON.
 """
 
 import re
@@ -24,30 +26,30 @@ from transom_core.text.markup.reader import MalformedMarkupError, Markers, Readi
 from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _TOKEN = "｜DSML｜"
-_BLOCKS = ("tool_calls", " calls")
+_BLOCKS = ("tool_calls", " calls", "function_calls")
 _INVOKE = re.compile(r'\s+name="(?P<name>[^"]+)"\s*(?P<is_empty>/?)')
 _PARAMETER = re.compile(r'\s+name="(?P<name>[^"]*)"(?:\s+string="(?P<string>true|false)")?\s*')
 _STRING, _JSON = '" string="true">', '" string="false">'
 _LINE_END = "\n"
 _NAMES = re.compile(r'[^"<>\n]*')
-_TAG_ENDS = Markers([">", _TOKEN])
+_TAG_ENDS = Markers([">", "<", _TOKEN])
 
 
 class DsmlTools(ToolMarkup):
-    """Tool calls in DSML."""
+    """Tool calls in DSML, or in tags of the same names without a token in them."""
 
-    markers = (_TOKEN,)
-    inner_tokens = (_TOKEN,)
-
-    def __init__(self, block: str) -> None:
-        """`block` is what the family calls a block, one of `_BLOCKS`."""
-        self._block = block
-        self.openers = tuple(f"<{_TOKEN}{name}>" for name in (block, *(name for name in _BLOCKS if name != block)))
+    def __init__(self, block: str, token: str = _TOKEN) -> None:
+        """`block` is what the family calls a block, and `token` is in each tag."""
+        self._block, self._token = block, token
+        blocks = sorted(_BLOCKS, key=lambda name: name != block) if token else (block,)
+        self.openers = tuple(f"<{token}{name}>" for name in blocks)
+        self.markers = (token or f"</{block}>",)
+        self.inner_tokens = (token,) if token else ()
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read the calls of one block."""
         reader = calls.reader
-        tags = _Tags(" " if opener.endswith(" calls>") else "")
+        tags = _Tags(self._token, " " if opener.endswith(" calls>") else "")
         yield from reader.skip_space()
         while not (yield from reader.skip(opener.replace("<", "</"))):
             yield from reader.expect(tags.invoke)
@@ -56,10 +58,11 @@ class DsmlTools(ToolMarkup):
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the calls and the end of the block."""
-        tags = _Tags(" " if self._block.startswith(" ") else "")
+        tags = _Tags(self._token, " " if self._block.startswith(" ") else "")
+        string, other = (_STRING, _JSON) if self._token else ('">', '">')
         markup = ParameterMarkup(
             before_name=lark.marker(tags.parameter + ' name="'),
-            before_value=lambda kind: lark.literal(_STRING if kind == "string" else _JSON),
+            before_value=lambda kind: lark.literal(string if kind == "string" else other),
             end=tags.parameter_end,
             after=lark.literal(_LINE_END),
             names=_NAMES,
@@ -70,18 +73,18 @@ class DsmlTools(ToolMarkup):
             end = lark.marker(tags.invoke_end) + " " + lark.literal(_LINE_END)
             calls.append(f"{begin} {parameter_rules(lark, tool.parameters, markup)} {end}")
         each = lark.rule("invoke", " | ".join(calls))
-        block_end = lark.marker(f"</{_TOKEN}{self._block}>")
+        block_end = lark.marker(f"</{self._token}{self._block}>")
         return f"{lark.literal(_LINE_END)} {each}{'+' if parallel else ''} {block_end}"
 
 
 class _Tags:
-    """The tags inside a block; `space` is what comes after `｜DSML｜`: a space in V4.1's form, nothing in the others."""
+    """The tags inside a block; `space` is what comes after the token: a space in V4.1's form, nothing in the others."""
 
-    def __init__(self, space: str) -> None:
-        self.invoke = f"<{_TOKEN}{space}invoke"
-        self.invoke_end = f"</{_TOKEN}{space}invoke>"
-        self.parameter = f"<{_TOKEN}{space}parameter"
-        self.parameter_end = f"</{_TOKEN}{space}parameter>"
+    def __init__(self, token: str, space: str) -> None:
+        self.invoke = f"<{token}{space}invoke"
+        self.invoke_end = f"</{token}{space}invoke>"
+        self.parameter = f"<{token}{space}parameter"
+        self.parameter_end = f"</{token}{space}parameter>"
         self.parameter_ends = Markers([self.parameter_end])
 
 

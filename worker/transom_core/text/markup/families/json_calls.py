@@ -1,4 +1,4 @@
-"""The parsers `hermes`, `granite` and `llama3_json`: calls are JSON objects, with different text around them.
+"""The parsers `hermes`, `granite`, `nemotron_json` and `llama3_json`: calls are JSON objects, with different text around them.
 
 `hermes`, of Hermes 2 and 3, Qwen 2.5 and Qwen 3: each call is between `<tool_call>` and `</tool_call>`. A block may hold several
 objects. Inside the JSON's strings, `</tool_call>` is text.
@@ -11,6 +11,8 @@ objects. Inside the JSON's strings, `</tool_call>` is text.
 the `hermes` format.)
 
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
+
+`nemotron_json`, of Nemotron Nano 2: the same array between `<TOOLCALL>` and `</TOOLCALL>`.
 
 `llama3_json`, of Llama 3.1 to 3.3: an answer that is an object with a tool's name and "parameters" is a call. Several calls are
 separated by `;`. `<|python_tag|>` may come before the calls, and then text may come before it. Without that marker, other JSON is
@@ -55,19 +57,22 @@ class HermesTools(ToolMarkup):
         return f"{line_end} {object_rule(lark, tools, arguments_key='arguments')} {line_end} {lark.marker(_HERMES_END)}"
 
 
-class GraniteTools(ToolMarkup):
-    """Tool calls of Granite 3."""
+class JsonArrayTools(ToolMarkup):
+    """Tool calls in one array, after one of `openers`; `end` is the marker after it, or ""."""
 
-    openers = ("<|tool_call|>", "<tool_call>")
+    def __init__(self, *openers: str, end: str = "") -> None:
+        self.openers = openers
+        self.markers = (end,) if end else ()
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
-        """Read one array."""
+        """Read one array, and the marker after it."""
         yield from calls.reader.skip_space()
         yield from read_call_array(calls)
+        yield from calls.skip_markers(self.markers)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """Return an expression for one array of calls."""
-        return array_rule(lark, tools, parallel=parallel)
+        """Return an expression for one array of calls, and the marker after it."""
+        return " ".join([array_rule(lark, tools, parallel=parallel), *map(lark.marker, self.markers)])
 
 
 class Llama3JsonTools(BareToolMarkup):

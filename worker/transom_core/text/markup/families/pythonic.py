@@ -1,9 +1,12 @@
-"""The parsers `pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
+"""The parsers `pythonic`, `llama4_pythonic`, `lfm2` and `olmo3`: calls are written as Python calls with named arguments.
 
     [get_weather(city='San Francisco', metric='celsius'), get_time()]
 
 Without a marker, a list is calls if it begins the message and its first name is a tool's; other lists are the message. Llama 4 may
 write `<|python_start|>` before the list and `<|python_end|>` after it; with this marker the list may come after text.
+
+LFM2's list is always between `<|tool_call_start|>` and `<|tool_call_end|>`. Olmo 3 has no list: calls are lines between
+`<function_calls>` and `</function_calls>`.
 """
 
 import json
@@ -16,7 +19,7 @@ from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
 from transom_core.text.markup.reader import MalformedMarkupError, Reading
-from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading
+from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading, ToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
 _ARGUMENT_NAME = re.compile(r"[\w.-]+")
@@ -30,17 +33,13 @@ class PythonicTools(BareToolMarkup):
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one list of calls."""
-        reader = calls.reader
-        yield from reader.skip_space()
+        yield from calls.reader.skip_space()
         yield from calls.read_list(lambda: _read_call(calls, is_marked=bool(opener)))
-        for end in self.markers:
-            yield from reader.skip_space()
-            yield from reader.skip(end)
+        yield from calls.skip_markers(self.markers)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the whole list."""
-        call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
-        return lark.list_of(call, has_several=parallel)
+        return lark.list_of(_calls_rule(lark, tools), has_several=parallel)
 
 
 class Llama4Tools(PythonicTools):
@@ -48,6 +47,42 @@ class Llama4Tools(PythonicTools):
 
     openers = ("<|python_start|>",)
     markers = ("<|python_end|>",)
+
+
+class Lfm2Tools(ToolMarkup):
+    """Tool calls of LFM2."""
+
+    openers = ("<|tool_call_start|>",)
+    markers = ("<|tool_call_end|>",)
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read one list of calls, and the marker after it."""
+        yield from calls.reader.skip_space()
+        yield from calls.read_list(lambda: _read_call(calls, is_marked=True))
+        yield from calls.skip_markers(self.markers)
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return an expression for the list, and the marker after it."""
+        return f"{lark.list_of(_calls_rule(lark, tools), has_several=parallel)} {lark.marker(self.markers[0])}"
+
+
+class Olmo3Tools(ToolMarkup):
+    """Tool calls of Olmo 3."""
+
+    openers = ("<function_calls>",)
+    markers = ("</function_calls>",)
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read the calls of one block, each on a line of its own."""
+        yield from calls.reader.skip_space()
+        while not (yield from calls.reader.skip(self.markers[0])):
+            yield from _read_call(calls, is_marked=True)
+            yield from calls.reader.skip_space()
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """Return an expression for the lines of one block, and the marker after it."""
+        line_end = lark.literal("\n")
+        return f"{line_end} ({_calls_rule(lark, tools)} {line_end}){'+' if parallel else ''} {lark.marker(self.markers[0])}"
 
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
@@ -79,6 +114,11 @@ def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
         yield from copy_literal(reader, calls.arguments)
     calls.arguments("}" if keys else "{}")
     calls.end()
+
+
+def _calls_rule(lark: LarkText, tools: Sequence[ToolSpec]) -> str:
+    """Return the name of a rule for one call of one of `tools`."""
+    return lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
 
 
 def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
