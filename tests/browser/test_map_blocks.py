@@ -81,24 +81,6 @@ def test_a_shared_prefix_is_marked_without_colour(block_map: MapPage, worker: Fa
     ]
 
 
-def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 5, EVICTABLE, hash_prefix=7)
-    block_map.show(worker)
-    worker.put(0, 5, EVICTED)
-    worker.event("evicted", group=0)
-    worker.totals["evicted_blocks"] = 1
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 5) == {TEXT, WHITE}
-    assert "1 block of full" in block_map.text("#events li")
-    assert block_map.text("#counters tbody tr:nth-child(4)").split()[-1] == "1"
-    worker.put(0, 5, EVICTED, references=1)
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 5) == {BLUE, WHITE}, "in use again: else a full pool would look unused"
-    worker.put(0, 5, FREE)
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 5) == block_map.colours(0, 6)
-
-
 def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWorker) -> None:
     states = [ACTIVE, ACTIVE, REPAIR, EVICTED, EVICTED, EVICTED, EVICTABLE, PINNED, PINNED]
     references = [1, 2, 1, 1, 2, 0, 0, 0, 0]

@@ -32,7 +32,7 @@ TEMPLATES = [
     "{% endif %}{% generation %}{{ m['content'] | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}",
     "{{ strftime_now('%Y')[:2] }}{{ messages[0].content }}{{ flavour }}{% if tools is none %}-{% endif %}",
 ]
-# How MiniMax M2 and LFM2.5 write a message, which may be calls without content.
+# How DeepSeek R1, MiniMax M2 and LFM2.5 write a message of calls without content.
 NO_CONTENT = (
     "a{{ messages[0].content }}b{{ tools }}",
     "a{% for x in messages[0].content %}{{ x }}{% endfor %}b{{ tools }}",
@@ -96,7 +96,7 @@ def test_tools_are_rendered_as_transformers_does(folder: Path, tiny: Tokenizer) 
 
 @pytest.mark.parametrize("template", NO_CONTENT)
 def test_a_message_of_calls_alone_has_no_text(tiny: Tokenizer, template: str) -> None:
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
     assert tiny.apply_chat_template(messages, template=template, add_generation_prompt=False).text == "ab"
 
 

@@ -12,7 +12,7 @@ see: for each marked part the number of characters of `content` up to the part's
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -139,23 +139,40 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **(extra or {}),
-            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return template.render(values)
-        except MemoryError:
-            raise
-        except Exception as error:  # a template may raise any error about these messages
-            if any(
-                message.get("content") is None for message in messages
-            ):  # it reads the text of a message that is calls alone
-                texts = [{**message, "content": message.get("content") or ""} for message in messages]
-                return self._render(texts, add_generation_prompt=add_generation_prompt, extra=extra)
-            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
+        refusal: Exception | None = None
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for spell in _SPELLINGS if has_calls else _SPELLINGS[:1]:
+            try:
+                return template.render(values | {"messages": [spell(message) for message in messages]})
+            except MemoryError:
+                raise
+            except Exception as error:  # a template may raise any error about these messages
+                refusal = refusal or error
+        raise RequestError(f"The chat template refuses these messages: {refusal}", param="messages") from None
 
     def _chosen(self, *, has_tools: bool) -> str:
         return self.tool_source if has_tools and self.tool_source else self.source
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have their arguments as text."""
+    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+    for call in calls:
+        if not isinstance(given := call["function"].get("arguments"), str):
+            call["function"]["arguments"] = _tojson(given)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": message.get("content") or ""}
+
+
+# Messages as they are, and as some templates want those with calls: arguments as text, "" as no content, or both.
+_SPELLINGS: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = (
+    dict, _with_text, _with_content, lambda message: _with_content(_with_text(message))
+)  # fmt: skip
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

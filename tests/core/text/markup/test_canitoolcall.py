@@ -86,6 +86,7 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     ("model_type", "template", "parsers"),
     [
         ("qwen2", _HERMES, ("hermes", None)),
+        ("smollm3", _HERMES.replace('"', '\\"'), ("hermes", None)),
         ("qwen3", _HERMES + "{{- '<think>\\n\\n</think>\\n\\n' }}", ("hermes", "qwen3")),
         ("qwen3_moe", "<tool_call>\\n<function=' + tool_call.name + '>\\n", ("qwen3_coder", None)),
         ("qwen3_5", "<think> <tool_call>\\n<function=example_function_name>\\n", ("qwen3_coder", "qwen3")),

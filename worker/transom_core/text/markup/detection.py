@@ -42,7 +42,7 @@ _TOOL_RULES = (
     _Rule("olmo3", _template_has("<function_calls>")),
     _Rule("lfm2", _is_type("lfm2", "lfm2_moe"), "<|tool_call_start|>"),
     _Rule("granite", _template_has("<|tool_call|>", "assistant")),
-    _Rule("hermes", _template_has("<tool_call>", '"name"')),
+    _Rule("hermes", _template_has("<tool_call>", '"name')),
     _Rule("llama4_pythonic", _is_type("llama4", "llama4_text")),
     _Rule("mistral", _template_has("[TOOL_CALLS]")),
     _Rule("llama3_json", _template_has("<|start_header_id|>", '"parameters"')),
