@@ -24,14 +24,7 @@ Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) 
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.hyper_connections.cpu import (
-    fits_cpu,
-    hc_head_cpu,
-    hc_norm_cpu,
-    hc_post_cpu,
-    hc_pre_cpu,
-    hc_project_cpu,
-)
+from transom_kernels.hyper_connections.cpu import fits_cpu, hc_norm_cpu, hc_project_cpu
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
@@ -89,8 +82,6 @@ def hc_pre(
         from transom_kernels.hyper_connections.gpu import hc_pre_triton
 
         return hc_pre_triton(x, projected, scale, base, rounds=rounds, eps=eps)
-    if _uses_cpu_kernels(x):
-        return hc_pre_cpu(x, projected, scale, base, rounds=rounds, eps=eps)
     return hc_pre_reference(x, projected, scale, base, rounds=rounds, eps=eps)
 
 
@@ -109,8 +100,6 @@ def hc_head(
             x, projected, scale, base, eps=eps
         )
         return out
-    if _uses_cpu_kernels(x):
-        return hc_head_cpu(x, projected, scale, base, eps=eps)
     return hc_head_reference(x, projected, scale, base, eps=eps)
 
 
@@ -134,8 +123,6 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
     if uses_triton(x) and x.stride(2) == 1 and y.stride(1) == 1:
         out: torch.Tensor = implementation("hyper_connections.gpu", "hc_post_triton")(y, x, post, mix)
         return out
-    if _uses_cpu_kernels(x) and y.stride(1) == 1:
-        return hc_post_cpu(y, x, post, mix)
     return hc_post_reference(y, x, post, mix)
 
 
@@ -157,19 +144,20 @@ def hc_pre_reference(
     size = x.shape[1]
     pre, post, mix = (projected * scale + base).split_with_sizes((size, size, size * size), dim=1)
     balanced = _balance(mix.view(-1, size, size).softmax(dim=2) + eps, rounds, eps)
-    return _weighted_sum(x, pre.sigmoid() + eps), 2 * post.sigmoid(), balanced
+    return _weighted_sum(x, pre.sigmoid() + eps).to(x.dtype), 2 * post.sigmoid(), balanced
 
 
 def hc_head_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
     """Compute `hc_head` in torch: the specification."""
-    return _weighted_sum(x, (projected * scale + base).sigmoid() + eps)
+    return _weighted_sum(x, (projected * scale + base).sigmoid() + eps).to(x.dtype)
 
 
 def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """Compute `hc_post` in torch: the specification."""
-    mixed = torch.bmm(mix.to(x.dtype).transpose(1, 2), x)
+    shares, wide = mix.to(x.dtype).float(), x.float()
+    mixed = torch.stack([_weighted_sum(wide, shares[:, :, to]) for to in range(x.shape[1])], dim=1).to(x.dtype)
     return mixed.addcmul_(post.to(x.dtype)[:, :, None], y[:, None])
 
 
@@ -205,5 +193,8 @@ def _balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
 
 
 def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the sum over s of weight[t, s] * x[t, s], [T, N] in the dtype of `x`."""
-    return (weight[:, :, None] * x).sum(dim=1).to(x.dtype)
+    """Return the sum over s of weight[t, s] * x[t, s], [T, N] float32, always added in this order."""
+    total = weight[:, 0, None] * x[:, 0]
+    for stream in range(1, x.shape[1]):
+        total.addcmul_(weight[:, stream, None], x[:, stream].float())
+    return total

@@ -1,7 +1,7 @@
 """`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
 
 transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
-`tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so any thread may call it.
+`tokenizer.json`, `tekken.json` or the vocabulary in a GGUF file. It does not change after loading, so any thread may call it.
 
 The library's `encode` holds the GIL. This module calls only `encode_batch_fast`, which releases the GIL and makes neither offsets
 nor texts of tokens, so that other threads continue while a long text is tokenised (docs/performance.md).
@@ -37,6 +37,7 @@ from transom_core.text.built_in_templates import built_in_template
 from transom_core.text.chat_template import ChatTemplate, Prompt, read_messages
 from transom_core.text.default_tool_prompt import messages_with_tools
 from transom_core.text.gguf_tokenizer import read_gguf_vocabulary
+from transom_core.text.tekken_tokenizer import byte_alphabet, read_tekken
 from transom_core.text.template_renderer import TemplateRenderer, TemplateTooExpensive, shared_renderer
 from transom_core.text.turn_boundaries import ChatTokens, Markers
 
@@ -292,28 +293,37 @@ class Tokenizer:
 
 
 def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) -> Tokenizer:
-    path = folder / "tokenizer.json"
+    path, tekken = folder / "tokenizer.json", folder / "tekken.json"
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    kind = model_type
+    if tekken.exists() and not path.exists():
+        rust, named = read_tekken(tekken)
+        kind = f"tekken{named['tekken_version']}"
+    else:
+        rust = _read_rust(path, folder)
+    templates = _folder_templates(folder, settings)
+    return Tokenizer(
+        rust,
+        named_tokens=named,
+        chat_template=templates.get("default") or built_in_template(kind, rust.token_to_id),
+        tool_template=templates.get("tool_use"),
+        eos_token_ids=eos_token_ids,
+        model_type=model_type,
+    )
+
+
+def _read_rust(path: Path, folder: Path) -> RustTokenizer:
     if not path.exists():
         raise ModelError(
             f"{path} is missing; transformers writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
         )
     text = read_text(path, folder)
     try:
-        rust = RustTokenizer.from_str(text)
+        return RustTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for everything that is wrong in the file
         raise ModelError(f"{path} cannot be read: {error}.") from None
-    settings_path = folder / "tokenizer_config.json"
-    settings = read_json(settings_path) if settings_path.exists() else {}
-    named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
-    templates = _folder_templates(folder, settings)
-    return Tokenizer(
-        rust,
-        named_tokens=named,
-        chat_template=templates.get("default") or built_in_template(model_type, rust.token_to_id),
-        tool_template=templates.get("tool_use"),
-        eos_token_ids=eos_token_ids,
-        model_type=model_type,
-    )
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -322,6 +332,8 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     named = (
         {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
     )
+    if not named.get("default") and (processors := folder / "chat_template.json").exists():  # of models that also see
+        named["default"] = read_json(processors).get("chat_template")
     own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").exists():
         own_files["default"] = default
@@ -360,14 +372,7 @@ def _cuts_text(token: AddedToken, *, normalizes: bool) -> bool:
     return not (token.single_word or token.lstrip or (token.normalized and normalizes))
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet, character -> byte: a printable Latin-1 byte is its own character, others are U+0100 and up."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()
+_BYTE_OF_CHARACTER = byte_alphabet()
 
 
 def _token_text(value: Any) -> str | None:

@@ -1,6 +1,7 @@
-"""Provides chat templates for model families that publish none: DeepSeek V4 publishes a Python script instead.
+"""Provides chat templates for model families that publish none: DeepSeek V4 publishes a Python script instead, and Mistral's models
+with a `tekken.json` need the library mistral-common.
 
-The template takes the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
+DeepSeek's template takes the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
 
 - `thinking` or `enable_thinking`: whether the model thinks first. By default it does so if `reasoning_effort` is given and is not
   "none".
@@ -12,19 +13,20 @@ A template that comes with the model, or that the operator gives, replaces the b
 from collections.abc import Callable
 from importlib.resources import files
 
-_FILES = {"deepseek_v4": "deepseek_v4.jinja"}  # by config.json's model_type
-
-
-_TOKEN = "<｜Assistant｜>"  # a token that the template writes
+# By config.json's model_type, or "tekken" and the version of that file: the template, and a token that it writes.
+_FILES = {
+    "deepseek_v4": ("deepseek_v4.jinja", "<｜Assistant｜>"),
+    **{f"tekken{version}": ("mistral.jinja", "[SYSTEM_PROMPT]") for version in (7, 11, 13)},
+}
 
 
 def built_in_template(model_type: str, token_id: Callable[[str], int | None]) -> str | None:
-    """Return the built-in chat template for a config.json's `model_type`; None if there is none.
+    """Return the built-in chat template for a config.json's `model_type`, or for `tekken7` and so on; None if there is none.
 
     `token_id` returns a token's id, or None for an unknown token. The result is None if the vocabulary lacks the family's tokens,
     because the template would be useless.
     """
-    name = _FILES.get(model_type)
-    if name is None or token_id(_TOKEN) is None:
+    name, token = _FILES.get(model_type, ("", ""))
+    if not name or token_id(token) is None:
         return None
     return files(__name__).joinpath(name).read_text("utf-8")

@@ -1,0 +1,103 @@
+"""Tokenizers from `tekken.json` cut text as tiktoken does, and chats are what mistral-common 1.13 writes for them."""
+
+import json
+import random
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transom_core.errors import ModelError
+from transom_core.model_files.resolve import ModelFiles
+from transom_core.text.tokenizer import Tokenizer
+
+NUM_SPECIAL = 24
+NEW_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+
+
+def load(folder: Path, version: str = "v7", tokens: tuple[bytes, ...] = ()) -> Tokenizer:
+    every = [*(bytes([byte]) for byte in range(256)), *tokens]
+    config = {"pattern": r"\s*\S+|\s+", "version": version, "default_num_special_tokens": NUM_SPECIAL}
+    data: dict[str, Any] = {
+        "config": config | {"default_vocab_size": NUM_SPECIAL + len(every)},
+        "vocab": [{"token_bytes": b64encode(token).decode()} for token in [*every, b"not in the model"]],
+    }
+    if version != "v7":
+        data["special_tokens"] = [{"rank": i, "token_str": text} for i, text in enumerate(NEW_SPECIAL)]
+    (folder / "tekken.json").write_text(json.dumps(data))
+    return read(folder)
+
+
+def read(folder: Path) -> Tokenizer:
+    files = ModelFiles(name="m", path=folder, is_gguf=False, config={"model_type": "mistral"}, generation_config={})
+    return Tokenizer.load(files)
+
+
+def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Merge the neighbours that make the token of the lowest rank, the first of them, until none make a token."""
+    parts = [bytes([byte]) for byte in piece]
+    while True:
+        found = [(ranks[parts[i] + parts[i + 1]], i) for i in range(len(parts) - 1) if parts[i] + parts[i + 1] in ranks]
+        if piece in ranks or not found:
+            return [NUM_SPECIAL + ranks[part] for part in ([piece] if piece in ranks else parts)]
+        _, at = min(found)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_text_is_cut_as_by_tiktoken(tmp_path: Path) -> None:
+    source = random.Random(0)
+    tokens: list[bytes] = [bytes([byte]) for byte in range(256)]
+    while len(tokens) < 330:
+        made = source.choice([b"a", b"b", b" ", *tokens[256:]]) + source.choice(
+            [b"a", b"b", "é".encode(), *tokens[256:]]
+        )
+        tokens += [made] if made not in tokens and len(made) < 9 else []
+    tokenizer, ranks = load(tmp_path, tokens=tuple(tokens[256:])), {token: rank for rank, token in enumerate(tokens)}
+    for _ in range(300):
+        words = ["".join(source.choices("abé", k=source.randint(1, 12))) for _ in range(4)]
+        want = [i for n, word in enumerate(words) for i in merged((" " * (n > 0) + word).encode(), ranks)]
+        assert list(tokenizer.encode(" ".join(words))) == [1, *want]
+    assert tokenizer.eos_token_ids == (2,)
+
+
+CALLS = [{"id": f"abcdefgh{i}", "function": {"name": "f", "arguments": {"city": "é", "n": i}}} for i in (1, 2)]
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "rain"},
+    {"role": "assistant", "content": "Wet. "},
+    {"role": "user", "content": "Now?"},
+]
+TOOLS = '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f"}}][/AVAILABLE_TOOLS]'
+OBJECTS = ", ".join(f'{{"name": "f", "arguments": {{"city": "é", "n": {i}}}, "id": "abcdefgh{i}"}}' for i in (1, 2))
+BY_ID = "".join(f'[TOOL_CALLS]f[CALL_ID]abcdefgh{i}[ARGS]{{"city": "é", "n": {i}}}' for i in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("version", "tools", "calls", "result"),
+    [
+        ("v7", ("", TOOLS), f"[TOOL_CALLS][{OBJECTS}]", "abcdefgh1[TOOL_CONTENT]rain"),
+        ("v11", ("", TOOLS), BY_ID, "abcdefgh1[TOOL_CONTENT]rain"),
+        ("v13", (TOOLS, ""), BY_ID.replace("[CALL_ID]abcdefgh1", "").replace("[CALL_ID]abcdefgh2", ""), "rain"),
+    ],
+)
+def test_chats(tmp_path: Path, version: str, tools: tuple[str, str], calls: str, result: str) -> None:
+    extra = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    prompt = load(tmp_path, version).apply_chat_template(CHAT, add_generation_prompt=True, extra=extra)
+    assert prompt.text == (
+        f"<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]{tools[0]}[INST]Hi[/INST]{calls}</s>[TOOL_RESULTS]{result}[/TOOL_RESULTS]"
+        f"Wet.</s>{tools[1]}[INST]Now?[/INST]"
+    )
+
+
+def test_versions_without_a_template_and_broken_files(tmp_path: Path) -> None:
+    assert not load(tmp_path, "v15").has_chat_template
+    (tmp_path / "tekken.json").write_text('{"config": {}}')
+    with pytest.raises(ModelError, match=r"no vocabulary of Mistral's.*download it again"):
+        read(tmp_path)

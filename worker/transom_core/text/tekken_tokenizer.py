@@ -1,0 +1,78 @@
+"""Builds the tokenizer of a `tekken.json`, which Mistral publishes, often without a `tokenizer.json`.
+
+The file lists the vocabulary's bytes by rank. The `tokenizers` library takes merges, each a pair of tokens that become one: every
+way to cut a token into two others is a merge, and merges that make tokens of lower rank come first. Source: mistral-common 1.13.
+"""
+
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from transom_core.errors import ModelError
+from transom_core.model_files.text_files import read_json
+
+# The special tokens of files that list none, up to version 7.
+_OLD_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)  # fmt: skip
+
+
+def read_tekken(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer, and the named tokens that chat templates use, with the file's version as `tekken_version`.
+
+    Raises:
+        ModelError: the file is broken.
+    """
+    data = read_json(path)
+    try:
+        config = data["config"]
+        num_special = int(config["default_num_special_tokens"])
+        listed = {entry["rank"]: entry["token_str"] for entry in data.get("special_tokens") or ()}
+        special = [(listed or dict(enumerate(_OLD_SPECIAL))).get(i, f"<SPECIAL_{i}>") for i in range(num_special)]
+        tokens = [b64decode(one["token_bytes"]) for one in data["vocab"][: config["default_vocab_size"] - num_special]]
+        return _build(special, tokens, config["pattern"]), _named(special, config["version"])
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception for what does not fit
+        raise ModelError(f"{path} is no vocabulary of Mistral's: {error!r}; download it again.") from None
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet, character -> byte: a printable Latin-1 byte is its own character, others are U+0100 and up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _build(special: list[str], tokens: list[bytes], pattern: str) -> Tokenizer:
+    character = {byte: text for text, byte in byte_alphabet().items()}
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    texts = ["".join(character[byte] for byte in token) for token in tokens]
+    found = [
+        (rank, ranks[token[:cut]], ranks[token[cut:]])
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocabulary = {text: i for i, text in enumerate([*special, *texts])}
+    merges = [(texts[left], texts[right]) for _, left, right in sorted(found)]
+    rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Sequence(splits), decoders.ByteLevel()
+    rust.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    bos = special.index("<s>")
+    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    return rust
+
+
+def _named(special: list[str], version: str) -> dict[str, str]:
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    named = {name: text for name, text in names.items() if text in special}
+    return named | {"tekken_version": str(int(version.removeprefix("v")))}
