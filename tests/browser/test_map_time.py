@@ -1,4 +1,4 @@
-"""The user can pause the map and resume it; the strip shows the last five minutes."""
+"""The user can pause the map and resume it."""
 
 import pytest
 
@@ -39,22 +39,3 @@ def test_a_paused_map_stays_as_it_is_and_resumes_with_what_is_there_then(
     assert block_map.text("#tooltip") == "full block 1: active"
     assert block_map.text("#toggle") == "Pause"
     assert block_map.all_pixels() != paused
-
-
-def test_the_strip_begins_with_the_frames_history(block_map: MapPage, worker: FakeWorker) -> None:
-    now = int(worker.time_s)
-    worker.history = [[now - 300 + i, 20, [16, 0, 0, 16], [0, 0, 32, 0]] for i in range(300)]
-    block_map.open()
-    block_map.send(worker.frame(whole=True, after_s=0))
-    labels = block_map.page.locator("#strip .strip-row p").all_inner_texts()
-    assert labels == [
-        "full 32 leased: 0 % active, 0 % pinned, 0 % evictable, 100 % free",
-        "window(128) 32 leased: 0 % active, 0 % pinned, 0 % evictable, 100 % free",
-    ]
-    column = """canvas => {
-      const { width, height } = canvas, data = canvas.getContext("2d").getImageData(Math.round(width / 2), 0, 1, height).data;
-      return [...new Set(Array.from({ length: height }, (_, y) => data.slice(4 * y, 4 * y + 3).join()))];
-    }"""
-    full = block_map.page.locator("#strip canvas").first.evaluate(column)
-    assert "0,114,178" in full, "active is the group's hue"
-    assert len(full) >= 3, "active and empty, and an edge above them"

@@ -28,7 +28,7 @@ PIECE_BYTES = 16 << 20
 MAX_THREADS = 8  # one reads about 1 GB/s
 _BUFFER_BYTES = 1 << 20
 # These decide which text an id stands for, and which id ends a text.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tiktoken.model")
 
 
 @dataclass(frozen=True, slots=True)

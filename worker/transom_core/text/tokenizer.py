@@ -1,7 +1,7 @@
 """`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
 
 transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
-`tokenizer.json`, `tekken.json` or the vocabulary in a GGUF file. It does not change after loading, so any thread may call it.
+`tokenizer.json`, `tekken.json`, `tiktoken.model` or a GGUF file. It does not change after loading, so any thread may call it.
 
 The library's `encode` holds the GIL. This module calls only `encode_batch_fast`, which releases the GIL and makes neither offsets
 nor texts of tokens, so that other threads continue while a long text is tokenised (docs/performance.md).
@@ -37,7 +37,7 @@ from transom_core.text.built_in_templates import built_in_template
 from transom_core.text.chat_template import ChatTemplate, Prompt, read_messages
 from transom_core.text.default_tool_prompt import messages_with_tools
 from transom_core.text.gguf_tokenizer import read_gguf_vocabulary
-from transom_core.text.tekken_tokenizer import byte_alphabet, read_tekken
+from transom_core.text.ranked_tokenizers import byte_alphabet, read_kimi, read_tekken
 from transom_core.text.template_renderer import TemplateRenderer, TemplateTooExpensive, shared_renderer
 from transom_core.text.turn_boundaries import ChatTokens, Markers
 
@@ -293,7 +293,7 @@ class Tokenizer:
 
 
 def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) -> Tokenizer:
-    path, tekken = folder / "tokenizer.json", folder / "tekken.json"
+    path, tekken, kimi = (folder / name for name in ("tokenizer.json", "tekken.json", "tiktoken.model"))
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
     named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
@@ -301,6 +301,8 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
     if tekken.exists() and not path.exists():
         rust, named = read_tekken(tekken)
         kind = f"tekken{named['tekken_version']}"
+    elif kimi.exists() and model_type.startswith("kimi") and not path.exists():
+        rust = read_kimi(kimi, settings.get("added_tokens_decoder") or {})
     else:
         rust = _read_rust(path, folder)
     templates = _folder_templates(folder, settings)

@@ -104,25 +104,6 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ("[f(a='')]", _call('{"a": ""}')),
         ("[f('x')]", [*_call("", is_complete=False), MessageText("'x')]")]),
     ],
-    "lfm2": [
-        (
-            "Hm.<|tool_call_start|>[f(a='x'), g()]<|tool_call_end|>Done",
-            [MessageText("Hm."), *_call('{"a": "x"}'), *_call("{}", index=1, name="g"), MessageText("Done")],
-        ),
-        ("[f(a='x')]", [MessageText("[f(a='x')]")]),
-    ],
-    "olmo3": [
-        (
-            "<function_calls>f(a='x', b=null)\ng()</function_calls>",
-            [*_call('{"a": "x", "b": null}'), *_call("{}", index=1, name="g")],
-        )
-    ],
-    "nemotron_json": [
-        (
-            '<TOOLCALL>[{"name": "f", "arguments": {"b": 1}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
-            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
-        )
-    ],
     "seed_oss": [
         (
             "<seed:tool_call>\n<function=f>\n<parameter=a>\nx</parameter> y\n</parameter>\n<parameter=b>2</parameter>\n"

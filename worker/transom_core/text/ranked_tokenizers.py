@@ -1,17 +1,19 @@
-"""Builds the tokenizer of a `tekken.json`, which Mistral publishes, often without a `tokenizer.json`.
+"""Builds tokenizers from vocabularies that list tokens by rank, as tiktoken takes them: Mistral's `tekken.json` and Kimi's
+`tiktoken.model`, which these publish where others publish a `tokenizer.json`.
 
-The file lists the vocabulary's bytes by rank. The `tokenizers` library takes merges, each a pair of tokens that become one: every
-way to cut a token into two others is a merge, and merges that make tokens of lower rank come first. Source: mistral-common 1.13.
+The `tokenizers` library takes merges, each a pair of tokens that become one: every way to cut a token into two others is one, and
+merges that make tokens of lower rank come first. Sources: mistral-common 1.13, Kimi K2's `tokenization_kimi.py`.
 """
 
 from base64 import b64decode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from transom_core.errors import ModelError
-from transom_core.model_files.text_files import read_json
+from transom_core.model_files.text_files import read_json, read_text
 
 # The special tokens of files that list none, up to version 7.
 _OLD_SPECIAL = (
@@ -19,6 +21,42 @@ _OLD_SPECIAL = (
     *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )  # fmt: skip
+_HAN = r"[\p{Han}]+"
+_UPPER, _LOWER = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"Lu}\p{Lt", "Ll"))
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_OTHERS = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KIMI = "|".join(
+    [
+        _HAN,
+        *(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_SUFFIX}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")),
+        _OTHERS,
+    ]
+)
+_KIMI_SPECIAL = 256  # ids after the vocabulary
+
+
+def read_kimi(path: Path, added: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
+    """Return the tokenizer of a `tiktoken.model`; `added` is the `added_tokens_decoder` of tokenizer_config.json.
+
+    Raises:
+        ModelError: the file is broken.
+    """
+    try:
+        tokens = [b64decode(line.split()[0]) for line in read_text(path, path.parent).splitlines() if line]
+        special = [
+            AddedToken(
+                content=one.get("content", f"<|reserved_token_{i}|>"),
+                special=one.get("special", True),
+                normalized=False,
+            )
+            for i in range(len(tokens), len(tokens) + _KIMI_SPECIAL)
+            for one in [added.get(str(i), {})]
+        ]
+        return _build(tokens, special, _KIMI, special_first=False)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception for what does not fit
+        raise ModelError(f"{path} is no vocabulary of tiktoken's: {error!r}; download it again.") from None
 
 
 def read_tekken(path: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -34,7 +72,10 @@ def read_tekken(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         listed = {entry["rank"]: entry["token_str"] for entry in data.get("special_tokens") or ()}
         special = [(listed or dict(enumerate(_OLD_SPECIAL))).get(i, f"<SPECIAL_{i}>") for i in range(num_special)]
         tokens = [b64decode(one["token_bytes"]) for one in data["vocab"][: config["default_vocab_size"] - num_special]]
-        return _build(special, tokens, config["pattern"]), _named(special, config["version"])
+        control = [AddedToken(text, special=True, normalized=False) for text in special]
+        rust = _build(tokens, control, config["pattern"], special_first=True)
+        rust.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", special.index("<s>"))])
+        return rust, _named(special, config["version"])
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception for what does not fit
@@ -48,7 +89,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _build(special: list[str], tokens: list[bytes], pattern: str) -> Tokenizer:
+def _build(tokens: list[bytes], special: list[AddedToken], pattern: str, *, special_first: bool) -> Tokenizer:
     character = {byte: text for text, byte in byte_alphabet().items()}
     ranks = {token: rank for rank, token in enumerate(tokens)}
     texts = ["".join(character[byte] for byte in token) for token in tokens]
@@ -58,7 +99,8 @@ def _build(special: list[str], tokens: list[bytes], pattern: str) -> Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
-    vocabulary = {text: i for i, text in enumerate([*special, *texts])}
+    marks = [token.content for token in special]
+    vocabulary = {text: i for i, text in enumerate([*marks, *texts] if special_first else [*texts, *marks])}
     merges = [(texts[left], texts[right]) for _, left, right in sorted(found)]
     rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     splits: list[Any] = [
@@ -66,9 +108,7 @@ def _build(special: list[str], tokens: list[bytes], pattern: str) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Sequence(splits), decoders.ByteLevel()
-    rust.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    bos = special.index("<s>")
-    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    rust.add_tokens(special)
     return rust
 
 

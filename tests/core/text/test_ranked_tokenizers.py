@@ -1,4 +1,4 @@
-"""Tokenizers from `tekken.json` cut text as tiktoken does, and chats are what mistral-common 1.13 writes for them."""
+"""`tekken.json` and `tiktoken.model` cut text as tiktoken does; Mistral's chats are as mistral-common 1.13 has them."""
 
 import json
 import random
@@ -33,9 +33,18 @@ def load(folder: Path, version: str = "v7", tokens: tuple[bytes, ...] = ()) -> T
     return read(folder)
 
 
-def read(folder: Path) -> Tokenizer:
-    files = ModelFiles(name="m", path=folder, is_gguf=False, config={"model_type": "mistral"}, generation_config={})
+def read(folder: Path, model_type: str = "mistral") -> Tokenizer:
+    files = ModelFiles(name="m", path=folder, is_gguf=False, config={"model_type": model_type}, generation_config={})
     return Tokenizer.load(files)
+
+
+def load_kimi(folder: Path, tokens: tuple[bytes, ...]) -> Tokenizer:
+    every = [*(bytes([byte]) for byte in range(256)), *tokens]
+    (folder / "tiktoken.model").write_text("".join(f"{b64encode(one).decode()} {i}\n" for i, one in enumerate(every)))
+    added = {str(len(every) + 2): {"content": "<|im_end|>", "special": True}}
+    settings = {"added_tokens_decoder": added, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return read(folder, "kimi_k2")
 
 
 def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
@@ -44,25 +53,26 @@ def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
     while True:
         found = [(ranks[parts[i] + parts[i + 1]], i) for i in range(len(parts) - 1) if parts[i] + parts[i + 1] in ranks]
         if piece in ranks or not found:
-            return [NUM_SPECIAL + ranks[part] for part in ([piece] if piece in ranks else parts)]
+            return [ranks[part] for part in ([piece] if piece in ranks else parts)]
         _, at = min(found)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
-def test_text_is_cut_as_by_tiktoken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tekken", "kimi"])
+def test_text_is_cut_as_by_tiktoken(tmp_path: Path, kind: str) -> None:
     source = random.Random(0)
     tokens: list[bytes] = [bytes([byte]) for byte in range(256)]
     while len(tokens) < 330:
-        made = source.choice([b"a", b"b", b" ", *tokens[256:]]) + source.choice(
-            [b"a", b"b", "é".encode(), *tokens[256:]]
-        )
+        made = b"".join(source.choices([b"a", b"b", b" ", "é".encode(), *tokens[256:]], k=2))
         tokens += [made] if made not in tokens and len(made) < 9 else []
-    tokenizer, ranks = load(tmp_path, tokens=tuple(tokens[256:])), {token: rank for rank, token in enumerate(tokens)}
+    added, ranks = tuple(tokens[256:]), {token: rank for rank, token in enumerate(tokens)}
+    tokenizer = load_kimi(tmp_path, added) if kind == "kimi" else load(tmp_path, tokens=added)
+    first, bos = (0, []) if kind == "kimi" else (NUM_SPECIAL, [1])
     for _ in range(300):
         words = ["".join(source.choices("abé", k=source.randint(1, 12))) for _ in range(4)]
-        want = [i for n, word in enumerate(words) for i in merged((" " * (n > 0) + word).encode(), ranks)]
-        assert list(tokenizer.encode(" ".join(words))) == [1, *want]
-    assert tokenizer.eos_token_ids == (2,)
+        want = [first + i for n, word in enumerate(words) for i in merged((" " * (n > 0) + word).encode(), ranks)]
+        assert list(tokenizer.encode(" ".join(words))) == [*bos, *want]
+    assert tokenizer.eos_token_ids == (332 if kind == "kimi" else 2,)
 
 
 CALLS = [{"id": f"abcdefgh{i}", "function": {"name": "f", "arguments": {"city": "é", "n": i}}} for i in (1, 2)]
