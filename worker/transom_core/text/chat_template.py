@@ -12,10 +12,11 @@ see: for each marked part the number of characters of `content` up to the part's
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any, NoReturn
 
 import jinja2
@@ -90,7 +91,7 @@ class ChatTemplate:
             -MAX_CACHE_MARKS:
         ]
         messages = [{key: message[key] for key in message if key != "cache_marks"} for message in messages]
-        text = self._render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        messages, text = self._first_spelling(messages, add_generation_prompt=add_generation_prompt, extra=extra)
         counts = range(1, len(messages) + 1)
         ends: set[int] = set()
         around_marks = {count for index, _ in marks for count in (index, index + 1) if count}
@@ -100,6 +101,22 @@ class ChatTemplate:
                 ends.add(len(turns))
         places = {self._place_of_mark(messages, index, num_chars, text, extra) for index, num_chars in marks}
         return RenderedChat(text=text, turn_ends=tuple(sorted(ends)), cache_marks=tuple(sorted(places - {0})))
+
+    def _first_spelling(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any] | None
+    ) -> tuple[Sequence[Mapping[str, Any]], str]:
+        """Return the messages in the first spelling that the template takes, and the chat's text."""
+        has_calls = any(message.get("tool_calls") for message in messages)
+        refusals: list[Exception] = []
+        for fills_content, as_text in product((False, True), repeat=2) if has_calls else [(False, False)]:
+            try:
+                spelled = [_spelled(message, fills_content=fills_content, as_text=as_text) for message in messages]
+                return spelled, self._render(spelled, add_generation_prompt=add_generation_prompt, extra=extra)
+            except MemoryError:
+                raise
+            except Exception as error:  # calls may have any form
+                refusals.append(error)
+        raise refusals[0]
 
     def _beginning(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None) -> str:
         """Render a chat's first messages alone; "" if the template refuses them, for example because it requires that the last
@@ -139,40 +156,29 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **(extra or {}),
+            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
-        refusal: Exception | None = None
-        has_calls = any(message.get("tool_calls") for message in messages)
-        for spell in _SPELLINGS if has_calls else _SPELLINGS[:1]:
-            try:
-                return template.render(values | {"messages": [spell(message) for message in messages]})
-            except MemoryError:
-                raise
-            except Exception as error:  # a template may raise any error about these messages
-                refusal = refusal or error
-        raise RequestError(f"The chat template refuses these messages: {refusal}", param="messages") from None
+        try:
+            return template.render(values)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise any error about these messages
+            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
 
     def _chosen(self, *, has_tools: bool) -> str:
         return self.tool_source if has_tools and self.tool_source else self.source
 
 
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls have their arguments as text."""
-    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
-    for call in calls:
-        if not isinstance(given := call["function"].get("arguments"), str):
-            call["function"]["arguments"] = _tojson(given)
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _with_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "content": message.get("content") or ""}
-
-
-# Messages as they are, and as some templates want those with calls: arguments as text, "" as no content, or both.
-_SPELLINGS: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = (
-    dict, _with_text, _with_content, lambda message: _with_content(_with_text(message))
-)  # fmt: skip
+def _spelled(message: Mapping[str, Any], *, fills_content: bool, as_text: bool) -> Mapping[str, Any]:
+    """Return a message with "" as missing content, or with its calls' arguments as text."""
+    spelled = dict(message)
+    if as_text and message.get("tool_calls"):
+        spelled["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"].get("arguments"))}}
+            for call in message["tool_calls"]
+        ]
+    return spelled | {"content": message.get("content") or ""} if fills_content else spelled
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -245,6 +251,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _tojson(arguments)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -41,8 +41,9 @@ def read_kimi(path: Path, added: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
     Raises:
         ModelError: the file is broken.
     """
+    text = read_text(path, path.parent)
     try:
-        tokens = [b64decode(line.split()[0]) for line in read_text(path, path.parent).splitlines() if line]
+        tokens = [b64decode(line.split()[0]) for line in text.splitlines() if line]
         special = [
             AddedToken(
                 content=one.get("content", f"<|reserved_token_{i}|>"),
@@ -53,8 +54,6 @@ def read_kimi(path: Path, added: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
             for one in [added.get(str(i), {})]
         ]
         return _build(tokens, special, _KIMI, special_first=False)
-    except ModelError:
-        raise
     except Exception as error:  # the library raises bare Exception for what does not fit
         raise ModelError(f"{path} is no vocabulary of tiktoken's: {error!r}; download it again.") from None
 
@@ -76,8 +75,6 @@ def read_tekken(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         rust = _build(tokens, control, config["pattern"], special_first=True)
         rust.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", special.index("<s>"))])
         return rust, _named(special, config["version"])
-    except ModelError:
-        raise
     except Exception as error:  # the library raises bare Exception for what does not fit
         raise ModelError(f"{path} is no vocabulary of Mistral's: {error!r}; download it again.") from None
 
