@@ -90,19 +90,3 @@ def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage)
     worker.put_host(0, 20, 1, UNLEASED)
     block_map.send(worker.frame())
     assert block_map.evaluate(STATES, "w0")[1][1] == 0
-
-
-def test_a_host_tier_of_many_blocks_leaves_the_device_large(block_map: MapPage) -> None:
-    worker = worker_with_host(num_pages=2**12)
-    worker.put_host(0, 0, 2**16, PINNED)
-    block_map.show(worker)
-    ((_, _, top), (_, _, host_top)) = block_map.evaluate(SECTIONS)
-    box = block_map.page.locator("#map").bounding_box()
-    assert box is not None
-    height = box["height"]
-    assert height * 0.3 < host_top - top <= height
-    for number in range(5):
-        worker.put_host(0, 1000 * number, 100, EVICTABLE)
-        block_map.send(worker.frame())
-    states, _ = block_map.evaluate(STATES, "w0")
-    assert (states[999], states[1000], states[1099], states[1100]) == (PINNED, EVICTABLE, EVICTABLE, PINNED)

@@ -193,13 +193,21 @@ def test_qwens_words(tmp_path: Path) -> None:
     assert isinstance(ours.decoder, decoders.ByteLevel)
 
 
-def test_llama_3_keeps_three_digits_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pre", "cut", "tokens"),
+    [
+        ("llama-bpe", ["I", "'ll", "Ġpay", "Ġ", "123", "45", "ĠaB", "/Ċ"], ["123", "4", "5"]),
+        ("gpt-4o", ["I'll", "Ġpay", "Ġ", "123", "45", "Ġa", "B", "/Ċ"], ["1", "2", "3", "4", "5"]),
+        ("tekken", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "Ġa", "B", "/Ċ"], ["1", "2", "3", "4", "5"]),
+        ("command-r", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĠaB", "/", "Ċ"], ["1", "2", "3", "4", "5"]),
+    ],
+)
+def test_words_of_other_families(tmp_path: Path, pre: str, cut: list[str], tokens: list[str]) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    path = write(tmp_path / "v.gguf", "gpt2", [*alphabet, "123"], [1] * 257, merges=[], pre="llama-bpe")
+    path = write(tmp_path / "v.gguf", "gpt2", [*alphabet, "123"], [1] * 257, merges=[], pre=pre)
     rust = read_gguf_vocabulary(path).rust
-    cut = [text for text, _ in rust.pre_tokenizer.pre_tokenize_str("I'll pay 12345 now")]
-    assert cut == ["I", "'ll", "Ġpay", "Ġ", "123", "45", "Ġnow"]
-    assert rust.encode("12345").tokens == ["123", "4", "5"]
+    assert [text for text, _ in rust.pre_tokenizer.pre_tokenize_str("I'll pay 12345 aB/\n")] == cut
+    assert rust.encode("12345").tokens == tokens
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])

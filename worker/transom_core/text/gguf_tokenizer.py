@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader, read_gguf_header
+from transom_core.text.ranked_tokenizers import BREAKS, SUFFIXES, cased_words
 
 _NORMAL = 1  # the token type of ordinary text; tokens of other types (bytes, control tokens ...) are never merged
 _SPACE = "▁"
@@ -24,6 +25,9 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_GPT_4O = rf"{cased_words(SUFFIXES)}|\p{{N}}{{1,3}}|{_MARKS}|{BREAKS}"
+_TEKKEN = rf"{cased_words()}|\p{{N}}|{_MARKS}|{BREAKS}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in header.metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
-        rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
+        rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in ("llama-bpe", "tekken")))
     except Exception as error:  # the library raises bare Exception if vocabulary and merges do not match
         raise ModelError(f"{header.path} has a broken tokenizer: {error}.") from None
     rust.pre_tokenizer, rust.decoder = splits, decoders.ByteLevel()
@@ -88,11 +92,12 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 def _splits(header: GgufHeader) -> Any:
     """Return the pre-tokenizer, which splits text before merging; the file has llama.cpp's name for it."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    by_digits = [pre_tokenizers.Digits(individual_digits=True), by_bytes]
     known: dict[str, list[Any]] = {
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), by_bytes],
-        "gpt-2": [by_bytes],
-        "llama-bpe": _words("{1,3}"),
-        "qwen2": _words(""),
+        **{"smollm": by_digits, "command-r": by_digits, "gpt-2": [by_bytes]},
+        **{name: _by(_WORDS.replace("{DIGITS}", "{1,3}")) for name in ("llama-bpe", "dbrx")},
+        "qwen2": _by(_WORDS.replace("{DIGITS}", "")),
+        **{"gpt-4o": _by(_GPT_4O), "llama4": _by(_GPT_4O), "tekken": _by(_TEKKEN)},
     }
     kind, name = header.require("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or name not in known:
@@ -103,10 +108,9 @@ def _splits(header: GgufHeader) -> Any:
     return pre_tokenizers.Sequence(known[name])
 
 
-def _words(digits: str) -> list[Any]:
-    pattern = Regex(_WORDS.replace("{DIGITS}", digits))
+def _by(expression: str) -> list[Any]:
     return [
-        pre_tokenizers.Split(pattern, behavior="isolated"),
+        pre_tokenizers.Split(Regex(expression), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 

@@ -21,18 +21,19 @@ _OLD_SPECIAL = (
     *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )  # fmt: skip
-_HAN = r"[\p{Han}]+"
-_UPPER, _LOWER = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"Lu}\p{Lt", "Ll"))
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_OTHERS = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KIMI = "|".join(
-    [
-        _HAN,
-        *(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_SUFFIX}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")),
-        _OTHERS,
-    ]
-)
+SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _KIMI_SPECIAL = 256  # ids after the vocabulary
+
+
+def cased_words(suffix: str = "", without: str = "") -> str:
+    """Return an expression for words, each of which has capitals first and small letters then; `without` narrows the letters."""
+    upper, lower = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in (r"Lu}\p{Lt", "Ll"))
+    return "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
+
+
+_KIMI_WORDS = cased_words(SUFFIXES, without=r"&&[^\p{Han}]")
+_KIMI = rf"[\p{{Han}}]+|{_KIMI_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BREAKS}"
 
 
 def read_kimi(path: Path, added: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
