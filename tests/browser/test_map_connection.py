@@ -80,6 +80,11 @@ def test_a_worker_that_refuses_a_watcher_is_named(block_map: MapPage) -> None:
     assert block_map.text("#problems") == "w0: 16 watch it already"
 
 
+def test_the_address_chooses_worker_and_period(block_map: MapPage) -> None:
+    block_map.open("?worker=w7&period_s=2")
+    assert block_map.server.stream_queries == [{"worker": "w7", "period_s": "2"}]
+
+
 def test_nothing_comes_from_elsewhere(block_map: MapPage, worker: FakeWorker) -> None:
     asked: list[str] = []
     block_map.page.on("request", lambda request: asked.append(request.url))

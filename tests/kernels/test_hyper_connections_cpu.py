@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from transom_kernels import hyper_connections
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project, op
 from transom_kernels.hyper_connections.op import hc_project_reference
 
@@ -56,8 +55,9 @@ X, Y = torch.ones(2, 3, 4), torch.ones(2, 4)
 pytestmark = pytest.mark.usefixtures("memory_full_of_nan")
 
 
-def check(x: torch.Tensor, *, rounds: int) -> None:
-    check_operators(hyper_connections, x, rounds=rounds)
+def check(x: torch.Tensor) -> None:
+    """The operators that have kernels of their own."""
+    close(hc_norm(x, EPS), op.hc_norm_reference(x, EPS))
     columns = x.shape[1] * x.shape[2]
     weight = torch.randn(x.shape[1] * (x.shape[1] + 2), columns) / columns**0.5
     close(hc_project(x, weight, EPS), hc_project_reference(x, weight, EPS))
@@ -66,12 +66,11 @@ def check(x: torch.Tensor, *, rounds: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [*SIZES, (5, 4, 518), (3, 17, 17)], ids=str)
 def test_sizes(dtype: torch.dtype, sizes: Sizes) -> None:
-    for rounds in (1, 20):
-        check(streams_of(sizes, dtype), rounds=rounds)
+    check(streams_of(sizes, dtype))
 
 
 def test_streams_that_are_one_tensor_still() -> None:
-    check(torch.randn(3, 1, 40).expand(-1, 4, -1), rounds=3)
+    check(torch.randn(3, 1, 40).expand(-1, 4, -1))
 
 
 def test_a_balanced_mix_neither_grows_nor_shrinks_the_streams() -> None:
@@ -100,4 +99,4 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def small_case() -> None:
-    check(streams_of((3, 3, 35), torch.bfloat16), rounds=2)
+    check(streams_of((3, 3, 35), torch.bfloat16))

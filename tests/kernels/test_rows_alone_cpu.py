@@ -136,7 +136,7 @@ def experts(form: str) -> Rows:
 
 
 def hyper_connections() -> Rows:
-    x, y, weight = torch.randn(6, 4, 70).bfloat16(), torch.randn(6, 70).bfloat16(), torch.randn(24, 280) / 17
+    x, y, weight = torch.randn(9, 4, 70), torch.randn(9, 70), torch.randn(24, 280) / 17
     scale, base = torch.rand(24), torch.randn(24)
 
     def compute(rows: slice) -> Sequence[torch.Tensor]:

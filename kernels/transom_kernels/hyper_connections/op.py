@@ -151,13 +151,15 @@ def hc_head_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
     """Compute `hc_head` in torch: the specification."""
-    return _weighted_sum(x, (projected * scale + base).sigmoid() + eps).to(x.dtype)
+    # strided, as in `hc_pre`: a contiguous tensor's last elements have another exp, so a token's bits would depend on the others
+    logits = F.pad(projected * scale + base, (0, 1))[:, : x.shape[1]]
+    return _weighted_sum(x, logits.sigmoid() + eps).to(x.dtype)
 
 
 def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """Compute `hc_post` in torch: the specification."""
-    shares, wide = mix.to(x.dtype).float(), x.float()
-    mixed = torch.stack([_weighted_sum(wide, shares[:, :, to]) for to in range(x.shape[1])], dim=1).to(x.dtype)
+    shares = mix.to(x.dtype).float()
+    mixed = torch.stack([_weighted_sum(x, shares[:, :, to]).to(x.dtype) for to in range(x.shape[1])], dim=1)
     return mixed.addcmul_(post.to(x.dtype)[:, :, None], y[:, None])
 
 

@@ -25,7 +25,7 @@ def load(folder: Path, version: str = "v7", tokens: tuple[bytes, ...] = ()) -> T
     config = {"pattern": r"\s*\S+|\s+", "version": version, "default_num_special_tokens": NUM_SPECIAL}
     data: dict[str, Any] = {
         "config": config | {"default_vocab_size": NUM_SPECIAL + len(every)},
-        "vocab": [{"token_bytes": b64encode(token).decode()} for token in [*every, b"not in the model"]],
+        "vocab": [{"rank": i, "token_bytes": b64encode(token).decode()} for i, token in enumerate([*every, b"unused"])],
     }
     if version != "v7":
         data["special_tokens"] = [{"rank": i, "token_str": text} for i, text in enumerate(NEW_SPECIAL)]
@@ -80,7 +80,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": None, "tool_calls": CALLS},
-    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "rain"},
+    *({"role": "tool", "tool_call_id": f"abcdefgh{i}", "content": text} for i, text in ((2, "sun"), (1, "rain"))),
     {"role": "assistant", "content": "Wet. "},
     {"role": "user", "content": "Now?"},
 ]
@@ -90,24 +90,30 @@ BY_ID = "".join(f'[TOOL_CALLS]f[CALL_ID]abcdefgh{i}[ARGS]{{"city": "é", "n": {i
 
 
 @pytest.mark.parametrize(
-    ("version", "tools", "calls", "result"),
+    ("version", "tools", "calls", "results"),
     [
-        ("v7", ("", TOOLS), f"[TOOL_CALLS][{OBJECTS}]", "abcdefgh1[TOOL_CONTENT]rain"),
-        ("v11", ("", TOOLS), BY_ID, "abcdefgh1[TOOL_CONTENT]rain"),
-        ("v13", (TOOLS, ""), BY_ID.replace("[CALL_ID]abcdefgh1", "").replace("[CALL_ID]abcdefgh2", ""), "rain"),
+        ("v7", ("", TOOLS), f"[TOOL_CALLS][{OBJECTS}]", ("abcdefgh2[TOOL_CONTENT]sun", "abcdefgh1[TOOL_CONTENT]rain")),
+        ("v11", ("", TOOLS), BY_ID, ("abcdefgh1[TOOL_CONTENT]rain", "abcdefgh2[TOOL_CONTENT]sun")),
+        (
+            "v13",
+            (TOOLS, ""),
+            BY_ID.replace("[CALL_ID]abcdefgh1", "").replace("[CALL_ID]abcdefgh2", ""),
+            ("rain", "sun"),
+        ),
     ],
 )
-def test_chats(tmp_path: Path, version: str, tools: tuple[str, str], calls: str, result: str) -> None:
+def test_chats(tmp_path: Path, version: str, tools: tuple[str, str], calls: str, results: tuple[str, str]) -> None:
     extra = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     prompt = load(tmp_path, version).apply_chat_template(CHAT, add_generation_prompt=True, extra=extra)
     assert prompt.text == (
-        f"<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]{tools[0]}[INST]Hi[/INST]{calls}</s>[TOOL_RESULTS]{result}[/TOOL_RESULTS]"
-        f"Wet.</s>{tools[1]}[INST]Now?[/INST]"
+        f"<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]{tools[0]}[INST]Hi[/INST]{calls}</s>"
+        f"[TOOL_RESULTS]{results[0]}[/TOOL_RESULTS][TOOL_RESULTS]{results[1]}[/TOOL_RESULTS]Wet.</s>{tools[1]}[INST]Now?[/INST]"
     )
 
 
 def test_versions_without_a_template_and_broken_files(tmp_path: Path) -> None:
     assert not load(tmp_path, "v15").has_chat_template
-    (tmp_path / "tekken.json").write_text('{"config": {}}')
-    with pytest.raises(ModelError, match=r"no vocabulary of Mistral's.*download it again"):
-        read(tmp_path)
+    many = tuple(b"a" * length for length in range(2, 3001))  # 4 million merges
+    for tokens, message in ((many, "more than 1024 bytes"), ((b"</s>",), "there twice"), ((b"a",), "there twice")):
+        with pytest.raises(ModelError, match=f"no vocabulary of Mistral's.*{message}.*download it again"):
+            load(tmp_path, tokens=tokens)

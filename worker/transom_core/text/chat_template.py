@@ -245,7 +245,7 @@ def _names_tools(source: str) -> bool:
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-        finalize=lambda value: "" if value is None else value,  # a message without content is not the text "None"
+        finalize=lambda value: "" if value is None else value,  # missing content, written as it is, is not the text "None"
     )  # fmt: skip
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

@@ -1,5 +1,4 @@
-"""Builds tokenizers from vocabularies that list tokens by rank, as tiktoken takes them: Mistral's `tekken.json` and Kimi's
-`tiktoken.model`, which these publish where others publish a `tokenizer.json`.
+"""Builds the tokenizers of Mistral's `tekken.json` and Kimi's `tiktoken.model`, which list a vocabulary by rank.
 
 The `tokenizers` library takes merges, each a pair of tokens that become one: every way to cut a token into two others is one, and
 merges that make tokens of lower rank come first. Sources: mistral-common 1.13, Kimi K2's `tokenization_kimi.py`.
@@ -24,6 +23,11 @@ _OLD_SPECIAL = (
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _KIMI_SPECIAL = 256  # ids after the vocabulary
+_MAX_SPECIAL, _MAX_LENGTH, _MAX_BYTES = (
+    4096,
+    1024,
+    4 << 20,
+)  # tokens; bytes of one and of all: each cut of a token may be a merge
 
 
 def cased_words(suffix: str = "", without: str = "") -> str:
@@ -44,7 +48,8 @@ def read_kimi(path: Path, added: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
     """
     text = read_text(path, path.parent)
     try:
-        tokens = [b64decode(line.split()[0]) for line in text.splitlines() if line]
+        entries = [line.split() for line in text.splitlines() if line]
+        tokens = _by_rank({int(rank): token for token, rank in entries}, len(entries))
         special = [
             AddedToken(
                 content=one.get("content", f"<|reserved_token_{i}|>"),
@@ -69,9 +74,12 @@ def read_tekken(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     try:
         config = data["config"]
         num_special = int(config["default_num_special_tokens"])
+        if num_special > _MAX_SPECIAL:
+            raise ValueError(f"{num_special} special tokens; at most {_MAX_SPECIAL} are possible")
         listed = {entry["rank"]: entry["token_str"] for entry in data.get("special_tokens") or ()}
         special = [(listed or dict(enumerate(_OLD_SPECIAL))).get(i, f"<SPECIAL_{i}>") for i in range(num_special)]
-        tokens = [b64decode(one["token_bytes"]) for one in data["vocab"][: config["default_vocab_size"] - num_special]]
+        ranked = {one["rank"]: one["token_bytes"] for one in data["vocab"]}
+        tokens = _by_rank(ranked, config["default_vocab_size"] - num_special)
         control = [AddedToken(text, special=True, normalized=False) for text in special]
         rust = _build(tokens, control, config["pattern"], special_first=True)
         rust.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", special.index("<s>"))])
@@ -87,6 +95,15 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+def _by_rank(ranked: Mapping[int, str], count: int) -> list[bytes]:
+    tokens = [b64decode(ranked[rank], validate=True) for rank in range(count)]
+    if len({token for token in tokens if len(token) == 1}) < 256 or len(set(tokens)) < count:
+        raise ValueError("a byte is missing, or a token is there twice")
+    if max(map(len, tokens)) > _MAX_LENGTH or sum(map(len, tokens)) > _MAX_BYTES:
+        raise ValueError(f"tokens of more than {_MAX_LENGTH} bytes, or of more than {_MAX_BYTES} together")
+    return tokens
+
+
 def _build(tokens: list[bytes], special: list[AddedToken], pattern: str, *, special_first: bool) -> Tokenizer:
     character = {byte: text for text, byte in byte_alphabet().items()}
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -97,8 +114,10 @@ def _build(tokens: list[bytes], special: list[AddedToken], pattern: str, *, spec
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
-    marks = [token.content for token in special]
-    vocabulary = {text: i for i, text in enumerate([*marks, *texts] if special_first else [*texts, *marks])}
+    contents = [token.content for token in special]
+    vocabulary = {text: i for i, text in enumerate([*contents, *texts] if special_first else [*texts, *contents])}
+    if len(vocabulary) < len(contents) + len(texts):
+        raise ValueError("a special token is there twice, or an ordinary one too")
     merges = [(texts[left], texts[right]) for _, left, right in sorted(found)]
     rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     splits: list[Any] = [

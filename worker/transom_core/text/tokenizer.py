@@ -1,6 +1,6 @@
 """`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
 
-transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
+transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second to two, from
 `tokenizer.json`, `tekken.json`, `tiktoken.model` or a GGUF file. It does not change after loading, so any thread may call it.
 
 The library's `encode` holds the GIL. This module calls only `encode_batch_fast`, which releases the GIL and makes neither offsets
@@ -297,15 +297,15 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
     named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    templates = _folder_templates(folder, settings)
     kind = model_type
-    if tekken.exists() and not path.exists():
+    if tekken.exists() and not (path.exists() and templates.get("default")):
         rust, named = read_tekken(tekken)
         kind = f"tekken{named['tekken_version']}"
-    elif kimi.exists() and model_type.startswith("kimi") and not path.exists():
+    if kimi.exists() and model_type.startswith("kimi") and not path.exists():
         rust = read_kimi(kimi, settings.get("added_tokens_decoder") or {})
-    else:
+    elif path.exists() or not tekken.exists():
         rust = _read_rust(path, folder)
-    templates = _folder_templates(folder, settings)
     return Tokenizer(
         rust,
         named_tokens=named,
@@ -319,7 +319,8 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
 def _read_rust(path: Path, folder: Path) -> RustTokenizer:
     if not path.exists():
         raise ModelError(
-            f"{path} is missing; transformers writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+            f"{path} is missing, and so are Mistral's tekken.json and Kimi's tiktoken.model; transformers writes it: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
         )
     text = read_text(path, folder)
     try:
@@ -329,18 +330,20 @@ def _read_rust(path: Path, folder: Path) -> RustTokenizer:
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> chat template; a template file takes precedence over `tokenizer_config.json`."""
+    """Return name -> chat template: of a template file, else of `tokenizer_config.json`, else of `chat_template.json`."""
     found = settings.get("chat_template")
     named = (
         {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
     )
-    if not named.get("default") and (processors := folder / "chat_template.json").exists():  # of models that also see
-        named["default"] = read_json(processors).get("chat_template")
+    if (
+        not named.get("default") and (of_processor := folder / "chat_template.json").exists()
+    ):  # of models that take images too
+        named["default"] = read_json(of_processor).get("chat_template")
     own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").exists():
         own_files["default"] = default
     named |= {name: read_text(path, folder) for name, path in own_files.items()}
-    return {name: template for name, template in named.items() if template}
+    return {name: template for name, template in named.items() if isinstance(template, str) and template}
 
 
 def _load_gguf(path: Path, eos_token_ids: Sequence[int], model_type: str) -> Tokenizer:

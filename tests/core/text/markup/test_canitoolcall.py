@@ -115,7 +115,7 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     ],
 )
 def test_parsers_of_a_model(model_type: str, template: str | None, parsers: tuple[str | None, str | None]) -> None:
-    assert detect(model_type, template, FixtureTokenizer(["<|channel|>", "<|tool_call_start|>"])) == parsers
+    assert detect(model_type, template, FixtureTokenizer(["<|channel|>", "<|tool_call_start|>", "[THINK]"])) == parsers
 
 
 def test_gpt_oss_without_harmonys_tokens_writes_no_harmony() -> None:

@@ -30,7 +30,10 @@ from transom_core.text.markup.parts import (
 )
 
 _TOOLS = (
-    ToolSpec("f", {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}),
+    ToolSpec(
+        "f",
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "object"}}},
+    ),
     ToolSpec("g", {"type": "object", "properties": {}}),
 )
 TOKENIZER = FixtureTokenizer(MARKERS)
@@ -104,12 +107,29 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ("[f(a='')]", _call('{"a": ""}')),
         ("[f('x')]", [*_call("", is_complete=False), MessageText("'x')]")]),
     ],
+    "lfm2": [
+        (
+            "<|tool_call_start|>[g()]<|tool_call_end|>[g()]<|tool_call_end|>Done",
+            [*_call("{}", name="g"), MalformedMarkup("[g()]"), MessageText("Done")],
+        )
+    ],
+    "nemotron_json": [('<TOOLCALL>{"name": "f", "arguments": {"b": 1}}</TOOLCALL>', _call('{"b": 1}'))],
+    "deepseek_v4": [
+        (
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="x<y"></｜DSML｜invoke></｜DSML｜tool_calls>',
+            _call("{}", name="x<y"),
+        )
+    ],
     "seed_oss": [
+        (
+            "<seed:tool_call><function=f><parameter=c>{'x': [1, None]}</parameter></function></seed:tool_call>",
+            _call('{"c": {"x": [1, null]}}'),
+        ),
         (
             "<seed:tool_call>\n<function=f>\n<parameter=a>\nx</parameter> y\n</parameter>\n<parameter=b>2</parameter>\n"
             "</function>\n</seed:tool_call>",
             _call('{"a": "\\nx</parameter> y\\n", "b": 2}'),
-        )
+        ),
     ],
     "minimax_m2": [
         (
@@ -164,6 +184,12 @@ def test_special_tokens_without_text_are_read_in_arguments_only() -> None:
         ("deepseek_r1", "</think>", "Yes", [MessageText("Yes")]),
         ("mistral", "", "[THINK]a</think>b[/THINK]Yes", [ReasoningText("a</think>b"), MessageText("Yes")]),
         ("seed_oss", "<seed:cot_budget_reflect>\n", "a</seed:think>Yes", [ReasoningText("a"), MessageText("Yes")]),
+        (
+            "seed_oss",
+            "<seed:think>",
+            "a<seed:cot_budget_reflect>b</seed:think>Yes",
+            [ReasoningText("a<seed:cot_budget_reflect>b"), MessageText("Yes")],
+        ),
         ("qwen3", "", "Yes \n", [MessageText("Yes \n")]),
         ("qwen3", "", "<think>hm</think>\n", [ReasoningText("hm")]),
     ],

@@ -55,7 +55,7 @@ _REASONING_RULES = (
     _Rule("deepseek_v3", _template_has("<｜tool▁calls▁begin｜>", "</think>")),
     _Rule("glm45", _template_has("<arg_key>", "<think>")),
     _Rule("seed_oss", _template_has("<seed:think>")),
-    _Rule("mistral", _template_has("[THINK]")),
+    _Rule("mistral", _template_has("[THINK]"), "[THINK]"),
     _Rule("granite", _template_has("Here is my thought process:")),
     _Rule("qwen3", _template_has("<think>")),
 )

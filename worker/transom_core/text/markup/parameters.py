@@ -13,11 +13,12 @@ import json
 from collections.abc import Callable
 
 from transom_core.text.markup.json_reader import copy_value
-from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, Reading, Write
+from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, MarkupReader, Reading, Write
 from transom_core.text.markup.schema_types import JSON_TYPES, json_type, property_types
 from transom_core.text.markup.tool_markup import CallReading
 
 ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
+CopyValue = Callable[[MarkupReader, Write], Reading[None]]
 
 _WORDS = {"null": ("null",), "boolean": ("true", "false")}  # JSON type -> its values
 _WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}  # word in lower case -> JSON
@@ -26,10 +27,10 @@ _WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "fal
 class ParameterWriter:
     """Writes the arguments of one call."""
 
-    def __init__(self, calls: CallReading, tool: str) -> None:
-        """`tool` is the name of the tool, which need not be one of the request's."""
+    def __init__(self, calls: CallReading, tool: str, copy: CopyValue = copy_value) -> None:
+        """`tool` is the name of the tool, which need not be one of the request's; `copy` reads objects and arrays."""
         self._reader = calls.reader
-        self._write = calls.arguments
+        self._write, self._copy = calls.arguments, copy
         self._parameters = calls.tools[tool].parameters if tool in calls.tools else {}
         self._names: set[str] = set()
 
@@ -74,7 +75,7 @@ class ParameterWriter:
         """
         yield from self._reader.skip_space()
         if (yield from self._reader.peek()) in "{[":
-            yield from copy_value(self._reader, self._write)
+            yield from self._copy(self._reader, self._write)
             yield from read(_only_space)
         else:
             yield from self._read(_HeldValue(self._write, types), read)

@@ -15,6 +15,7 @@ from transom_core.text.markup.reader import SPACE
 class ReasoningMarkup:
     """The markers around the reasoning.
 
+    - `prompt_starts`: other texts with which a prompt opens the reasoning.
     - `is_assumed`: an answer begins inside the reasoning even if the prompt has not opened it, unless the prompt has closed it.
     - `is_paired`: a reasoning that `starts[i]` opens is closed only by `ends[i]`; otherwise by any of `ends`.
     - `inner_tokens`: parts of markers that may be special tokens.
@@ -22,6 +23,7 @@ class ReasoningMarkup:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    prompt_starts: tuple[str, ...] = ()
     is_assumed: bool = False
     is_paired: bool = False
     inner_tokens: tuple[str, ...] = ()
@@ -29,7 +31,9 @@ class ReasoningMarkup:
     def is_open(self, prompt_end: str) -> bool:
         """Return whether an answer to this prompt begins inside the reasoning."""
         prompt_end = prompt_end.rstrip(SPACE)
-        return prompt_end.endswith(self.starts) or (self.is_assumed and not prompt_end.endswith(self.ends))
+        return prompt_end.endswith(self.starts + self.prompt_starts) or (
+            self.is_assumed and not prompt_end.endswith(self.ends)
+        )
 
     def is_closed(self, prompt_end: str) -> bool:
         """Return whether the prompt has closed the reasoning already, so that an answer has none."""
@@ -70,8 +74,10 @@ _SPACE_AFTER = r"/[ \t\n]{0,4}/"  # bounded, so that a constrained model cannot 
 THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",))
 ASSUMED_THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",), is_assumed=True)
 MISTRAL = ReasoningMarkup(starts=("[THINK]", "<think>"), ends=("[/THINK]", "</think>"), is_paired=True)
-# The template of Seed-OSS opens with both marks where the budget of thoughts is 0.
-SEED_OSS = ReasoningMarkup(starts=("<seed:think>", "<seed:cot_budget_reflect>"), ends=("</seed:think>",))
+# With a thinking budget of 0 the template of Seed-OSS writes both.
+SEED_OSS = ReasoningMarkup(
+    starts=("<seed:think>",), ends=("</seed:think>",), prompt_starts=("<seed:cot_budget_reflect>",)
+)
 GEMMA4 = ReasoningMarkup(starts=("<|channel>thought",), ends=("<channel|>",), inner_tokens=("<|channel>",))
 GRANITE = ReasoningMarkup(
     starts=("Here is my thought process:", "Here's my thought process:"),

@@ -32,7 +32,7 @@ _PARAMETER = re.compile(r'\s+name="(?P<name>[^"]*)"(?:\s+string="(?P<string>true
 _STRING, _JSON = '" string="true">', '" string="false">'
 _LINE_END = "\n"
 _NAMES = re.compile(r'[^"<>\n]*')
-_TAG_ENDS = Markers([">", "<", _TOKEN])
+_TAG_ENDS = Markers([">", _TOKEN])
 
 
 class DsmlTools(ToolMarkup):
@@ -113,8 +113,8 @@ def _read_parameter(calls: CallReading, parameters: ParameterWriter, tags: _Tags
 
 def _read_attributes(calls: CallReading, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
     """Read the rest of a tag, and return its attributes as a match of `pattern`."""
-    text, _ = yield from calls.reader.text_until(_TAG_ENDS)
+    text, end = yield from calls.reader.text_until(_TAG_ENDS)
     attributes = pattern.fullmatch(text)
-    if attributes is None:
+    if attributes is None or end != ">":
         raise MalformedMarkupError
     return attributes

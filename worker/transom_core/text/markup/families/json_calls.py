@@ -65,9 +65,9 @@ class JsonArrayTools(ToolMarkup):
         self.markers = (end,) if end else ()
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
-        """Read one array, and the marker after it."""
+        """Read one array, or one object, and the marker after it."""
         yield from calls.reader.skip_space()
-        yield from read_call_array(calls)
+        yield from (read_call_object if (yield from calls.reader.peek()) == "{" else read_call_array)(calls)
         yield from calls.skip_markers(self.markers)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:

@@ -4,7 +4,7 @@ Since tokenizer v11 (Mistral Small 3.2, Magistral, Devstral, Ministral 3), each 
 
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]123456789[ARGS]{}
 
-Older tokenizers (Mistral 7B v0.3, Nemo) have one marker and a JSON array:
+Older tokenizers (Mistral 7B v0.3, Nemo, Small 3.1) have one marker and a JSON array, after a space or none:
 
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {}}]
 """
@@ -70,7 +70,7 @@ class _ArrayCalls(ToolMarkup):
         yield from read_call_array(calls)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        return f"{lark.literal(' ')} {array_rule(lark, tools, parallel=parallel)}"
+        return f"{lark.literal(' ')}? {array_rule(lark, tools, parallel=parallel)}"
 
 
 def _read_named(calls: CallReading) -> Reading[None]:

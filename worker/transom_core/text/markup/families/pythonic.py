@@ -18,7 +18,7 @@ from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
-from transom_core.text.markup.reader import MalformedMarkupError, Reading
+from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading
 from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading, ToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
@@ -33,9 +33,7 @@ class PythonicTools(BareToolMarkup):
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one list of calls."""
-        yield from calls.reader.skip_space()
-        yield from calls.read_list(lambda: _read_call(calls, is_marked=bool(opener)))
-        yield from calls.skip_markers(self.markers)
+        yield from _read_list(calls, self.markers, is_marked=bool(opener))
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the whole list."""
@@ -56,10 +54,14 @@ class Lfm2Tools(ToolMarkup):
     markers = ("<|tool_call_end|>",)
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
-        """Read one list of calls, and the marker after it."""
-        yield from calls.reader.skip_space()
-        yield from calls.read_list(lambda: _read_call(calls, is_marked=True))
-        yield from calls.skip_markers(self.markers)
+        """Read one list of calls, the marker after it, and its echo: these models may write the list and the marker twice."""
+        yield from _read_list(calls, self.markers, is_marked=True)
+        echo: list[str] = []
+        try:
+            if (yield from calls.reader.next_is("[")):
+                yield from calls.reader.until(Markers(self.markers), echo.append)
+        finally:
+            calls.leave_out("".join(echo))
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the list, and the marker after it."""
@@ -83,6 +85,12 @@ class Olmo3Tools(ToolMarkup):
         """Return an expression for the lines of one block, and the marker after it."""
         line_end = lark.literal("\n")
         return f"{line_end} ({_calls_rule(lark, tools)} {line_end}){'+' if parallel else ''} {lark.marker(self.markers[0])}"
+
+
+def _read_list(calls: CallReading, ends: Sequence[str], *, is_marked: bool) -> Reading[None]:
+    yield from calls.reader.skip_space()
+    yield from calls.read_list(lambda: _read_call(calls, is_marked=is_marked))
+    yield from calls.skip_markers(ends)
 
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
