@@ -131,6 +131,7 @@ def _check(parts: list[AnswerPart], words: list[str]) -> None:
     seed=st.integers(0, 99),
 )
 @example(pieces=["<think>", None, "</think>", "<think>", None], noise=[], seed=0)
+@example(pieces=[], noise=["<tool_call><function=f>", '<parameter=b>{"a": 1}x', "<function=f>", "</tool_call>"], seed=0)
 def test_any_text_is_read_the_same_however_it_is_cut(
     parsers: tuple[str | None, str | None], pieces: list[str | None], noise: list[str], seed: int
 ) -> None:

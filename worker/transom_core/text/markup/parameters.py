@@ -76,7 +76,10 @@ class ParameterWriter:
         yield from self._reader.skip_space()
         if (yield from self._reader.peek()) in "{[":
             yield from self._copy(self._reader, self._write)
-            yield from read(_only_space)
+            rest: list[str] = []  # judged at the end: how much of it comes at a time depends on how the answer is cut
+            yield from read(rest.append)
+            if "".join(rest).strip(SPACE):
+                raise MalformedMarkupError
         else:
             yield from self._read(_HeldValue(self._write, types), read)
 
@@ -166,11 +169,6 @@ def is_json(text: str, types: frozenset[str]) -> bool:
 def quoted(text: str) -> str:
     """Return `text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _only_space(text: str) -> None:
-    if text.strip(SPACE):
-        raise MalformedMarkupError
 
 
 def _refuse(constant: str) -> None:
