@@ -39,7 +39,7 @@ COMMON: dict[str, Any] = {
     "max_model_len": 2048,
     "kv_cache_memory_bytes": "4MiB",
     "swap_space": "4MiB",  # with it workers fetch from each other
-    "disk_space": "64MiB",  # is full before the steady phase: a worker's index takes 500 bytes for a file of 4 KiB
+    "disk_space": "8MiB",  # is full before the steady phase: indices of workers and routers take 0.5 KiB for each file
     "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
     "num_threads": 1,
