@@ -5,10 +5,11 @@ import random
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.server_process import ServerProcess
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use
 from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
@@ -16,7 +17,7 @@ from benchmarks.serving.soak.cases import Case
 from benchmarks.serving.soak.cluster import Page
 from benchmarks.serving.soak.disk_blocks import contents_of
 from benchmarks.serving.soak.journal import Journal
-from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
+from benchmarks.serving.soak.process_watch import ProcessWatch, Sample, leftovers, slope_per_h
 from benchmarks.serving.soak.traffic import Known, Traffic
 from tests.benchmarks.stub_server import StubServer
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
@@ -116,6 +117,12 @@ def test_a_slope_is_of_processes_and_not_of_their_restarts() -> None:
     rows = [[sample(1, m, 300 + m) for m in range(10)], [sample(2, m, 200 + m) for m in range(20, 30)]]
     assert slope_per_h(rows) == pytest.approx(60.0)
     assert slope_per_h([]) == 0.0
+
+
+def test_levels_are_medians_of_minutes() -> None:
+    watch = ProcessWatch(cast(ServerProcess, None))
+    watch.samples = [sample(1, minute / 4, minute) for minute in range(8)]
+    assert watch.levels_mib(0.0, 105.0) == {"worker 1": [1.5, 5.5]}
 
 
 def test_leftovers_are_descriptors_threads_and_processes() -> None:

@@ -150,6 +150,7 @@ class Soak:
     def _check_memory(self, begin_s: float, end_s: float) -> None:
         warm_up_s = min(WARM_UP_S, (end_s - begin_s) / 3)
         self._journal.growth_mib_per_h = self._watch.growth_mib_per_h(begin_s, end_s, warm_up_s)
+        self._journal.note("memory", mib_by_minute=self._watch.levels_mib(begin_s, end_s))
         if end_s - begin_s < MIN_FLAT_S:
             return
         for kind, growth in self._journal.growth_mib_per_h.items():

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import psutil
@@ -54,6 +55,14 @@ class ProcessWatch:
     def look(self) -> list[Sample]:
         """All processes now."""
         return [found for process in self._server.processes() if (found := _sample(process)) is not None]
+
+    def levels_mib(self, begin_s: float, end_s: float) -> dict[str, list[float]]:
+        """Kind and pid of a process -> its memory in each minute between two times (`time.time`), the median."""
+        minutes: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for one in self.samples:
+            if begin_s <= one.time_s <= end_s:
+                minutes[f"{one.kind} {one.pid}"][int((one.time_s - begin_s) // 60)].append(one.resident_mib)
+        return {name: [round(median(some), 1) for some in each.values()] for name, each in sorted(minutes.items())}
 
     def growth_mib_per_h(self, begin_s: float, end_s: float, warm_up_s: float) -> dict[str, float]:
         """Kind of process -> how fast its memory grew between two times (`time.time`), without the first `warm_up_s`."""
