@@ -41,16 +41,6 @@ def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
     assert [section[:2] for section in block_map.evaluate(SECTIONS)][2:] == [["w1", "device"]]
 
 
-def test_every_state_has_its_own_look(block_map: MapPage) -> None:
-    worker = worker_with_host()
-    looks = [PINNED, EVICTABLE, FREE, EVICTED]
-    for block, state in enumerate(looks):
-        worker.put_host(0, block, 1, state)
-    block_map.show(worker)
-    pixels = {str(block_map.pixels(block_map.rect(0, block, tier="host"))) for block in range(len(looks))}
-    assert len(pixels) == len(looks)
-
-
 def test_pages_follow_their_blocks_and_requests_their_phases(block_map: MapPage) -> None:
     worker = worker_with_host()
     worker.put(0, 3, EVICTABLE, hash_prefix=7)

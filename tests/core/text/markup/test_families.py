@@ -111,7 +111,8 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         (
             "<|tool_call_start|>[g()]<|tool_call_end|>[g()]<|tool_call_end|>Done",
             [*_call("{}", name="g"), MalformedMarkup("[g()]"), MessageText("Done")],
-        )
+        ),
+        ("<|tool_call_start|>[g()]<|tool_call_end|>[1] is", [*_call("{}", name="g"), MessageText("[1] is")]),
     ],
     "nemotron_json": [('<TOOLCALL>{"name": "f", "arguments": {"b": 1}}</TOOLCALL>', _call('{"b": 1}'))],
     "deepseek_v4": [

@@ -72,6 +72,11 @@ class CallReading:
             yield from self.reader.skip_space()
             yield from self.reader.skip(marker)
 
+    def show(self, text: str) -> None:
+        """Write text that was read after a call as a part of the message."""
+        self._writer.write(text)
+        self.reader.keep()
+
     def leave_out(self, text: str) -> None:
         """Drop text between calls, where no text belongs, and count it as malformed."""
         if text.strip(SPACE):

@@ -18,7 +18,7 @@ from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
 from transom_core.text.markup.python_literals import copy_literal
-from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading
+from transom_core.text.markup.reader import AnswerEnded, MalformedMarkupError, Markers, Reading
 from transom_core.text.markup.tool_markup import BareToolMarkup, CallReading, ToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
@@ -60,8 +60,10 @@ class Lfm2Tools(ToolMarkup):
         try:
             if (yield from calls.reader.next_is("[")):
                 yield from calls.reader.until(Markers(self.markers), echo.append)
-        finally:
-            calls.leave_out("".join(echo))
+        except AnswerEnded:
+            calls.show("".join(echo))  # it is a list in the message
+            raise
+        calls.leave_out("".join(echo))
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for the list, and the marker after it."""
