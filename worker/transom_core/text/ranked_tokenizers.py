@@ -23,11 +23,8 @@ _OLD_SPECIAL = (
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _KIMI_SPECIAL = 256  # ids after the vocabulary
-_MAX_SPECIAL, _MAX_LENGTH, _MAX_BYTES = (
-    4096,
-    1024,
-    4 << 20,
-)  # tokens; bytes of one and of all: each cut of a token may be a merge
+_MAX_SPECIAL = 4096  # special tokens
+_MAX_LENGTH, _MAX_BYTES = 1024, 4 << 20  # of one token and of all together: each cut of a token may be a merge
 
 
 def cased_words(suffix: str = "", without: str = "") -> str:

@@ -299,6 +299,7 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
     named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
     templates = _folder_templates(folder, settings)
     kind = model_type
+    # A tekken.json has what chats need, also beside a tokenizer.json without a template.
     if tekken.exists() and not (path.exists() and templates.get("default")):
         rust, named = read_tekken(tekken)
         kind = f"tekken{named['tekken_version']}"
@@ -335,9 +336,8 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     named = (
         {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
     )
-    if (
-        not named.get("default") and (of_processor := folder / "chat_template.json").exists()
-    ):  # of models that take images too
+    of_processor = folder / "chat_template.json"  # of models that take images too
+    if not named.get("default") and of_processor.exists():
         named["default"] = read_json(of_processor).get("chat_template")
     own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").exists():
