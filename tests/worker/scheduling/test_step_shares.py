@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle, pairwise
 from statistics import fmean, median
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.matrices import matrix
@@ -188,19 +187,15 @@ def test_attacks_cost_others_at_most_twice_what_an_ordinary_client_does(device: 
     check_bound(DEVICES[device], [], HOSTILE[number])
 
 
-hostile_loads = st.builds(
-    Load,
-    st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=4),
-    num=st.sampled_from([1, 4, 16, 64, 200]),
-    leaves_s=st.sampled_from([0.02, 0.1, 0.5, 3.0, 1e9]),
-)
-
-
-@settings(max_examples=num_examples(daily=4, exhaustive=150), deadline=None)
-@given(device=st.sampled_from([*DEVICES]), hostile=hostile_loads, num_others=st.integers(0, 3))
-def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(
-    device: str, hostile: Load, num_others: int
-) -> None:
+@pytest.mark.parametrize("seed", range(num_examples(daily=4, exhaustive=150)))
+def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(seed: int) -> None:
+    source = random.Random(
+        seed
+    )  # hypothesis draws other examples in each process, from constants of what it has imported
+    device, num_others = source.choice([*DEVICES]), source.randint(0, 3)
+    sizes = [(source.randint(1, 1000), source.randint(1, 1000)) for _ in range(source.randint(1, 4))]
+    num, leaves_s = source.choice([1, 4, 16, 64, 200]), source.choice([0.02, 0.1, 0.5, 3.0, 1e9])
+    hostile = Load(sizes, num=num, leaves_s=leaves_s)
     # The mean of 16 first tokens varies by a third with the moments at which they are sent: 150 examples would find the largest.
     num_requests = num_examples(daily=16, exhaustive=64)
     # Where several ordinary clients send prompts in a third of the steps, one more client's are in most: the median then is that of
