@@ -27,15 +27,8 @@ logger = logging.getLogger("transom.worker")
 
 CONFIG_FILE = "config.json"
 TEXT_FILES = (
-    *(
-        CONFIG_FILE,
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tekken.json",
-        "tiktoken.model",
-    ),
-    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *(CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tekken.json"),
+    *("tiktoken.model", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
 LOG_PERIOD_S = 10.0
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader, read_gguf_header
-from transom_core.text.ranked_tokenizers import BREAKS, SUFFIXES, cased_words
+from transom_core.text.ranked_tokenizers import BREAKS, SUFFIXES, cased_words, split_by
 
 _NORMAL = 1  # the token type of ordinary text; tokens of other types (bytes, control tokens ...) are never merged
 _SPACE = "▁"
@@ -95,9 +95,9 @@ def _splits(header: GgufHeader) -> Any:
     by_digits = [pre_tokenizers.Digits(individual_digits=True), by_bytes]
     known: dict[str, list[Any]] = {
         **{"smollm": by_digits, "command-r": by_digits, "gpt-2": [by_bytes]},
-        **{name: _by(_WORDS.replace("{DIGITS}", "{1,3}")) for name in ("llama-bpe", "dbrx")},
-        "qwen2": _by(_WORDS.replace("{DIGITS}", "")),
-        **{"gpt-4o": _by(_GPT_4O), "llama4": _by(_GPT_4O), "tekken": _by(_TEKKEN)},
+        **{name: split_by(_WORDS.replace("{DIGITS}", "{1,3}")) for name in ("llama-bpe", "dbrx")},
+        "qwen2": split_by(_WORDS.replace("{DIGITS}", "")),
+        **{"gpt-4o": split_by(_GPT_4O), "llama4": split_by(_GPT_4O), "tekken": split_by(_TEKKEN)},
     }
     kind, name = header.require("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or name not in known:
@@ -106,13 +106,6 @@ def _splits(header: GgufHeader) -> Any:
             f"{' or '.join(map(repr, known))}. Give the model as a folder of safetensors with its tokenizer.json."
         )
     return pre_tokenizers.Sequence(known[name])
-
-
-def _by(expression: str) -> list[Any]:
-    return [
-        pre_tokenizers.Split(Regex(expression), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
 
 
 def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:

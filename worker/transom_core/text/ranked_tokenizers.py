@@ -33,6 +33,14 @@ def cased_words(suffix: str = "", without: str = "") -> str:
     return "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
 
 
+def split_by(expression: str) -> list[Any]:
+    """Return the pre-tokenizers that cut a text into the matches of an expression, and these into bytes."""
+    return [
+        pre_tokenizers.Split(Regex(expression), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
 _KIMI_WORDS = cased_words(SUFFIXES, without=r"&&[^\p{Han}]")
 _KIMI = rf"[\p{{Han}}]+|{_KIMI_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BREAKS}"
 
@@ -117,11 +125,7 @@ def _build(tokens: list[bytes], special: list[AddedToken], pattern: str, *, spec
         raise ValueError("a special token is there twice, or an ordinary one too")
     merges = [(texts[left], texts[right]) for _, left, right in sorted(found)]
     rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    splits: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Sequence(splits), decoders.ByteLevel()
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Sequence(split_by(pattern)), decoders.ByteLevel()
     rust.add_tokens(special)
     return rust
 
