@@ -187,11 +187,14 @@ def test_attacks_cost_others_at_most_twice_what_an_ordinary_client_does(device: 
     check_bound(DEVICES[device], [], HOSTILE[number])
 
 
+def test_a_prompt_after_a_long_context_takes_no_time_from_short_ones() -> None:
+    check_bound(LONG, [ORDINARY] * 2, Load([(975, 3)], num=16), num_kinds=2)
+
+
 @pytest.mark.parametrize("seed", range(num_examples(daily=4, exhaustive=150)))
 def test_any_client_costs_others_at_most_twice_what_an_ordinary_one_does(seed: int) -> None:
-    source = random.Random(
-        seed
-    )  # hypothesis draws other examples in each process, from constants of what it has imported
+    # hypothesis would draw other examples in each process, from constants of what that has imported
+    source = random.Random(seed)
     device, num_others = source.choice([*DEVICES]), source.randint(0, 3)
     sizes = [(source.randint(1, 1000), source.randint(1, 1000)) for _ in range(source.randint(1, 4))]
     num, leaves_s = source.choice([1, 4, 16, 64, 200]), source.choice([0.02, 0.1, 0.5, 3.0, 1e9])

@@ -34,7 +34,7 @@ FIRST_TOKENS = LEAST_TOKENS = 128
 LEAST_ROUNDED_TO = 16
 ROUNDED_TO = 64
 LEAST_MEASURED = 16  # a step with fewer prompt tokens says too little about the pace
-CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 to 1,023, 1,024 to 2,047, and so on
+CONTEXT_TOKENS = 128  # contexts of 0 to 127 tokens have one pace, as have 128 to 255, 256 to 511, and so on
 FIT_STEPS = 8  # decode steps after which the costs are fitted again
 MEMORY_STEPS = 64  # an average of this age, in steps, has half of the weight of a new one
 NUM_SWEEPS = 16  # of a fit; errors shrink to less than 1 % of what they were

@@ -7,7 +7,6 @@ prompts share what it gets (`share_limit`). If several clients have work, a step
 
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
 from itertools import islice
 
 from transom_worker.scheduling.admission import AdmissionControl
@@ -19,6 +18,7 @@ from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.time_shares import ClientWork, TimeShares
 
 MAX_SHARING = 32  # waiting prompts that may have a share of one step
+PARTS = 1 << 20  # of a step's time
 
 
 class StepShares:
@@ -59,17 +59,9 @@ class StepShares:
         is_timed = bool(shares) or any(work.most_tokens < math.inf for work in with_prompts)
         if not prompts or (len(prompts) == 1 and len(works) == 1 and not (num_decoding or is_timed)):
             return shares or None
-        oldest = next((one for one in prompts if one.status is SequenceStatus.RUNNING), prompts[0])
-        paced = self._pace.limit(oldest.scheduled, decodes=num_decoding > 0)
-        limit: float = math.inf if paced is None else paced
-        if len(with_prompts) > 1:
-            limit = min(limit, max(1, num_tokens - num_decoding))  # each decoding sequence needs one token of the step
-            wanted = [int(min(sum(map(self._most_tokens, work.prompts)), work.most_tokens)) for work in with_prompts]
-            limits: Sequences[float] = divide(int(limit), wanted, [work.client.weight for work in with_prompts])
-        elif limit == math.inf and not is_timed:
+        if len(with_prompts) == 1 and self._pace.target_s is None and not is_timed:
             return None
-        else:
-            limits = [limit]
+        limits = self._limits(with_prompts, num_tokens, num_decoding)
         for work, of_client in zip(with_prompts, limits, strict=True):
             needs = [one.num_ready for one in work.prompts]
             most = min(of_client, work.most_tokens)
@@ -82,6 +74,25 @@ class StepShares:
     def planned(self, plan: StepPlan, rows: Iterable[Sequence]) -> None:
         """Charge the clients for the step's time; `rows` are the sequences of the plan's rows."""
         self._time.planned(plan, rows)
+
+    def _limits(self, works: list[ClientWork], num_tokens: int, num_decoding: int) -> Iterable[float]:
+        """Return how many prompt tokens of a step each client may compute.
+
+        A client alone may compute what takes the target time, after the context of its first prompt. Of several, each may compute a
+        part of what it could alone, since a token after a long context takes as much time as several without one.
+        """
+        contexts = [work.prompts[0].scheduled for work in works]
+        paced = [self._pace.limit(context, decodes=num_decoding > 0) or math.inf for context in contexts]
+        if len(works) == 1:
+            return paced
+        wanted = [int(min(sum(map(self._most_tokens, work.prompts)), work.most_tokens)) for work in works]
+        weights = [work.client.weight for work in works]
+        most = max(1, num_tokens - num_decoding)  # each decoding sequence needs one token of the step
+        if self._pace.target_s is not None:
+            needs = [math.ceil(PARTS * want / limit) for want, limit in zip(wanted, paced, strict=True)]
+            parts = zip(wanted, divide(PARTS, needs, weights), paced, strict=True)
+            wanted = [min(want, math.ceil(part * limit / PARTS)) for want, part, limit in parts]
+        return divide(most, wanted, weights)
 
     def _gather(self) -> list[ClientWork]:
         """Return what each client could compute in a step, for those that can compute anything."""
