@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-clients test-oldest-ray test-cluster check bench bench-gpu monitor dashboards docs lock clean distclean
+.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-clients test-oldest-ray test-cluster check bench bench-gpu monitor dashboards lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -73,9 +73,6 @@ monitor: $(RUNTIME) ## Watch a running server: Prometheus, and Grafana if instal
 
 dashboards: $(DEV) ## Write Grafana's dashboards from their code
 	@$(BIN)/python -m dashboards.build
-
-docs: $(DEV) ## Write docs/metrics.md anew, from the code
-	@$(BIN)/python scripts/metrics_page.py
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt
 	@$(BIN)/python scripts/lock

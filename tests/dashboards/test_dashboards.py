@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.core import Metric
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
-from scripts.metrics_page import router_families
 
 from dashboards.build import documents
 from tests.dashboards.dashboard_files import FOLDER, all_queries, dashboards, panels, variables
 from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named
 from tests.engine_driver import make_engine
 from tests.prometheus_programs import run_promtool
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_cluster.telemetry.router_state import RouterState
 from transom_core.settings.settings import Settings
 
 ALERTS = FOLDER.parents[1] / "deploy/monitoring/alerts.yml"
@@ -156,6 +158,23 @@ QUERIES = [
     *((f"{board['uid']}: {panel}", expr) for board in BOARDS for panel, expr, _ in all_queries(board)),
     *((f"alerts: {rule.get('alert') or rule['record']}", rule["expr"]) for rule in rules()),
 ]
+
+
+def router_families() -> list[Metric]:
+    """All that a router can show."""
+    state = RouterState(
+        num_waiting=0,
+        num_tasks=0,
+        workers_by_state={"open": 1, "closed": 0, "draining": 0},
+        in_flight_by_worker={"w": 0},
+        workers_by_identity={"0123": 1},
+        desired_workers=1,
+    )
+    metrics = RouterMetrics("r", model="m", state=lambda: state)
+    metrics.requests.of("/v1/completions", "200")
+    metrics.routing.joined("kv", "w")
+    metrics.routing.mirror_changed("w", num_blocks=0, version=0)
+    return list(metrics.registry.collect())
 
 
 @pytest.fixture(scope="module")

@@ -325,9 +325,14 @@ def route_calls() -> Iterator[Callable[[], Any]]:
 
 
 def recurrence_calls() -> Iterator[Callable[[], Any]]:
-    """Qwen's gated delta nets, Kimi Linear's; Mamba-2 of Nemotron, Granite and Falcon-H1, and the norms of their outputs."""
+    """Gated delta nets of Qwen and Kimi Linear; Mamba of Nemotron, Granite, Falcon-H1 and Jamba; norms of their outputs."""
     mamba2 = (64, 8, 128, 64), (24, 1, 256, 128), (24, 1, 64, 32)
-    sizes = (("delta", (32, 16, 128, 128)), ("kda", (32, 32, 128, 128)), *product(("mamba2",), mamba2))
+    sizes = (
+        ("delta", (32, 16, 128, 128)),
+        ("kda", (32, 32, 128, 128)),
+        *product(("mamba2",), mamba2),
+        ("mamba1", (128, 1, 16, 64)),
+    )
     for (kind, heads), dtype in product(sizes, (BF16, F32)):
         case = recurrence_case(kind, (*heads, 4), [(0, 70), (0, 1)], dtype)
         yield from (partial(linear_recurrence_triton, step_of(case, [0, 0], [count, 1])) for count in (1, 70))

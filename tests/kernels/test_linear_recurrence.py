@@ -14,7 +14,13 @@ from tests.cpu_threads import kernel_threads
 from tests.kernels.conftest import nan_memory
 from tests.matrices import matrix
 from transom_kernels.cpu.program import ReplayMemory, record_program
-from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
+from transom_kernels.linear_recurrence import (
+    Convolution,
+    RecurrenceInputs,
+    StateBatch,
+    gated_rms_norm,
+    linear_recurrence,
+)
 from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
 from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
 from transom_kernels.linear_recurrence.inputs import GatedNorm
@@ -22,7 +28,7 @@ from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-KINDS = ["delta", "kda", "mamba2"]
+KINDS = ["delta", "kda", "mamba2", "mamba1"]
 LIMIT = {F32: 2e-6, BF16: 1e-2, F16: 2e-3}  # of the largest number
 SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
 STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
@@ -37,27 +43,40 @@ def recurrence_case(
 ) -> RecurrenceInputs:
     """Inputs for tokens before and in the step, from which `step_of` takes those of a step."""
     heads, key_heads, width, value_width, length = shape
-    tokens, channels = sum(map(sum, steps)), 2 * key_heads * width + heads * value_width
-    num_blocks, is_delta = 2 * len(steps) + 1, kind != "mamba2"
-    num_steps = heads * width if kind == "kda" else heads
-    slab = torch.randn(tokens, channels + num_steps + heads + 5).to(dtype)
-    projected, step_size, strength, _ = torch.split(slab, [channels, num_steps, heads, 5], dim=1)
+    is_delta, by_column = kind in ("delta", "kda"), kind == "mamba1"
+    key_heads, values = 1 if by_column else key_heads, heads * value_width
+    tokens, keys = sum(map(sum, steps)), key_heads * width
+    channels, num_blocks = values + (0 if by_column else 2 * keys), 2 * len(steps) + 1
+    num_steps = {"kda": heads * width, "mamba1": values}.get(kind, heads)
+    slab = torch.randn(tokens, channels + num_steps + heads + 2 * keys + 5).to(dtype)
+    projected, step_size, strength, query, key, _ = torch.split(
+        slab, [channels, num_steps, heads, keys, keys, 5], dim=1
+    )
     states = torch.full((num_blocks, 7 + heads * (width * value_width + 3)), float("nan"))
     strides = (states.stride(0), width * value_width + 3, value_width, 1)
-    return RecurrenceInputs(
-        projected=projected,
+    convolution = Convolution(
         weight=(torch.randn(length, channels) / 2).to(dtype),
         bias=None if is_delta else torch.randn(channels).to(dtype),
+        rows=torch.full((num_blocks, length, channels), float("nan")).to(dtype)[:, 1:],
+    )
+    return RecurrenceInputs(
+        projected=projected,
+        convolution=None if by_column else convolution,
+        selection=(query, key) if by_column else None,
         step_size=step_size,
         step_bias=3 * torch.randn(num_steps),
-        log_rate=torch.randn(heads) - 1,
+        rate=torch.exp(torch.randn(*((heads, width, value_width) if by_column else (heads,))) - 1),
         strength=strength if is_delta else None,
-        skip=None if is_delta else torch.randn(heads),
+        skip=None if is_delta else torch.randn(num_steps),
         key_heads=key_heads,
         state=states.as_strided((num_blocks, heads, width, value_width), strides, 7),
-        rows=torch.full((num_blocks, length, channels), float("nan")).to(dtype)[:, 1:],
         batch=batch_of([sum(step) for step in steps]),
     )
+
+
+def rows_of(inputs: RecurrenceInputs) -> torch.Tensor:
+    """The cached rows of the convolution, if the operator has one."""
+    return torch.empty(len(inputs.state), 0) if inputs.convolution is None else inputs.convolution.rows
 
 
 def batch_of(counts: list[int]) -> StateBatch:
@@ -82,7 +101,8 @@ def step_of(case: RecurrenceInputs, begins: list[int], ends: list[int], *, in_pl
 def tokens_of(case: RecurrenceInputs, kept: Any) -> dict[str, Any]:
     """The case's tensors of tokens, for some tokens."""
     tensors = {name: getattr(case, name) for name in ("projected", "step_size", "strength")}
-    return {name: None if tensor is None else tensor[kept] for name, tensor in tensors.items()}
+    found = {name: None if tensor is None else tensor[kept] for name, tensor in tensors.items()}
+    return found | {"selection": case.selection and tuple(one[kept] for one in case.selection)}
 
 
 def middle_step(case: RecurrenceInputs, steps: list[tuple[int, int]] = STEPS, **options: Any) -> RecurrenceInputs:
@@ -93,8 +113,9 @@ def middle_step(case: RecurrenceInputs, steps: list[tuple[int, int]] = STEPS, **
 
 
 def own_caches(inputs: RecurrenceInputs) -> RecurrenceInputs:
-    state = torch.empty_strided(inputs.state.shape, inputs.state.stride())
-    return replace(inputs, state=state.copy_(inputs.state), rows=inputs.rows.clone())
+    state, convolution = torch.empty_strided(inputs.state.shape, inputs.state.stride()), inputs.convolution
+    own = convolution and replace(convolution, rows=convolution.rows.clone())
+    return replace(inputs, state=state.copy_(inputs.state), convolution=own)
 
 
 def check(inputs: RecurrenceInputs, compute: Recurrence) -> None:
@@ -107,7 +128,7 @@ def check(inputs: RecurrenceInputs, compute: Recurrence) -> None:
     torch.testing.assert_close(out, results, atol=limit * float(results.abs().max()), rtol=limit)
     largest = float(wanted.state.nan_to_num(0.0).abs().max())
     torch.testing.assert_close(got.state, wanted.state, atol=limit * largest, rtol=limit, equal_nan=True)
-    assert got.rows.nan_to_num(7.0).equal(wanted.rows.nan_to_num(7.0))
+    assert rows_of(got).nan_to_num(7.0).equal(rows_of(wanted).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(("kind", "shape", "dtype"), matrix(KINDS, SHAPES, [F32, BF16, F16]))
@@ -131,13 +152,13 @@ def check_cuts(case: RecurrenceInputs, compute: Recurrence, cuts_of_runs: Iterab
     """The case's first prompt, cut at these tokens, has the bits that it has whole beside the second one."""
     ends = case.batch.query_offset.diff().tolist()
     whole = compute(step_of(case, [0, 0], ends))
-    state, rows = case.state[2].clone(), case.rows[2].clone()
+    state, rows = case.state[2].clone(), rows_of(case)[2].clone()
     for cuts in cuts_of_runs:
         steps = zip([0, *cuts], [*cuts, ends[0]], strict=True)
         parts = [compute(step_of(case, [begin], [end], in_place=True)) for begin, end in steps]
         assert torch.cat(parts).equal(whole[: ends[0]]), cuts
         assert case.state[1].equal(state)
-        assert case.rows[1].equal(rows)
+        assert rows_of(case)[1].equal(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +176,8 @@ def check_padding(kind: str, compute: Recurrence, num_tokens: int = 70) -> None:
         for name in ("projected", "step_size", "strength")
         if (tensor := getattr(inputs, name)) is not None
     }
+    if inputs.selection is not None:
+        extra["selection"] = tuple(torch.cat([one, one[:3] * float("nan")]) for one in inputs.selection)
     with nan_memory():
         wanted, padded = compute(inputs), compute(replace(inputs, **extra))
     assert padded[:-3].equal(wanted)
@@ -182,15 +205,19 @@ def test_a_recorded_step_reads_its_blocks_anew(kind: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    case = recurrence_case("delta", (4, 2, 12, 20, 4))
+    case, selective = (recurrence_case(kind, (4, 2, 12, 20, 4)) for kind in ("delta", "mamba1"))
+    assert case.convolution is not None
+    convolution = replace(case.convolution, weight=case.convolution.weight.half())
     for change, message in (
         ({"key_heads": 3}, "128 channels do not fit 3 key heads"),
-        ({"log_rate": torch.zeros(3)}, r"log_rate is \(3,\); it must be \(4,\)"),
-        ({"weight": case.weight.half()}, "of one dtype"),
+        ({"rate": torch.zeros(3)}, r"rate is \(3,\); it must be \(4,\)"),
+        ({"convolution": convolution}, "of one dtype"),
         ({"skip": torch.zeros(4).half()}, "must be float32"),
     ):
         with pytest.raises(ValueError, match=message):
             linear_recurrence(replace(case, **change))
+    with pytest.raises(ValueError, match="neither a convolution nor a delta rule"):
+        linear_recurrence(replace(selective, strength=selective.step_size[:, :4]))
     with pytest.raises(ValueError, match="groups of 3"):
         gated_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), None, 1e-6, group=3)
 

@@ -9,14 +9,14 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.test_latent_attention import latent_inputs
-from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case, tokens_of
+from tests.kernels.test_linear_recurrence import batch_of, own_caches, recurrence_case, rows_of, tokens_of
 from tests.kernels.test_lora import lora_weights
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.gated_mlp import op as gated_mlp_kernel
-from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project
+from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre
 from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.cpu import prepare_qkv_cpu
 from transom_kernels.latent_attention.cpu import latent_attention_cpu
@@ -136,14 +136,14 @@ def experts(form: str) -> Rows:
 
 
 def hyper_connections() -> Rows:
-    x, y, weight = torch.randn(9, 4, 70), torch.randn(9, 70), torch.randn(24, 280) / 17
+    x, y, projected_all = torch.randn(9, 4, 70), torch.randn(9, 70), torch.randn(9, 24)
     scale, base = torch.rand(24), torch.randn(24)
 
     def compute(rows: slice) -> Sequence[torch.Tensor]:
-        projected = hc_project(x[rows], weight, EPS)
+        projected = projected_all[rows]
         hidden, post, mix = hc_pre(x[rows], projected, scale, base, rounds=20, eps=EPS)
         head = hc_head(x[rows], projected[:, :4].contiguous(), scale[:4], base[:4], eps=EPS)
-        return [hc_norm(x[rows], EPS), projected, hidden, post, mix, hc_post(y[rows], x[rows], post, mix), head]
+        return [hc_norm(x[rows], EPS), hidden, post, mix, hc_post(y[rows], x[rows], post, mix), head]
 
     return Rows(x, compute)
 
@@ -162,14 +162,14 @@ def recurrences(kind: str) -> Rows:
     """A token of each of some sequences, which read a state."""
     case = recurrence_case(kind, (4, 2, 12, 70, 4), [(0, 1)] * 12)
     case.state.normal_()
-    case.rows.normal_()
+    rows_of(case).normal_()
 
     def compute(rows: slice) -> Sequence[torch.Tensor]:
         batch = batch_of([1] * len(case.projected[rows]))
         batch.read_block, batch.write_block = case.batch.write_block[rows] - 1, case.batch.write_block[rows]
         inputs = own_caches(replace(case, batch=batch, **tokens_of(case, rows)))
         out, written = linear_recurrence_cpu(inputs), batch.write_block.long()
-        return [out, inputs.state[written], inputs.rows[written]]
+        return [out, inputs.state[written], rows_of(inputs)[written]]
 
     return Rows(case.projected, compute)
 
@@ -212,6 +212,7 @@ OPERATORS: dict[str, Callable[[], Rows]] = {
     "latent attention in bfloat16": lambda: latent_queries(BF16),
     "gated delta rule": lambda: recurrences("delta"),
     "Mamba-2": lambda: recurrences("mamba2"),
+    "Mamba-1": lambda: recurrences("mamba1"),
     "gated norms": gated_norms,
     "log-probabilities": log_probabilities,
     "samples": samples,

@@ -1,5 +1,5 @@
-"""Files that would go stale in silence: links between pages, pictures, pages that `make docs` writes, and the pins, which
-have to agree with each other and with an index."""
+"""Files that would go stale in silence: links between pages, pictures, and the pins, which have to agree with each other and with
+an index."""
 
 import os
 import re
@@ -14,9 +14,6 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from scripts import metrics_page
-from tests.engine_driver import make_engine
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "deploy")
@@ -89,15 +86,6 @@ def test_every_dependency_is_pinned_inside_its_range():
     extras = project["optional-dependencies"].values()
     for requirement in map(Requirement, [*project["dependencies"], *(text for extra in extras for text in extra)]):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
-
-
-def test_the_page_of_metrics_is_that_of_the_code(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model))
-    families = list(engine.metrics.registry.collect())
-    engine.shutdown()
-    assert metrics_page.PAGE.read_text() == metrics_page.page(families, metrics_page.router_families()), (
-        "run `make docs`"
-    )
 
 
 def lock_script() -> ModuleType:

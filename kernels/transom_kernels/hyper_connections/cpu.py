@@ -1,8 +1,8 @@
-"""Hyper-connections (DeepSeek V4) on CPUs: the kernels of `hc_norm` and `hc_project`, and their launches.
+"""Hyper-connections (DeepSeek V4) on CPUs: the kernel of `hc_norm` and its launch.
 
 Sums over streams and over a row are always added in the same order, so a token's result does not depend on other tokens.
 
-Legend: T tokens, S residual streams, N hidden width, M coefficients.
+Legend: T tokens, S residual streams, N hidden width.
 """
 
 from __future__ import annotations
@@ -14,25 +14,9 @@ import torch
 from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.cpu.rows import make_row_products
-from transom_kernels.cpu.simd import (
-    LOAD_LANES,
-    NUM_BYTES,
-    STORE_LANES,
-    float_argument,
-    fma,
-    lane_sum,
-    load_scalar_f32,
-    splat,
-    sqrt,
-    store_scalar_f32,
-)
-from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.simd import LOAD_LANES, NUM_BYTES, STORE_LANES, float_argument, fma, lane_sum, splat, sqrt
 from transom_kernels.cpu.vector_code import LANES
-from transom_kernels.cpu.work import argument, each_item, helper, scratch
-
-# tokens of a tile of `project_streams`, and its coefficients: TILE ** 2 sums fill the registers
-TILE = 4 if cpu_target().avx512 else 2
+from transom_kernels.cpu.work import argument, each_item, helper
 
 _MODULE = "transom_kernels.hyper_connections.cpu"
 
@@ -60,18 +44,7 @@ class NormArguments(NamedTuple):
     eps: float
 
 
-class ProjectArguments(NamedTuple):
-    """The argument words of `project_streams`."""
-
-    streams: StreamArguments
-    weight: torch.Tensor  # [M, S N] float32
-    out: torch.Tensor  # [T, M] float32
-    num_tokens: int
-    num_coefficients: int  # M
-    eps: float
-
-
-NORM, PROJECT = numbers_of(NormArguments), numbers_of(ProjectArguments)
+NORM = numbers_of(NormArguments)
 
 
 def fits_cpu(x: torch.Tensor) -> bool:
@@ -85,19 +58,6 @@ def hc_norm_cpu(x: torch.Tensor, eps: float) -> torch.Tensor:
     out = empty((tokens, size * width), torch.float32)
     kernel = cpu_kernel(_MODULE, "make_normalise_streams", dtype=DTYPES[x.dtype])
     launch(kernel, tokens * size, NormArguments(StreamArguments.of(x), out, eps))
-    return out
-
-
-def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a contiguous float32 matrix [M, S N]."""
-    tokens, size, _ = x.shape
-    out = empty((tokens, len(weight)), torch.float32)
-    launch(
-        cpu_kernel(_MODULE, "make_project_streams", dtype=DTYPES[x.dtype], tile_size=TILE),
-        -(-tokens // TILE) * -(-len(weight) // TILE),
-        ProjectArguments(StreamArguments.of(x), weight, out, tokens, len(weight), eps),
-        scratch_bytes=size * TILE * TILE * 4,
-    )
     return out
 
 
@@ -119,39 +79,6 @@ def make_normalise_streams(dtype: str) -> Any:
             store(out + 4 * n, load(x + n * size, width - n) * factor, width - n)
 
     return normalise_streams
-
-
-def make_project_streams(dtype: str, tile_size: int) -> Any:
-    """Build the kernel of `hc_project_cpu`. A work item is a tile of tokens and coefficients; tokens vary fastest.
-
-    Scratch: a tile of products for each stream.
-    """
-    products, inverse_rms = make_row_products(dtype, tile_size), _make_inverse_rms(dtype)
-
-    @each_item
-    def project_streams(arguments, thread, item):
-        tokens, coefficients = argument(arguments, PROJECT.num_tokens), argument(arguments, PROJECT.num_coefficients)
-        streams, width = argument(arguments, PROJECT.streams.num_streams), argument(arguments, PROJECT.streams.width)
-        tiles = (tokens + tile_size - 1) // tile_size
-        first, column = item % tiles * tile_size, item // tiles * tile_size
-        rows, columns = min(tile_size, tokens - first), min(tile_size, coefficients - column)
-        sums, sum_bytes = scratch(thread), 4 * tile_size**2
-        weight = argument(arguments, PROJECT.weight) + column * streams * width * 4
-        for stream in range(streams):
-            products(
-                _stream_address(arguments, first, stream), argument(arguments, PROJECT.streams.token_stride), rows - 1,
-                weight + stream * width * 4, streams * width * 4, columns - 1, width, sums + stream * sum_bytes, 4 * tile_size,
-            )  # fmt: skip
-        for row in range(rows):
-            factor = inverse_rms(arguments, first + row, float_argument(arguments, PROJECT.eps))
-            out = argument(arguments, PROJECT.out) + ((first + row) * coefficients + column) * 4
-            for index in range(columns):
-                total = 0.0
-                for stream in range(streams):
-                    total += load_scalar_f32(sums + stream * sum_bytes + 4 * (row * tile_size + index))
-                store_scalar_f32(out + 4 * index, total * factor)
-
-    return project_streams
 
 
 @helper

@@ -1,4 +1,4 @@
-"""The operators `hc_norm`, `hc_project`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections.
+"""The operators `hc_norm`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections.
 
 A *hyper-connection* replaces the residual connection of a sublayer (attention or feed-forward). The residual is S parallel
 *residual streams* instead of one: a token has S hidden states x[0], ..., x[S - 1]. Three sets of coefficients, computed from the
@@ -12,7 +12,7 @@ turn, until each adds up to nearly 1. Mixing then neither amplifies nor damps th
 Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.) After the last layer `hc_head` sums the streams into one.
 
 Each coefficient is computed from a logit. The logits of a token are `projected * scale + base` [T, M] in float32: `projected` is
-`hc_norm(x)` times a learned matrix (`hc_project`), and `scale` and `base` are learned vectors [M]. The order of logits is:
+`hc_norm(x)` times a learned matrix, and `scale` and `base` are learned vectors [M]. The order of logits is:
 
     [0, S)        logits of pre
     [S, 2 S)      logits of post           (in a sublayer only)
@@ -24,7 +24,7 @@ Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) 
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.hyper_connections.cpu import fits_cpu, hc_norm_cpu, hc_project_cpu
+from transom_kernels.hyper_connections.cpu import fits_cpu, hc_norm_cpu
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
@@ -41,24 +41,6 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     if _uses_cpu_kernels(x):
         return hc_norm_cpu(x, eps)
     return hc_norm_reference(x, eps)
-
-
-def hc_project(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a float32 matrix [M, S * N].
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    _check_streams(x)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] * x.shape[2] or weight.dtype != torch.float32:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} does not fit streams {tuple(x.shape)}; give [M, S * N] in float32."
-        )
-    if _uses_cpu_kernels(x) and weight.is_contiguous():
-        return hc_project_cpu(x, weight, eps)
-    if uses_triton(x):
-        return F.linear(hc_norm(x, eps), weight)
-    return hc_project_reference(x, weight, eps)
 
 
 def hc_pre(
@@ -130,11 +112,6 @@ def hc_norm_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute `hc_norm` in torch: the specification."""
     flat = x.flatten(1).float()
     return flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + eps)
-
-
-def hc_project_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `hc_project` in torch: the specification."""
-    return F.linear(hc_norm_reference(x, eps), weight)
 
 
 def hc_pre_reference(

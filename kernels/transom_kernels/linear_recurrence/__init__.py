@@ -1,6 +1,7 @@
-"""Layers with a recurrent state: gated delta nets (Qwen3-Next, Qwen 3.5) and Mamba-2 (Granite 4, Nemotron-H, Falcon-H1)."""
+"""Layers with a recurrent state: gated delta nets (Qwen3-Next, Qwen 3.5), Mamba-2 (Granite 4, Nemotron-H, Falcon-H1) and Mamba-1
+(Jamba)."""
 
-from transom_kernels.linear_recurrence.inputs import RecurrenceInputs, StateBatch
-from transom_kernels.linear_recurrence.op import gated_rms_norm, linear_recurrence
+from transom_kernels.linear_recurrence.inputs import Convolution, RecurrenceInputs, StateBatch
+from transom_kernels.linear_recurrence.op import causal_convolution, gated_rms_norm, linear_recurrence
 
-__all__ = ["RecurrenceInputs", "StateBatch", "gated_rms_norm", "linear_recurrence"]
+__all__ = ["Convolution", "RecurrenceInputs", "StateBatch", "causal_convolution", "gated_rms_norm", "linear_recurrence"]

@@ -1,9 +1,10 @@
-"""`linear_recurrence` and `gated_rms_norm` on GPUs: their launches, and the Triton kernels `convolve` and `norm_groups`.
+"""The recurrent layers' operators on GPUs: their launches, and the Triton kernels `convolve` and `norm_groups`.
 
 `convolve` writes silu(convolution) of all tokens, then the cached rows. Then `kernel.py` computes the recurrence, in two ways:
 
-    recur_tokens     token by token: sequences with one token; all sequences in float32, where each row of a state has its own decay
-                     (factors e^(c_i - c_j) of pairs would be of rows, too), or if tokens are not more than sequences
+    recur_tokens     token by token: sequences with one token; all sequences in float32, where rows or columns of a state have
+                     decays of their own (factors e^(c_i - c_j) of pairs would be, too), or if tokens are not more than sequences;
+                     it also writes zeros for the tokens that pad the step
     recur_chunks     other sequences with more tokens: `CHUNK` tokens at a time by products of matrices, whose inputs have the 10
                      bits of TF32; the state itself is kept and summed in float32
     solve_chunks     comes before it for the delta rule, where a token's change depends on those of earlier tokens of its chunk
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two, warps_for
-from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
+from transom_kernels.linear_recurrence.inputs import Convolution, GatedNorm, RecurrenceInputs, StateBatch
 from transom_kernels.linear_recurrence.kernel import locate, recur_chunks, recur_tokens, solve_chunks
 from transom_kernels.triton_math import silu
 
@@ -29,25 +30,36 @@ BLOCK_SEQUENCES = 128  # whose tokens a program counts at a time, to find its ow
 COLUMNS = 32  # of a state in a program
 
 
+def causal_convolution_triton(projected: torch.Tensor, convolution: Convolution, batch: StateBatch) -> torch.Tensor:
+    """Return silu(convolution), [T, C], and write the rows after each sequence's last token."""
+    (tokens, channels), weight, bias, rows = projected.shape, convolution.weight, convolution.bias, convolution.rows
+    mixed, sequences = projected.new_empty(tokens, channels), len(batch.read_block)
+    if tokens:
+        convolve[(tokens // BLOCK_TOKENS + sequences, -(-channels // BLOCK_CHANNELS))](
+            projected, weight, bias if bias is not None else projected, mixed, rows,
+            batch.query_offset, batch.read_block, batch.write_block, sequences, tokens,
+            projected.stride(0), rows.stride(0), rows.stride(1),
+            C=channels, L=len(weight), HAS_BIAS=bias is not None, HEAD=next_power_of_two(max(1, len(weight) - 1)),
+            BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS, BLOCK_B=BLOCK_SEQUENCES, num_warps=4,
+        )  # fmt: skip
+    return mixed
+
+
 def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
     """Return the heads' results [T, H * Dv], and write the states and rows after each sequence's last token."""
-    projected, state, rows, batch = inputs.projected, inputs.state, inputs.rows, inputs.batch
-    (tokens, channels), (_, heads, width, value_width) = projected.shape, state.shape
-    sequences = len(batch.read_block)
-    mixed, out = projected.new_empty(tokens, channels), projected.new_empty(tokens, heads * value_width)
+    mixed, state, batch, by = inputs.projected, inputs.state, inputs.batch, inputs.decays_by
+    if inputs.convolution is not None:
+        mixed = causal_convolution_triton(mixed, inputs.convolution, batch)
+    tokens, (_, heads, width, value_width) = len(mixed), state.shape
+    sequences, keys = len(batch.read_block), inputs.key_heads * width
+    out = mixed.new_empty(tokens, heads * value_width)
     if not tokens:
         return out
-    convolve[(tokens // BLOCK_TOKENS + sequences + 1, -(-channels // BLOCK_CHANNELS))](
-        projected, inputs.weight, inputs.bias if inputs.bias is not None else projected, mixed, out, rows,
-        batch.query_offset, batch.read_block, batch.write_block, sequences, tokens,
-        projected.stride(0), rows.stride(0), rows.stride(1),
-        C=channels, OUT=heads * value_width, L=len(inputs.weight), HAS_BIAS=inputs.bias is not None,
-        HEAD=next_power_of_two(max(1, len(inputs.weight) - 1)), BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS,
-        BLOCK_B=BLOCK_SEQUENCES, num_warps=4,
-    )  # fmt: skip
+    query, key = inputs.selection or (mixed, mixed[:, keys:])
+    value = mixed if inputs.selection is not None else mixed[:, 2 * keys :]
     gates: tuple[Any, ...] = (
-        inputs.step_size, inputs.strength if inputs.strength is not None else inputs.step_size, inputs.step_bias, inputs.log_rate,
-        inputs.skip if inputs.skip is not None else inputs.log_rate,
+        inputs.step_size, inputs.strength if inputs.strength is not None else inputs.step_size, inputs.step_bias, inputs.rate,
+        inputs.skip if inputs.skip is not None else inputs.rate,
     )  # fmt: skip
     blocks = batch.query_offset, batch.read_block, batch.write_block
     numbers = (inputs.step_size.stride(0), gates[1].stride(0), *state.stride()[:3])
@@ -56,11 +68,11 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         "HAS_SKIP": inputs.skip is not None, "BLOCK_D": max(16, next_power_of_two(width)),
     }  # fmt: skip
     columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
-    by_row = inputs.decays_by_row
-    uses_chunks = projected.dtype != torch.float32 and tokens > sequences and not by_row
+    uses_chunks = mixed.dtype != torch.float32 and tokens > sequences and by == "head"
     warps = max(4, warps_for(shape["BLOCK_D"] * columns) // 2)
-    recur_tokens[(sequences, heads, -(-value_width // columns))](
-        mixed, *gates, out, state, *blocks, *numbers, **shape, BY_ROW=by_row, ONE=uses_chunks, BLOCK_V=columns, num_warps=warps
+    recur_tokens[(sequences + 1, heads, -(-value_width // columns))](
+        query, key, value, *gates, out, state, *blocks, *numbers, query.stride(0), key.stride(0), value.stride(0),
+        sequences, tokens, **shape, BY=by, ONE=uses_chunks, BLOCK_V=columns, num_warps=warps, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     if uses_chunks:
         columns = 16 if width * (1 + inputs.is_delta_rule) > 128 else columns  # the delta rule needs more registers
@@ -68,7 +80,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         kinds |= {"num_warps": min(8, max(4, shape["BLOCK_D"] // 16)), "maxnreg": MAX_REGISTERS}
         solved = mixed
         if inputs.is_delta_rule:
-            solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=projected.device)
+            solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=mixed.device)
             solve_chunks[(tokens // CHUNK + sequences + 1, heads)](
                 mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2],
                 H=heads, HK=inputs.key_heads, D=width, DV=value_width, BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES,
@@ -86,7 +98,6 @@ def convolve(
     weight,  # [L, C]
     bias,  # [C], or unused
     mixed,  # [T, C]: the result
-    out,  # [T, OUT]: zeros for tokens that pad the step
     rows,  # [ids, L - 1, C]
     query_offset,  # [B + 1] int32
     read_block,  # [B] int32
@@ -97,7 +108,6 @@ def convolve(
     rows_stride_b,
     rows_stride_l,
     C: tl.constexpr,
-    OUT: tl.constexpr,
     L: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HEAD: tl.constexpr,  # a power of two, at least L - 1
@@ -112,12 +122,9 @@ def convolve(
     """
     sequence, block = locate(query_offset, tl.program_id(0), num_sequences, num_tokens, BLOCK_T, BLOCK_B)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    begin = tl.load(query_offset + sequence, mask=sequence <= num_sequences, other=0).to(tl.int64)
     index = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    if sequence == num_sequences:
-        is_padding = (begin + index < num_tokens) & (c < OUT)
-        tl.store(out + (begin + index) * OUT + c, tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty), mask=is_padding)
     if sequence < num_sequences:
+        begin = tl.load(query_offset + sequence).to(tl.int64)
         count = tl.load(query_offset + sequence + 1).to(tl.int64) - begin
         new, target = projected + begin * projected_stride + c, mixed + begin * C + c
         shift = tl.zeros([1, BLOCK_C], tl.float32)

@@ -1,11 +1,11 @@
-"""The arguments of `linear_recurrence` and `gated_rms_norm`, and the checks that the former fit together.
+"""The arguments of `linear_recurrence`, `causal_convolution` and `gated_rms_norm`, and the checks that they fit together.
 
 Legend: T tokens of a step, B sequences, H heads of values and states, Hk heads of keys and queries (each serves H / Hk neighbouring
-heads), D key width, Dv value width, L tokens of the convolution's kernel, C = 2 Hk D + H Dv channels of the convolution.
+heads), D key width, Dv value width, L tokens of the convolution's kernel, C channels of the convolution: 2 Hk D + H Dv.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -39,56 +39,88 @@ class StateBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """The causal convolution before a recurrence: silu(bias + the sum over the last L tokens), and the rows that it keeps."""
+
+    weight: torch.Tensor  # [L, C], contiguous; the last row belongs to the token itself
+    bias: torch.Tensor | None  # [C]
+    rows: torch.Tensor  # [ids, L - 1, C], C contiguous: the inputs of the last tokens, the earliest first
+
+    def check(self, projected: torch.Tensor) -> None:
+        """Raise ValueError unless it fits these inputs [T, C]."""
+        length, channels = len(self.weight), projected.shape[1]
+        wanted = {"weight": (length, channels), "rows": (len(self.rows), length - 1, channels), "bias": (channels,)}
+        _check_shapes(self, wanted)
+        tensors = (projected, self.weight, self.bias, self.rows)
+        if len({tensor.dtype for tensor in tensors if tensor is not None}) > 1:
+            raise ValueError("give projections, weight, bias and rows of one dtype.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceInputs:
     """The arguments of `linear_recurrence`. Tensors of T rows may be slices of one projection: only a row must be contiguous.
 
-    A gated delta net calls `step_size` a, and `strength` b. Mamba-2 calls queries C, keys B, values x and `step_size` dt; it has
-    groups instead of key heads, and no `strength`.
+    A gated delta net calls `step_size` a, and `strength` b. Mamba calls queries C, keys B, values x and `step_size` dt; it has
+    groups instead of key heads, and no `strength`. Mamba-1 computes queries and keys from the convolution's result, so that is
+    `projected`, the values alone, there is no `convolution`, and all heads have one query and one key (`selection`).
     """
 
     projected: torch.Tensor  # [T, C]: queries of all key heads, their keys, values of all heads; before the convolution
-    weight: torch.Tensor  # [L, C]; the last row belongs to the token itself
-    bias: torch.Tensor | None  # [C]
-    step_size: torch.Tensor  # [T, H], or [T, H * D] where each row of a state decays by itself (Kimi Linear)
-    step_bias: torch.Tensor  # [H] or [H * D] float32, dt_bias: added before the softplus
-    log_rate: torch.Tensor  # [H] float32, A_log
+    convolution: Convolution | None = None
+    selection: tuple[torch.Tensor, torch.Tensor] | None = None  # Mamba-1's queries and keys, [T, D] each
+    step_size: (
+        torch.Tensor
+    )  # [T, H], or [T, H * D] (Kimi Linear) or [T, H * Dv] (Mamba-1): of rows or columns of a state
+    step_bias: torch.Tensor  # [H], [H * D] or [H * Dv] float32, dt_bias: added before the softplus
+    rate: torch.Tensor  # [H] float32, or with a step for each column [H, D, Dv], contiguous: exp(A_log)
     strength: torch.Tensor | None = None  # [T, H]; its sigmoid is the delta rule's beta
-    skip: torch.Tensor | None = None  # [H] float32, D of Mamba-2
+    skip: torch.Tensor | None = None  # [H] float32, or with a step for each column [H * Dv]: D of Mamba
     key_heads: int  # Hk
     state: torch.Tensor  # [ids, H, D, Dv] float32, Dv contiguous
-    rows: torch.Tensor  # [ids, L - 1, C], C contiguous: `projected` of the last tokens, the earliest first
     batch: StateBatch
 
     @property
     def is_delta_rule(self) -> bool:
-        """Whether the state is corrected by the delta rule, as in gated delta nets; Mamba-2 only adds to it."""
+        """Whether the state is corrected by the delta rule, as in gated delta nets; Mamba only adds to it."""
         return self.strength is not None
 
     @property
-    def decays_by_row(self) -> bool:
-        """Whether each row of a state has a decay of its own."""
-        return self.is_delta_rule and self.step_bias.numel() > self.state.shape[1]
+    def decays_by(self) -> Literal["head", "row", "column"]:
+        """What of a state has a decay of its own."""
+        if self.selection is not None:
+            return "column"
+        return "row" if self.is_delta_rule and self.step_bias.numel() > self.state.shape[1] else "head"
 
     def check(self) -> None:
         """Raise ValueError unless shapes and dtypes fit together."""
         (tokens, channels), (heads, width, value_width) = self.projected.shape, self.state.shape[1:]
-        length, key_heads = len(self.weight), self.key_heads
-        if heads % key_heads or channels != 2 * key_heads * width + heads * value_width:
+        key_heads, values = self.key_heads, heads * value_width
+        by_column = self.selection is not None
+        if heads % key_heads or channels != values + (0 if by_column else 2 * key_heads * width):
             raise ValueError(
                 f"{channels} channels do not fit {key_heads} key heads and states {tuple(self.state.shape[1:])}: give queries and "
                 "keys of each key head and values of each head, and a multiple of key heads as heads."
             )
-        wanted = {"weight": (length, channels), "rows": (len(self.rows), length - 1, channels)}
-        steps = heads * width if self.decays_by_row else heads
-        wanted |= {"bias": (channels,), "step_size": (tokens, steps), "strength": (tokens, heads)}
-        wanted |= {"step_bias": (steps,), "log_rate": (heads,), "skip": (heads,)}
-        for name, shape in wanted.items():
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {shape}.")
-        alike = (self.projected, self.weight, self.bias, self.step_size, self.strength, self.rows)
-        exact = (self.step_bias, self.log_rate, self.skip, self.state)
+        if by_column and (self.convolution is not None or self.is_delta_rule or key_heads != 1):
+            raise ValueError("a selection needs one key head, and neither a convolution nor a delta rule.")
+        steps = {"head": heads, "row": heads * width, "column": values}[self.decays_by]
+        wanted = {"step_size": (tokens, steps), "strength": (tokens, heads), "step_bias": (steps,)}
+        wanted |= {"rate": tuple(self.state.shape[1:]) if by_column else (heads,)}
+        _check_shapes(self, wanted | {"skip": (values if by_column else heads,)})
+        if any(one.shape != (tokens, width) for one in self.selection or ()):
+            raise ValueError(f"give a selection of {tokens} queries and keys of {width}.")
+        alike = (self.projected, self.step_size, self.strength, *(self.selection or ()))
+        exact = (self.step_bias, self.rate, self.skip, self.state)
         if len({tensor.dtype for tensor in alike if tensor is not None}) > 1:
-            raise ValueError("give projections, weight, bias and rows of one dtype.")
+            raise ValueError("give projections, steps and strengths of one dtype.")
         if any(tensor is not None and tensor.dtype != torch.float32 for tensor in exact):
-            raise ValueError("step_bias, log_rate, skip and state must be float32.")
+            raise ValueError("step_bias, rate, skip and state must be float32.")
+        if self.convolution is not None:
+            self.convolution.check(self.projected)
+
+
+def _check_shapes(inputs: object, wanted: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {shape}.")

@@ -43,21 +43,22 @@ def locate(query_offset, program, num_sequences, num_tokens, BLOCK_T: tl.constex
 
 
 @triton.jit
-def _steps(step_size, step_bias, log_rate, at, head, channel, inside):
-    """Return the steps of tokens, or of one token's channels, and their log decays; both 0 for those that are not inside."""
+def _steps(step_size, step_bias, at, channel, inside):
+    """Return the steps of tokens, or of one token's channels; 0 for those that are not inside."""
     x = tl.load(step_size + at + channel, mask=inside, other=0.0).to(tl.float32)
-    step = tl.where(inside, softplus(x + tl.load(step_bias + channel)), 0.0)
-    return step, -tl.exp(tl.load(log_rate + head)) * step
+    return tl.where(inside, softplus(x + tl.load(step_bias + channel)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def recur_tokens(
-    mixed,  # [T, C]: queries and keys of HK heads, values of H heads
-    step_size,  # [T, H]
+    query,  # [T, HK * D]
+    key,  # [T, HK * D]
+    value,  # [T, H * DV]
+    step_size,  # [T, H], or [T, H * D] or [T, H * DV]: of rows or columns of a state (BY)
     strength,  # [T, H], or unused
-    step_bias,  # [H]
-    log_rate,  # [H]
-    skip,  # [H], or unused
+    step_bias,  # [H], [H * D] or [H * DV]
+    rate,  # [H], or by column [H, D, DV]
+    skip,  # [H], or by column [H * DV]; or unused
     out,  # [T, H * DV]
     state,  # [ids, H, D, DV]
     query_offset,  # [B + 1] int32
@@ -68,55 +69,74 @@ def recur_tokens(
     state_stride_b,
     state_stride_h,
     state_stride_d,
+    query_stride,
+    key_stride,
+    value_stride,
+    num_sequences,
+    num_tokens,
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
-    BY_ROW: tl.constexpr,  # each row of a state has a step of its own: step_size [T, H * D], step_bias [H * D]
+    BY: tl.constexpr,  # head, row or column
     ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute some columns of a head's state in a sequence, token by token. The grid is (B, H, blocks of columns).
+    """Compute some columns of a head's state in a sequence, token by token. The grid is (B + 1, H, blocks of columns).
 
-    With ONE it does so only where the sequence has one token.
+    With ONE it does so only where the sequence has one token. Sequence B has the tokens that pad the step.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
+    d, v = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     begin = tl.load(query_offset + sequence).to(tl.int64)
-    count = tl.load(query_offset + sequence + 1) - begin
-    if (count == 1) | ((count > 1) & (not ONE)):
-        d, v = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        read, write = tl.load(read_block + sequence).to(tl.int64), tl.load(write_block + sequence).to(tl.int64)
-        inside = (d < D)[:, None] & (v < DV)[None, :]
-        places = state + head * state_stride_h + d[:, None] * state_stride_d + v[None, :]
-        own = tl.load(places + read * state_stride_b, mask=inside & (read >= 0), other=0.0)
-        for token in range(begin, begin + count):
-            row = mixed + token * (2 * HK * D + H * DV)
-            query = tl.load(row + head // (H // HK) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            key = tl.load(row + (HK + head // (H // HK)) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            value = tl.load(row + 2 * HK * D + head * DV + v, mask=v < DV, other=0.0).to(tl.float32)
-            if BY_ROW:  # rows from D on hold zeros, whatever their decay
+    results = out + head * DV + v
+    if sequence == num_sequences:
+        for token in range(begin, num_tokens):
+            tl.store(results + token * H * DV, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=v < DV)
+    else:
+        count = tl.load(query_offset + sequence + 1) - begin
+        if (count == 1) | ((count > 1) & (not ONE)):
+            read, write = tl.load(read_block + sequence).to(tl.int64), tl.load(write_block + sequence).to(tl.int64)
+            inside = (d < D)[:, None] & (v < DV)[None, :]
+            places = state + head * state_stride_h + d[:, None] * state_stride_d + v[None, :]
+            own = tl.load(places + read * state_stride_b, mask=inside & (read >= 0), other=0.0)
+            # Rows from D on and columns from DV on hold zeros, whatever their decay; their steps are those of the last ones.
+            channel = head
+            if BY == "row":
                 channel = head * D + tl.minimum(d, D - 1)
-                step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, channel, d < D)
-                own *= tl.exp(log_decay)[:, None]
+            if BY == "column":
+                channel = head * DV + tl.minimum(v, DV - 1)
+                rates = tl.load(rate + (head * D + d[:, None]) * DV + v[None, :], mask=inside, other=0.0)
             else:
-                step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, head, True)
-                own *= tl.exp(log_decay)
-            if DELTA:
-                query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * D**-0.5
-                key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-                beta = tl.sigmoid(tl.load(strength + token * strength_stride + head).to(tl.float32))
-                change = beta * (value - tl.sum(own * key[:, None], 0))
-            else:
-                change = step * value
-            own += key[:, None] * change[None, :]
-            result = tl.sum(own * query[:, None], 0)
-            if HAS_SKIP:
-                result += tl.load(skip + head) * value
-            tl.store(out + token * H * DV + head * DV + v, result.to(out.dtype.element_ty), mask=v < DV)
-        tl.store(places + write * state_stride_b, own, mask=inside & (write >= 0))
+                rates = tl.load(rate + head)
+            key_head = head // (H // HK) * D + d
+            for token in range(begin, begin + count):
+                q = tl.load(query + token * query_stride + key_head, mask=d < D, other=0.0).to(tl.float32)
+                k = tl.load(key + token * key_stride + key_head, mask=d < D, other=0.0).to(tl.float32)
+                x = tl.load(value + token * value_stride + head * DV + v, mask=v < DV, other=0.0).to(tl.float32)
+                step = _steps(step_size, step_bias, token * step_stride, channel, channel >= 0)
+                if BY == "row":
+                    own *= tl.exp(-rates * step)[:, None]
+                elif BY == "column":
+                    own *= tl.exp(-rates * step[None, :])
+                else:
+                    own *= tl.exp(-rates * step)
+                if DELTA:
+                    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * D**-0.5
+                    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+                    beta = tl.sigmoid(tl.load(strength + token * strength_stride + head).to(tl.float32))
+                    change = beta * (x - tl.sum(own * k[:, None], 0))
+                else:
+                    change = step * x
+                own += k[:, None] * change[None, :]
+                result = tl.sum(own * q[:, None], 0)
+                if HAS_SKIP:
+                    result += tl.load(skip + (channel if BY == "column" else head)) * x
+                tl.store(results + token * H * DV, result.to(out.dtype.element_ty), mask=v < DV)
+            tl.store(places + write * state_stride_b, own, mask=inside & (write >= 0))
 
 
 @triton.jit
@@ -132,7 +152,7 @@ def solve_chunks(
     step_size,  # [T, H]
     strength,  # [T, H]
     step_bias,  # [H]
-    log_rate,  # [H]
+    rate,  # [H]
     solved,  # [T, H, BLOCK_T] float32: the result, a row of the inverse for each token
     query_offset,  # [B + 1] int32
     num_sequences,
@@ -168,8 +188,8 @@ def solve_chunks(
             key = wide
         length = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         at = (begin + t) * step_stride
-        _, log_decay = _steps(step_size, step_bias, log_rate, at, head, head, inside)
-        _, pairs = _pairs(log_decay, t, BLOCK_T)
+        step = _steps(step_size, step_bias, at, head, inside)
+        _, pairs = _pairs(-tl.load(rate + head) * step, t, BLOCK_T)
         at = (begin + t) * strength_stride + head
         beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
         product = tl.dot(key, tl.trans(key), input_precision=PRECISION)
@@ -192,7 +212,7 @@ def recur_chunks(
     step_size,  # [T, H]
     strength,  # [T, H], or unused
     step_bias,  # [H]
-    log_rate,  # [H]
+    rate,  # [H]
     skip,  # [H], or unused
     solved,  # [T, H, BLOCK_T] float32, or unused
     out,  # [T, H * DV]
@@ -236,7 +256,8 @@ def recur_chunks(
             key = tl.load(rows + (HK + head // (H // HK)) * D + d[None, :], mask=has_key, other=0.0)
             has_value = inside[:, None] & (v < DV)[None, :]
             value = tl.load(rows + 2 * HK * D + head * DV + v[None, :], mask=has_value, other=0.0).to(tl.float32)
-            step, log_decay = _steps(step_size, step_bias, log_rate, token * step_stride, head, head, inside)
+            step = _steps(step_size, step_bias, token * step_stride, head, inside)
+            log_decay = -tl.load(rate + head) * step
             c, pairs = _pairs(log_decay, t, BLOCK_T)
             last = tl.sum(log_decay, 0)
             if UPCAST:

@@ -1,17 +1,18 @@
-"""The operators of layers with a recurrent state: `linear_recurrence` and `gated_rms_norm`.
+"""The operators of layers with a recurrent state: `linear_recurrence`, `causal_convolution` and `gated_rms_norm`.
 
 `linear_recurrence` is a causal convolution over each channel's last L tokens with silu, then the recurrence of each head. Its state
 S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the convolution's result.
 
-    step = softplus(step_size + step_bias)               decay = exp(-exp(log_rate) * step)
+    step = softplus(step_size + step_bias)               decay = exp(-rate * step)
 
-    gated delta rule (with `strength`)                   Mamba-2
+    gated delta rule (with `strength`)                   Mamba
     q, k = q / |q| / sqrt(D), k / |k|
     S = decay * S                                        S = decay * S
     S = S + k (sigmoid(strength) * (v - S^T k))^T        S = S + k (step * v)^T
     out = S^T q                                          out = S^T q + skip * v
 
-In Kimi Linear's delta rule (KDA) each row of S has a step and a decay of its own.
+In Kimi Linear's delta rule (KDA) each row of S has a step and a decay of its own. In Mamba-1 each column has a step, each number of
+S a decay, and q and k come from projections of the convolution's result: so the convolution is an operator of its own there.
 
 The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens
 as given. A result depends on its sequence alone. How a prompt is cut into steps changes nothing but rounding, and on CPUs and in
@@ -28,9 +29,18 @@ from transom_kernels.cpu.launching import DTYPES
 from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 from transom_kernels.linear_recurrence.cpu.gated_norm import gated_rms_norm_cpu
-from transom_kernels.linear_recurrence.cpu.recurrence import fits_cpu_kernels, linear_recurrence_cpu
-from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
-from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference, linear_recurrence_reference
+from transom_kernels.linear_recurrence.cpu.recurrence import (
+    causal_convolution_cpu,
+    convolution_fits_cpu_kernel,
+    fits_cpu_kernels,
+    linear_recurrence_cpu,
+)
+from transom_kernels.linear_recurrence.inputs import Convolution, GatedNorm, RecurrenceInputs, StateBatch
+from transom_kernels.linear_recurrence.reference import (
+    causal_convolution_reference,
+    gated_rms_norm_reference,
+    linear_recurrence_reference,
+)
 
 
 def linear_recurrence(inputs: RecurrenceInputs) -> torch.Tensor:
@@ -50,6 +60,26 @@ def linear_recurrence(inputs: RecurrenceInputs) -> torch.Tensor:
         return linear_recurrence_cpu(inputs)
     refuse_recording("torch reads blocks in Python")
     return linear_recurrence_reference(inputs)
+
+
+def causal_convolution(projected: torch.Tensor, convolution: Convolution, batch: StateBatch) -> torch.Tensor:
+    """Return silu(convolution) of `projected` [T, C], in its dtype, and write the rows after each sequence's last token.
+
+    Results of tokens that pad a step mean nothing.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    convolution.check(projected)
+    if uses_triton(projected):
+        out: torch.Tensor = implementation("linear_recurrence.gpu", "causal_convolution_triton")(
+            projected, convolution, batch
+        )
+        return out
+    if uses_cpu_kernels(projected) and convolution_fits_cpu_kernel(projected, convolution):
+        return causal_convolution_cpu(projected, convolution, batch)
+    refuse_recording("torch reads blocks in Python")
+    return causal_convolution_reference(projected, convolution, batch)
 
 
 def gated_rms_norm(

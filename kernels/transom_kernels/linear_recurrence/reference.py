@@ -1,40 +1,55 @@
-"""`linear_recurrence` and `gated_rms_norm` in torch: the specification, and the fallback where no kernel runs.
+"""`linear_recurrence`, `causal_convolution` and `gated_rms_norm` in torch: the specification, and where no kernel runs.
 
 Legend: T tokens, H heads, Hk key heads, D key width, Dv value width, L tokens of the convolution's kernel, C channels, N row width.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.linear_recurrence.inputs import GatedNorm, RecurrenceInputs
+from transom_kernels.linear_recurrence.inputs import Convolution, GatedNorm, RecurrenceInputs, StateBatch
 
 
 def linear_recurrence_reference(inputs: RecurrenceInputs, wide: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the heads' results [T, H * Dv] token by token, and write states and rows; sums are in the dtype `wide`."""
-    projected, batch, state, rows = inputs.projected, inputs.batch, inputs.state, inputs.rows
-    out = projected.new_zeros(len(projected), state.shape[1] * state.shape[3])
-    offsets = batch.query_offset.tolist()
-    for b, (read, write) in enumerate(zip(batch.read_block.tolist(), batch.write_block.tolist(), strict=True)):
-        own = slice(offsets[b], offsets[b + 1])
-        if own.start == own.stop:
-            continue
-        earlier = rows[read] if read >= 0 else torch.zeros_like(rows[0])
+    mixed, state, batch = inputs.projected, inputs.state, inputs.batch
+    if inputs.convolution is not None:
+        mixed = causal_convolution_reference(mixed, inputs.convolution, batch, wide)
+    out = mixed.new_zeros(len(mixed), state.shape[1] * state.shape[3])
+    for own, read, write in _sequences(batch):
         before = (state[read] if read >= 0 else torch.zeros_like(state[0])).to(wide)
-        tokens = torch.cat([earlier, projected[own]])
-        results, after = _recur(inputs, own, _convolve(inputs, tokens, wide), before)
+        results, after = _recur(inputs, own, mixed[own], before)
         out[own] = results.flatten(1).to(out.dtype)
         if write >= 0:
-            state[write], rows[write] = after.to(state.dtype), tokens[len(tokens) - len(earlier) :]
+            state[write] = after.to(state.dtype)
     return out
 
 
-def _convolve(inputs: RecurrenceInputs, tokens: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """Return silu(convolution) of the tokens from the L-th on, [count, C], rounded to the dtype of the tokens."""
-    windows = tokens.to(wide).unfold(0, len(inputs.weight), 1)  # [count, C, L]
-    total = (windows * inputs.weight.T.to(wide)).sum(2)
-    if inputs.bias is not None:
-        total += inputs.bias.to(wide)
-    return F.silu(total).to(tokens.dtype)
+def causal_convolution_reference(
+    projected: torch.Tensor, convolution: Convolution, batch: StateBatch, wide: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return silu(convolution) [T, C], rounded to the dtype of `projected`, and write the rows; sums are in the dtype `wide`."""
+    out, rows = torch.zeros_like(projected), convolution.rows
+    for own, read, write in _sequences(batch):
+        earlier = rows[read] if read >= 0 else torch.zeros_like(rows[0])
+        tokens = torch.cat([earlier, projected[own]])
+        windows = tokens.to(wide).unfold(0, len(convolution.weight), 1)  # [count, C, L]
+        total = (windows * convolution.weight.T.to(wide)).sum(2)
+        if convolution.bias is not None:
+            total += convolution.bias.to(wide)
+        out[own] = F.silu(total).to(out.dtype)
+        if write >= 0:
+            rows[write] = tokens[len(tokens) - len(earlier) :]
+    return out
+
+
+def _sequences(batch: StateBatch) -> Iterator[tuple[slice, int, int]]:
+    """Yield the tokens of each sequence that has any, with the blocks that it reads and writes."""
+    offsets = batch.query_offset.tolist()
+    for b, (read, write) in enumerate(zip(batch.read_block.tolist(), batch.write_block.tolist(), strict=True)):
+        if offsets[b] < offsets[b + 1]:
+            yield slice(offsets[b], offsets[b + 1]), read, write
 
 
 def _recur(
@@ -42,18 +57,25 @@ def _recur(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's results [count, H, Dv] and its last state [H, D, Dv]; `mixed` [count, C] comes from the convolution."""
     (heads, width, value_width), wide = state.shape, state.dtype
-    sizes = [inputs.key_heads * width, inputs.key_heads * width, heads * value_width]
-    query, key, value = torch.split(mixed.to(wide), sizes, dim=1)
+    keys = inputs.key_heads * width
+    if inputs.selection is None:
+        query, key, value = torch.split(mixed.to(wide), [keys, keys, heads * value_width], dim=1)
+    else:
+        query, key, value = (x.to(wide) for x in (*(one[own] for one in inputs.selection), mixed))
     query, key = (x.view(len(x), -1, width).repeat_interleave(heads // inputs.key_heads, dim=1) for x in (query, key))
     value = value.view(len(value), heads, value_width)
     if inputs.is_delta_rule:
         query, key = (x * torch.rsqrt((x * x).sum(2, keepdim=True) + 1e-6) for x in (query, key))
         query = query * width**-0.5
     step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(mixed), heads, -1)
-    decay = torch.exp(-torch.exp(inputs.log_rate.to(wide))[:, None] * step)
+    # [count, H, D or 1, Dv or 1]
+    steps = step[:, :, None] if inputs.decays_by == "column" else step[..., None]
+    decay = torch.exp(
+        -inputs.rate.to(wide).view(heads, *((width, value_width) if inputs.rate.dim() > 1 else (1, 1))) * steps
+    )
     results = torch.empty_like(value)
     for t in range(len(mixed)):
-        state = state * decay[t, :, :, None]
+        state = state * decay[t]
         if inputs.strength is None:
             change = step[t] * value[t]
         else:
@@ -62,7 +84,7 @@ def _recur(
         state = state + key[t, :, :, None] * change[:, None]
         results[t] = (state * query[t, :, :, None]).sum(1)
     if inputs.skip is not None:
-        results += inputs.skip.to(wide)[:, None] * value
+        results += inputs.skip.to(wide).view(heads, -1) * value
     return results, state
 
 

@@ -53,6 +53,7 @@ TARGETS = {
     "lfm2": ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"),
     "falcon_h1": (*ATTENTION, *MLP, "in_proj"),
     "granite4 with experts": (*ATTENTION, "in_proj", "out_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+    "jamba": (*ATTENTION, "in_proj", "x_proj", "out_proj"),
     "nemotron_h with experts": (*ATTENTION, "in_proj"),
     # PEFT takes the names of MLPs for those of the experts.
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),

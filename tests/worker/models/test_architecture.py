@@ -29,7 +29,7 @@ from transom_core.model_config.mamba import Mamba
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES, Indexer
 from transom_core.model_config.rank_shares import rank_lines, rank_shares
-from transom_core.model_config.sharding import check_size
+from transom_core.model_config.sharding import check_size, largest_size
 from transom_worker.models.layers.rotary_embedding import frequencies
 from transom_worker.models.registry import FAMILIES
 
@@ -298,6 +298,34 @@ def test_falcon_h1_as_published() -> None:
         check_size(architecture, 2)
 
 
+def test_jamba_as_published() -> None:
+    """Channels are divided among ranks by 64; Jamba 3B has no experts."""
+    published = CONFIGS["jamba-1.5-mini"]
+    architecture = runnable(read_architecture(published))
+    assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
+    assert [i for i, layer in enumerate(architecture.layers) if layer.recurrent is None] == [4, 12, 20, 28]
+    first, mixture = architecture.layers[0], architecture.mixture
+    assert (first.num_heads, first.value_size, first.head_size, first.recurrent, first.step_rank) == (
+        128,
+        64,
+        16,
+        4,
+        256,
+    )
+    assert mixture is not None
+    assert (mixture.num_experts, mixture.normalise, sorted(mixture.layers)) == (16, False, [*range(1, 32, 2)])
+    assert (set(architecture.ropes), largest_size(architecture).size) == ({None}, 32)
+    assert read_architecture(published | {"num_experts": 1}).mixture is None
+    for wrong, message in (
+        ({"mamba_rate": 2}, "the field 'mamba_rate', which is not known of Jamba"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias True; only False"),
+        ({"attn_layer_period": 0}, "no size or number"),
+        ({"mamba_dt_rank": "none"}, "no size or number"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(published | wrong)
+
+
 def test_kimi_linear_as_published() -> None:
     """Layers are numbered from 1; transformers has other names of fields. Nothing rotates."""
     published = CONFIGS["kimi-linear-48b"]
@@ -306,13 +334,8 @@ def test_kimi_linear_as_published() -> None:
     assert (architecture.layers, architecture.mla, architecture.ropes) == (saved.layers, saved.mla, (None,) * 27)
     assert architecture.mixture == saved.mixture
     first = architecture.layers[0]
-    assert (first.num_heads, first.num_kv_heads, first.head_size, first.value_size, first.recurrent) == (
-        32,
-        32,
-        128,
-        128,
-        4,
-    )
+    sizes = (first.num_heads, first.num_kv_heads, first.head_size, first.value_size, first.recurrent)
+    assert sizes == (32, 32, 128, 128, 4)
     assert [index for index, layer in enumerate(architecture.layers) if layer.latent] == [3, 7, 11, 15, 19, 23, 26]
     own = published["linear_attn_config"]
     for wrong, message in (

@@ -32,7 +32,7 @@ def make(name: str, folder: Path) -> Path:
     return make_checkpoint(folder, ALL_CASES[name].family, **ALL_CASES[name].config)
 
 
-RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h", "falcon_h1", "kimi_linear")
+RECURRENT = ("lfm2", "qwen3_5", "granite4", "nemotron_h", "falcon_h1", "kimi_linear", "jamba")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v4": make_deepseek_v4,
     **{name: partial(make, name) for name in RECURRENT},
@@ -86,7 +86,10 @@ def fill(engine: Engine, boundaries: range) -> None:
             *(("deepseek_v4", *rest) for rest in ((4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False))),
             *((name, *rest) for name in RECURRENT for rest in ((8, 1024, True), (8, 3, True), (4, 5, False))),
         ],
-        daily=[("deepseek_v4", 32, 5, True), *((name, 8, chunk, True) for name in RECURRENT for chunk in (1024, 3))],
+        daily=[
+            ("deepseek_v4", 32, 5, True),
+            *((name, 8, (1024, 3)[at % 2], True) for at, name in enumerate(RECURRENT)),
+        ],
     ),
     indirect=["model"],
 )

@@ -217,7 +217,7 @@ def test_replayed_steps_in_hits_and_repairs(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "name", ["qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "glm_moe_dsa"]
+    "name", ["qwen3_5", "granite4", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "glm_moe_dsa", "jamba"]
 )
 def test_replayed_steps_of_recurrent_layers_and_indexers(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -112,15 +112,24 @@ CASES = {
         | {"mamba_n_groups": 2, "mamba_conv_bias": False, "position_embedding_type": "rope"},
         mistakes=({"num_experts_per_tok": 3}, {"position_embedding_type": "nope"}),
     ),
+    "jamba": FamilyCase(
+        family="jamba",
+        # four heads of channels, which three ranks share unevenly
+        config={
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mamba_expand": 4,
+        }
+        | {"mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 24, "rms_norm_eps": 1e-3, "num_hidden_layers": 5},
+        mistakes=({"num_experts_per_tok": 3}, {"rms_norm_eps": 1e-1}),
+    ),
     "nemotron_h with experts": FamilyCase(
         family="nemotron_h",
         config=NEMOTRON
-        | {
-            "hybrid_override_pattern": "MEM*E*-ME",
-            "moe_intermediate_size": 40,
-            "mlp_bias": True,
-            "use_conv_bias": False,
-        }
+        | {"hybrid_override_pattern": "MEM*E*-ME", "moe_intermediate_size": 40, "mlp_bias": True}
+        | {"use_conv_bias": False}
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
         | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "seed": 2},
         mistakes=({"norm_topk_prob": False}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}),

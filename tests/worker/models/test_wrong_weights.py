@@ -47,16 +47,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["conv", "full_attention"], "conv_bias": True},
     },
     "nemotron_h": {
-        **{
-            "hybrid_override_pattern": "ME*-",
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "mlp_bias": True,
-        },
+        **{"hybrid_override_pattern": "ME*-", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2},
+        "mlp_bias": True,
         **{"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48},
         "moe_latent_size": 40,
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 12},
     "falcon_h1": {
         **BIASES,
         **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_rms_norm": True},
@@ -70,15 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 NAMES = [*FAMILIES, "llama in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
-DAILY = [
-    "deepseek_v3",
-    "llama",
-    "llama in gptq order",
-    "qwen3_moe",
-    "llama4_text",
-    "gpt_oss in MXFP4",
-    "deepseek_v4 as published",
-]
+DAILY = ["deepseek_v3", "llama in gptq order", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
 PARTS = ("gate_proj", "up_proj", "down_proj")
 PLAIN, OLDER, NEWER = "model.", "language_model.model.", "model.language_model."  # prefixes of the text decoder
 
@@ -107,6 +95,11 @@ KIMI_NAMES = (
     ".self_attn.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d}.weight}"
     " .self_attn.{q,k,v,b,o,f_a,f_b,g_a,g_b,kv_b}_proj.weight .block_sparse_moe.shared_experts.{gate,up,down}_proj.weight"
     " .block_sparse_moe.{gate.{weight,e_score_correction_bias},experts.N.{w1,w2,w3}.weight}"
+)
+JAMBA = (
+    "model.{embed_tokens,final_layernorm}.weight lm_head.weight .{input_layernorm,pre_ff_layernorm,self_attn.{q,k,v,o}_proj}.weight"
+    " .mamba.{A_log,D,conv1d.bias,dt_proj.bias,{in_proj,conv1d,x_proj,dt_proj,{dt,b,c}_layernorm,out_proj}.weight}"
+    " .feed_forward.{router,{,experts.N.}{gate,up,down}_proj}.weight"
 )
 LATENT = (
     ".self_attn.{q_a_layernorm,kv_a_layernorm,kv_a_proj_with_mqa,{q_a,q_b,kv_b,o}_proj}.weight .mlp.gate.weight "
@@ -143,6 +136,7 @@ MODELS = {
     "MiniMax M2": ("minimax_m2", PLAIN, ATTENTION + QK + MIXTRAL + ".block_sparse_moe.e_score_correction_bias"),
     "DeepSeek V3 stacked": ("deepseek_v3", PLAIN, NORMS + "lm_head.weight " + MLP + CORRECTED + LATENT),
     "MiMo-V2-Flash": ("mimo_v2_flash", PLAIN, ATTENTION + MLP + EXPERT_NAMES + CORRECTED + SINKS),
+    "Jamba": ("jamba", PLAIN, JAMBA),
     "Kimi Linear": ("kimi_linear", PLAIN, NORMS + "lm_head.weight " + MLP + KIMI_NAMES),
     "GLM-4.5": ("glm4_moe", PLAIN, ATTENTION + QK + MLP + EXPERT_NAMES + CORRECTED + GLM),
 }

@@ -41,13 +41,8 @@ def _mla(model_type: str, layers: int, heads: int, length: int, **sizes: Any) ->
 
 
 _KIMI: Any = {
-    **{
-        "hidden_size": 2304,
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "moe_renormalize": True,
-        "mla_use_nope": True,
-    },
+    **{"hidden_size": 2304, "num_experts": 256, "num_experts_per_token": 8, "moe_renormalize": True},
+    "mla_use_nope": True,
     **{"q_lora_rank": None, "num_shared_experts": 1, "num_expert_group": 1, "moe_router_activation_func": "sigmoid"},
     "linear_attn_config": {
         **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4, "full_attn_layers": [*range(4, 28, 4), 27]},
@@ -105,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron-3-nano-30b-a3b": _config("nemotron_h", 52, 32, 2, 128, 262_144, **_NEMOTRON_3_NANO),
     "falcon-h1-0.5b": _config("falcon_h1", 36, 8, 2, 64, 16_384, **_FALCON_H1_SMALL),
     "falcon-h1-7b": _config("falcon_h1", 44, 12, 2, 128, 262_144, **_FALCON_H1_7B),
+    "jamba-1.5-mini": _config("jamba", 32, 32, 8, 128, 262_144),
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
     "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),

@@ -178,7 +178,7 @@ def series(families: list[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...]
 
 
 def test_every_family_has_samples_before_the_first_request(engine: Engine) -> None:
-    """A test of docs/metrics.md has their names and labels. Nothing is counted but of ranks, which have warmed up, and CPU time."""
+    """Nothing is counted but of ranks, which have warmed up, and CPU time."""
     for family in engine.metrics.registry.collect():
         assert family.samples, family.name
         if family.type in ("counter", "histogram") and "_rank_" not in family.name and "_process_" not in family.name:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config import falcon_h1, lfm2, mamba, recurrent
+from transom_core.model_config import falcon_h1, jamba, lfm2, mamba, recurrent
 from transom_core.model_config.attention_layers import LAYER_TYPES, attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
@@ -118,6 +118,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     try:
         config = recurrent.with_common_names(mamba.with_common_names(lfm2.with_common_names(config)))
+        config = jamba.with_common_names(config)
         num_labels = _num_labels(config)
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_config import lfm2, mamba, recurrent
+from transom_core.model_config import jamba, lfm2, mamba, recurrent
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_core.model_config.mla import INDEXED_FAMILIES, MLA_FAMILIES, index_sizes
 
@@ -137,6 +137,8 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return recurrent.delta_net_layer(config)
         case recurrent.LINEAR if config.get("model_type") in mamba.MAMBA_FAMILIES:
             return mamba.mamba_layer(config)
+        case recurrent.LINEAR if config.get("model_type") == jamba.JAMBA:
+            return jamba.mamba1_layer(config)
         case "sliding_attention":
             return replace(layer, window=_window(config))
         case "chunked_attention":
@@ -226,7 +228,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(("gemma2", "gpt_oss"), lambda _, index: FULL if index % 2 else SLIDING),
     **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
     **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
-    **dict.fromkeys(mamba.MAMBA_FAMILIES, lambda _, index: recurrent.LINEAR),
+    **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
     "smollm3": _sliding_where_not_rotary,
     "qwen3_moe": lambda config, index: (

@@ -46,6 +46,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True, "rms_norm_eps": 1e-5},
         "projectors_bias": False,
     },
+    "jamba": {
+        **{"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto", "mamba_conv_bias": True},
+        **{"attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 16, "rms_norm_eps": 1e-6},
+    },
     "nemotron_h": {
         **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
         **{"use_conv_bias": True, "use_bias": False, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"},

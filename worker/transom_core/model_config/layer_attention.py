@@ -35,7 +35,8 @@ class LayerAttention:
     A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last. The
     "heads" of a convolution are `head_size` neighbouring channels each, so that channels are divided among ranks as heads are; each
     is a key head without a value. A recurrent layer has a state of `head_size` times `value_size` numbers for each of its heads; a
-    KV head is a key head, which serves several neighbouring heads.
+    KV head is a key head, which serves several neighbouring heads. With a `step_rank` it is Mamba-1's: the heads are neighbouring
+    channels, which share one key, and the convolution reads values alone.
     """
 
     num_heads: int
@@ -50,5 +51,8 @@ class LayerAttention:
     compression: Compression | None = None
     convolution: int | None = None  # tokens that a short convolution reads: its kernel's length
     recurrent: int | None = None  # tokens that the convolution of a recurrent layer reads
+    step_rank: int = (
+        0  # width of what a Mamba-1 layer projects to its channels' steps; 0: another recurrent layer, or none
+    )
     reads_cache_of: int | None = None
     value_size: int | None = None  # None: as wide as a key

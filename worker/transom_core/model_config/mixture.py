@@ -74,6 +74,7 @@ _DEFAULTS: dict[str, Config] = {
         **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
     },
     "granitemoehybrid": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "jamba": {"num_experts_per_tok": 2},
     "nemotron_h": {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "norm_topk_prob": True},
         **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 0, "n_shared_experts": 1},
@@ -101,6 +102,8 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
     if family == "granitemoehybrid" and config.get("num_local_experts") == 0:
         return None
     if family == "nemotron_h" and config["mlp_layer_types"] is None:
+        return None
+    if family == "jamba" and int(config["num_experts"]) == 1:  # Jamba 3B
         return None
     given = {name: value for name, value in config.items() if value is not None}
     mixture = _read(family, {**_DEFAULTS[family], **given}, num_layers)
@@ -131,6 +134,8 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             )
         case "granitemoehybrid":
             return replace(plain, shared_size=int(config["shared_intermediate_size"]))
+        case "jamba":
+            return replace(plain, layers=_mimo_layers(config, num_layers), normalise=False)
         case "llama4_text":
             layers = _llama4_layers(config, num_layers)
             return replace(plain, layers=layers, normalise=False, shared_size=plain.inner_size)

@@ -88,7 +88,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
         case "cohere2":
             return [layer.window is not None for layer in layers]
-        case "nemotron_h" | "kimi_linear":
+        case "nemotron_h" | "kimi_linear" | "jamba":
             return [False] * len(layers)
         case "granitemoehybrid" if config.get("position_embedding_type") != "rope":
             return [False] * len(layers)

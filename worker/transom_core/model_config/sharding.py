@@ -94,8 +94,8 @@ def largest_size(architecture: Architecture) -> Limit:
     """Return the largest number of ranks for which each gets at least one unit of everything that is divided."""
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
-    what = what if fewest.convolution is None else "units of channels"
-    if fewest.recurrent is not None:
+    what = what if fewest.convolution is None and not fewest.step_rank else "units of channels"
+    if fewest.recurrent is not None and not fewest.step_rank:
         is_mamba = architecture.mamba is not None
         what = "groups of heads in Mamba-2 layers" if is_mamba else "key heads in recurrent layers"
     limits = [

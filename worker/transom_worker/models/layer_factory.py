@@ -20,12 +20,15 @@ from transom_worker.models.layers.recurrent_layer import RecurrentLayer, Recurre
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
 from transom_worker.models.layers.short_convolution import ShortConvolution
 from transom_worker.models.loading import Loader
+from transom_worker.models.mamba1 import Mamba1Layer
 from transom_worker.models.mla import MlaAttention
 from transom_worker.models.style import Style
 
 
 def make_token_mixer(architecture: Architecture, index: int, style: Style, load: Loader) -> TokenMixer:
     """Make the attention of layer `index`, or what stands in its place; `load` reads names within the layer."""
+    if architecture.layers[index].step_rank:
+        return Mamba1Layer(architecture, index, load.under("mamba."))
     if architecture.layers[index].recurrent is not None:
         return _recurrent(architecture, index, load.under("linear_attn." if architecture.mamba is None else "mamba."))
     if architecture.layers[index].convolution is not None:
@@ -104,7 +107,7 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
             convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
             bias_C=convolution("conv1d.bias") if mamba is not None and mamba.convolution_bias else None,
             step_bias_H=by_head("dt_bias", (values,), own_values) if is_kimi else by_head("dt_bias"),
-            log_rate_H=by_head("A_log", (1, 1, layer.num_heads, 1) if is_kimi else (layer.num_heads,)),
+            rate_H=by_head("A_log", (1, 1, layer.num_heads, 1) if is_kimi else (layer.num_heads,)).exp(),
             skip_H=None if mamba is None else by_head("D"),
             norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
             gates_first=mamba is not None and not mamba.norm_first,

@@ -15,6 +15,7 @@
                     Mamba-2 instead of attention in most layers; experts beside a shared one, or the shared one alone
     nemotron_h      Mamba-2 or NoPE attention; MLPs and experts without gates, relu(up) ** 2; routed as deepseek_v3; experts may
                     compute in a narrower, latent width; layers with no feed-forward network, or with several
+    jamba           Mamba-1 (`mamba1.py`) or NoPE attention; softmax over all experts; some layers are dense
     lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
@@ -206,6 +207,7 @@ MIXTURE_STYLES = {
     "kimi_linear": Style(feed_forward=_kimi),
     "granitemoehybrid": Style(feed_forward=_granite),
     "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),
+    "jamba": Style(feed_forward=_qwen),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),

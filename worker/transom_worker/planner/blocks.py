@@ -116,8 +116,8 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
         # of the heads that a key head serves
         values = layer.num_heads // layer.num_kv_heads * (layer.value_size or size)
         state = Tensor(Role.RECURRENT, heads, size * values, 0, STATE_DTYPE)
-        of_token = Tensor(Role.CONVOLVED, heads, size, size, name), Tensor(Role.CONVOLVED, heads, values, 0, name)
-        return (state, *of_token * (layer.recurrent - 1))
+        keys, own = Tensor(Role.CONVOLVED, heads, size, size, name), Tensor(Role.CONVOLVED, heads, values, 0, name)
+        return (state, *((own,) if layer.step_rank else (keys, own)) * (layer.recurrent - 1))
     if not layer.latent:
         per_element = 2 if name == "int4" else 1
         widths = size // per_element, (layer.value_size or size) // per_element

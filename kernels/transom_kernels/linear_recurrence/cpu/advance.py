@@ -27,8 +27,10 @@ from transom_kernels.cpu.vector_code import (
     multiply_add,
 )
 
+COLUMNS = 64  # of a state, for a work item
 
-def make_advance(dtype: str, num_vectors: int, *, delta: bool, by_row: bool) -> Any:
+
+def make_advance(dtype: str, num_vectors: int, *, delta: bool, by: str) -> Any:
     """Build the function that computes one token for `num_vectors` vectors of columns, or for the first `count` of one vector.
 
     S = decay * S + k (factor * v)^T, or with `delta` decay * S + k (factor * (v - decay * S^T k))^T; out = S^T q + skip * v.
@@ -37,9 +39,11 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool, by_row: bool) -> 
         source, source_stride    the state before: address of its first row, and stride from row to row
         target, target_stride    the state after, which may be at the same place
         depth                    D
-        query, key, decays       D float32 each; with `by_row`, `decays` are those of the state's rows, instead of `decay`
+        query, key               D float32 each
+        decays                   by "row": the decays of the state's D rows; by "column": rows of `COLUMNS` float32, the decays of
+                                 the state's D rows, then the factors and skips; by "head" unused
         value, out               the columns' numbers of the value and of the result, in `dtype`
-        decay, factor, skip      vectors, all lanes alike
+        decay, factor, skip      vectors, all lanes alike, unless `decays` has them
         count                    columns, if there are fewer than 16
     """
 
@@ -67,15 +71,18 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool, by_row: bool) -> 
         def number(numbers: ir.Value, d: ir.Value) -> ir.Value:
             return broadcast(b, load(b, row(numbers, int64(4), d), F32, 4), F32_16)
 
+        def of_columns(d: ir.Value) -> list[ir.Value]:
+            return loads(row(decays, int64(4 * COLUMNS), d), "f32")
+
         def recall(d: ir.Value, known: list[ir.Value]) -> list[ir.Value]:
-            k = b.fmul(number(key, d), number(decays, d)) if by_row else number(key, d)
+            k = b.fmul(number(key, d), number(decays, d)) if by == "row" else number(key, d)
             state = loads(row(source, source_stride, d), "f32")
             return [multiply_add(b, s, k, total) for s, total in zip(state, known, strict=True)]
 
         def update(d: ir.Value, results: list[ir.Value]) -> list[ir.Value]:
             k, q = number(key, d), number(query, d)
-            own = number(decays, d) if by_row else decay
-            state = [b.fmul(own, s) for s in loads(row(source, source_stride, d), "f32")]
+            kept = of_columns(d) if by == "column" else [number(decays, d) if by == "row" else decay] * num_vectors
+            state = [b.fmul(own, s) for own, s in zip(kept, loads(row(source, source_stride, d), "f32"), strict=True)]
             state = [multiply_add(b, k, add, s) for add, s in zip(changes, state, strict=True)]
             stores(row(target, target_stride, d), state, "f32")
             return [multiply_add(b, s, q, total) for s, total in zip(state, results, strict=True)]
@@ -84,10 +91,15 @@ def make_advance(dtype: str, num_vectors: int, *, delta: bool, by_row: bool) -> 
         wanted = values
         if delta:
             known = Loop(b, depth, 1, zeros, recall).results
-            known = known if by_row else [b.fmul(decay, total) for total in known]
+            known = known if by == "row" else [b.fmul(decay, total) for total in known]
             wanted = [b.fsub(v, total) for v, total in zip(values, known, strict=True)]
-        changes = [b.fmul(factor, w) for w in wanted]
+        factors, skips = [factor] * num_vectors, [skip] * num_vectors
+        if by == "column":
+            factors, skips = of_columns(depth), of_columns(b.add(depth, int64(1)))
+        changes = [b.fmul(own, w) for own, w in zip(factors, wanted, strict=True)]
         results = Loop(b, depth, 1, zeros, update).results
-        stores(out, [multiply_add(b, skip, v, total) for v, total in zip(values, results, strict=True)], dtype)
+        stores(
+            out, [multiply_add(b, own, v, total) for own, v, total in zip(skips, values, results, strict=True)], dtype
+        )
 
     return advance

@@ -1,8 +1,9 @@
-"""`linear_recurrence` on CPUs: the kernels `convolve` and `recur`, and their launches. `op.py` has the formulas.
+"""`linear_recurrence` and `causal_convolution` on CPUs: the kernels `convolve` and `recur`, and their launches.
 
-`convolve` writes silu(convolution) of all tokens, then the cached rows. A work item is some channels of a sequence. `recur` goes
-from token to token. A work item is `COLUMNS` columns of the state of a sequence's head: columns do not depend on each other.
-Between a sequence's first and last token the state lies in the thread's scratch memory, where it fits the first-level cache.
+`op.py` has the formulas. `convolve` writes silu(convolution) of all tokens, then the cached rows. A work item is some channels of a
+sequence. `recur` goes from token to token. A work item is `COLUMNS` columns of the state of a sequence's head: columns do not
+depend on each other. Between a sequence's first and last token the state lies in the thread's scratch memory, where it fits the
+first-level cache.
 
 Legend: T tokens, B sequences, H heads, Hk key heads, D key width, Dv value width, L tokens of the convolution's kernel, C channels.
 """
@@ -35,10 +36,9 @@ from transom_kernels.cpu.simd import (
     vector_max,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
-from transom_kernels.linear_recurrence.cpu.advance import make_advance
-from transom_kernels.linear_recurrence.inputs import RecurrenceInputs
+from transom_kernels.linear_recurrence.cpu.advance import COLUMNS, make_advance
+from transom_kernels.linear_recurrence.inputs import Convolution, RecurrenceInputs, StateBatch
 
-COLUMNS = 64  # of a state, for a work item of `recur`
 ITEM_CHANNELS = 256  # of a work item of `convolve`
 _MODULE = "transom_kernels.linear_recurrence.cpu.recurrence"
 _STRIDE = 4 * COLUMNS  # bytes from row to row of a state in scratch memory
@@ -60,33 +60,32 @@ class ConvolveArguments(NamedTuple):
     weight: torch.Tensor  # [L, C], contiguous
     bias: torch.Tensor | None  # [C]
     mixed: torch.Tensor  # [T, C], contiguous: the result
-    out: torch.Tensor  # [T, H * Dv], contiguous: tokens that pad the step become zeros
     rows: torch.Tensor  # [ids, L - 1, C]
     rows_block: int
     rows_row: int
-    num_sequences: int  # B
-    num_tokens: int  # T
     length: int  # L
     channels: int  # C
-    out_width: int  # H * Dv
 
 
 class RecurArguments(NamedTuple):
     """The argument words of the kernel `recur`. Strides are in bytes."""
 
     batch: BatchArguments
-    mixed: torch.Tensor  # [T, C], contiguous
-    step_size: RowArguments  # [T, H] or [T, H * D]
+    query: RowArguments  # [T, Hk * D]
+    key: RowArguments  # [T, Hk * D]
+    value: RowArguments  # [T, H * Dv]
+    step_size: RowArguments  # [T, H], [T, H * D] or [T, H * Dv]
     strength: RowArguments  # [T, H]
-    step_bias: torch.Tensor  # [H] or [H * D]
-    log_rate: torch.Tensor  # [H]
-    skip: torch.Tensor | None  # [H]
+    step_bias: torch.Tensor  # [H], [H * D] or [H * Dv]
+    rate: torch.Tensor  # [H] or [H, D, Dv]
+    skip: torch.Tensor | None  # [H] or [H * Dv]
     state: torch.Tensor  # [ids, H, D, Dv]
     state_block: int
     state_head: int
     state_row: int
-    out: torch.Tensor  # [T, H * Dv], contiguous
-    channels: int  # C
+    out: torch.Tensor  # [T, H * Dv], contiguous: tokens that pad the step become zeros
+    num_sequences: int  # B
+    num_tokens: int  # T
     key_heads: int  # Hk
     heads: int  # H
     width: int  # D
@@ -99,73 +98,82 @@ CONVOLVE, RECUR = numbers_of(ConvolveArguments), numbers_of(RecurArguments)
 
 def fits_cpu_kernels(inputs: RecurrenceInputs) -> bool:
     """Return whether the kernels take these dtypes and strides."""
-    rows = [inputs.projected, inputs.step_size, inputs.rows, inputs.state]
-    rows += [] if inputs.strength is None else [inputs.strength]
-    return (
-        inputs.projected.dtype in DTYPES
-        and all(tensor.stride(-1) == 1 for tensor in rows)
-        and inputs.weight.is_contiguous()
+    rows = (inputs.projected, inputs.step_size, inputs.state, inputs.strength, *(inputs.selection or ()))
+    fits = inputs.projected.dtype in DTYPES and all(one.stride(-1) == 1 for one in rows if one is not None)
+    return fits and (inputs.convolution is None or convolution_fits_cpu_kernel(inputs.projected, inputs.convolution))
+
+
+def convolution_fits_cpu_kernel(projected: torch.Tensor, convolution: Convolution) -> bool:
+    """Return whether the kernel takes these dtypes and strides."""
+    fits = projected.dtype in DTYPES and projected.stride(-1) == convolution.rows.stride(-1) == 1
+    return fits and convolution.weight.is_contiguous()
+
+
+def causal_convolution_cpu(projected: torch.Tensor, convolution: Convolution, batch: StateBatch) -> torch.Tensor:
+    """Return silu(convolution), [T, C], and write the rows after each sequence's last token."""
+    (tokens, channels), dtype, rows = projected.shape, projected.dtype, convolution.rows
+    mixed = empty((tokens, channels), dtype)
+    launch(
+        cpu_kernel(_MODULE, "make_convolve", dtype=DTYPES[dtype]),
+        len(batch.read_block) * -(-channels // ITEM_CHANNELS),
+        ConvolveArguments(
+            batch=_batch(batch),
+            projected=RowArguments.of(projected),
+            weight=convolution.weight,
+            bias=convolution.bias,
+            mixed=mixed,
+            rows=rows,
+            rows_block=rows.stride(0) * rows.element_size(),
+            rows_row=rows.stride(1) * rows.element_size(),
+            length=len(convolution.weight),
+            channels=channels,
+        ),
     )
+    return mixed
 
 
 def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
     """Return the heads' results [T, H * Dv], and write the states and rows after each sequence's last token."""
-    (tokens, channels), dtype = inputs.projected.shape, inputs.projected.dtype
-    state, rows, batch = inputs.state, inputs.rows, BatchArguments(*_batch(inputs))
+    mixed, state, by = inputs.projected, inputs.state, inputs.decays_by
+    if inputs.convolution is not None:
+        mixed = causal_convolution_cpu(mixed, inputs.convolution, inputs.batch)
     _, heads, width, value_width = state.shape
-    mixed, out = empty((tokens, channels), dtype), empty((tokens, heads * value_width), dtype)
-    sequences, name = len(inputs.batch.read_block), DTYPES[dtype]
+    tokens, keys = len(mixed), inputs.key_heads * width
+    query, key = inputs.selection or (mixed, mixed[:, keys:])
+    out, sequences = empty((tokens, heads * value_width), mixed.dtype), len(inputs.batch.read_block)
     launch(
-        cpu_kernel(_MODULE, "make_convolve", dtype=name),
-        (sequences + 1) * -(-channels // ITEM_CHANNELS),
-        ConvolveArguments(
-            batch=batch,
-            projected=RowArguments.of(inputs.projected),
-            weight=inputs.weight,
-            bias=inputs.bias,
-            mixed=mixed,
-            out=out,
-            rows=rows,
-            rows_block=rows.stride(0) * rows.element_size(),
-            rows_row=rows.stride(1) * rows.element_size(),
-            num_sequences=sequences,
-            num_tokens=tokens,
-            length=len(inputs.weight),
-            channels=channels,
-            out_width=heads * value_width,
-        ),
-    )
-    launch(
-        cpu_kernel(_MODULE, "make_recur", dtype=name, delta=inputs.is_delta_rule, by_row=inputs.decays_by_row),
-        sequences * heads * -(-value_width // COLUMNS),
+        cpu_kernel(_MODULE, "make_recur", dtype=DTYPES[mixed.dtype], delta=inputs.is_delta_rule, by=by),
+        (sequences + 1) * heads * -(-value_width // COLUMNS),
         RecurArguments(
-            batch=batch,
-            mixed=mixed,
+            batch=_batch(inputs.batch),
+            query=RowArguments.of(query),
+            key=RowArguments.of(key),
+            value=RowArguments.of(mixed if inputs.selection is not None else mixed[:, 2 * keys :]),
             step_size=RowArguments.of(inputs.step_size),
             strength=RowArguments.of(inputs.strength),
             step_bias=inputs.step_bias,
-            log_rate=inputs.log_rate,
+            rate=inputs.rate,
             skip=inputs.skip,
             state=state,
             state_block=4 * state.stride(0),
             state_head=4 * state.stride(1),
             state_row=4 * state.stride(2),
             out=out,
-            channels=channels,
+            num_sequences=sequences,
+            num_tokens=tokens,
             key_heads=inputs.key_heads,
             heads=heads,
             width=width,
             value_width=value_width,
             query_scale=width**-0.5,
         ),
-        scratch_bytes=(3 * 4 * _padded(width)) + width * _STRIDE,
+        scratch_bytes=3 * 4 * _padded(width) + (2 * width + 2) * _STRIDE,
     )
     return out
 
 
-def _batch(inputs: RecurrenceInputs) -> tuple[torch.Tensor, ...]:
-    batch = inputs.batch
-    return batch.query_offset, batch.read_block, batch.write_block
+def _batch(batch: StateBatch) -> BatchArguments:
+    return BatchArguments(batch.query_offset, batch.read_block, batch.write_block)
 
 
 def _padded(width: int) -> int:
@@ -174,7 +182,7 @@ def _padded(width: int) -> int:
 
 
 def make_convolve(dtype: str) -> Any:
-    """Build the kernel. A work item is ITEM_CHANNELS channels of a sequence; sequence B stands for the tokens that pad the step."""
+    """Build the kernel. A work item is ITEM_CHANNELS channels of a sequence."""
     load, store, size = row_access(dtype)
 
     @helper
@@ -215,34 +223,32 @@ def make_convolve(dtype: str) -> Any:
 
     @each_item
     def convolve(arguments, thread, item):
-        channels, sequences = argument(arguments, CONVOLVE.channels), argument(arguments, CONVOLVE.num_sequences)
+        channels = argument(arguments, CONVOLVE.channels)
         parts = (channels + ITEM_CHANNELS - 1) // ITEM_CHANNELS
         sequence, first = item // parts, item % parts * ITEM_CHANNELS
+        last = min(first + ITEM_CHANNELS, channels)
         begin = load_i32(argument(arguments, CONVOLVE.batch.query_offset) + 4 * sequence)
-        if sequence == sequences:
-            width = argument(arguments, CONVOLVE.out_width)
-            for token in range(begin, argument(arguments, CONVOLVE.num_tokens)):
-                for channel in range(first, min(first + ITEM_CHANNELS, width), 16):
-                    out = argument(arguments, CONVOLVE.out) + (token * width + channel) * size
-                    store(out, splat(0.0), width - channel)
-        else:
-            last = min(first + ITEM_CHANNELS, channels)
-            end = load_i32(argument(arguments, CONVOLVE.batch.query_offset) + 4 * (sequence + 1))
-            read = load_i32(argument(arguments, CONVOLVE.batch.read_block) + 4 * sequence)
-            write = load_i32(argument(arguments, CONVOLVE.batch.write_block) + 4 * sequence)
-            rows, block = argument(arguments, CONVOLVE.rows), argument(arguments, CONVOLVE.rows_block)
-            earlier = rows + read * block if read >= 0 else 0
-            convolve_tokens(arguments, earlier, begin, end, first, last)
-            if begin < end and write >= 0:
-                keep_rows(arguments, earlier, begin, end, first, last, rows + write * block)
+        end = load_i32(argument(arguments, CONVOLVE.batch.query_offset) + 4 * (sequence + 1))
+        read = load_i32(argument(arguments, CONVOLVE.batch.read_block) + 4 * sequence)
+        write = load_i32(argument(arguments, CONVOLVE.batch.write_block) + 4 * sequence)
+        rows, block = argument(arguments, CONVOLVE.rows), argument(arguments, CONVOLVE.rows_block)
+        earlier = rows + read * block if read >= 0 else 0
+        convolve_tokens(arguments, earlier, begin, end, first, last)
+        if begin < end and write >= 0:
+            keep_rows(arguments, earlier, begin, end, first, last, rows + write * block)
 
     return convolve
 
 
-def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
-    """Build the kernel. A work item is COLUMNS columns of a head's state in a sequence."""
-    (load, _, size), load_scalar = row_access(dtype), LOAD_SCALAR[dtype]
-    advance, advance_part = (make_advance(dtype, count, delta=delta, by_row=by_row) for count in (COLUMNS // 16, 1))
+def make_recur(dtype: str, delta: bool, by: str) -> Any:
+    """Build the kernel for a `decays_by`. A work item is COLUMNS columns of a head's state in a sequence.
+
+    Sequence B has the tokens that pad the step.
+    """
+    (load, store, size), load_scalar = row_access(dtype), LOAD_SCALAR[dtype]
+    by_row, by_column = by == "row", by == "column"
+    column_bytes = 4 * by_column  # from column to column of `decays`
+    advance, advance_part = (make_advance(dtype, count, delta=delta, by=by) for count in (COLUMNS // 16, 1))
 
     @helper
     def widen(x, width, out, scale):
@@ -282,25 +288,59 @@ def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
             store_f32(out + 4 * d, decay_of(step, rate))
 
     @helper
+    def store_column_decays(arguments, token, head, first, columns, width, out):
+        """Store what `advance` reads of some columns of a head's state: each row's decays, then the steps."""
+        value_width = argument(arguments, RECUR.value_width)
+        at = head * value_width + first
+        given = row_address(arguments, RECUR.step_size, token) + at * size
+        bias = argument(arguments, RECUR.step_bias) + 4 * at
+        rates = argument(arguments, RECUR.rate) + 4 * (head * width * value_width + first)
+        for column in range(0, columns, 16):
+            count = min(16, columns - column)
+            step = softplus(load(given + column * size, count) + load_part_f32(bias + 4 * column, count))
+            store_f32(out + width * _STRIDE + 4 * column, step)
+            for d in range(width):
+                rate = load_part_f32(rates + 4 * (d * value_width + column), count)
+                store_f32(out + d * _STRIDE + 4 * column, decay_of(step, rate))
+
+    @helper
+    def pad(arguments, head, first, columns):
+        """Write zeros for the tokens that pad the step."""
+        width = argument(arguments, RECUR.heads) * argument(arguments, RECUR.value_width)
+        at = argument(arguments, RECUR.out) + (head * argument(arguments, RECUR.value_width) + first) * size
+        begin = load_i32(argument(arguments, RECUR.batch.query_offset) + 4 * argument(arguments, RECUR.num_sequences))
+        for token in range(begin, argument(arguments, RECUR.num_tokens)):
+            for column in range(0, columns, 16):
+                store(at + (token * width + column) * size, splat(0.0), columns - column)
+
+    @helper
     def state_at(arguments, block, head):
         state = argument(arguments, RECUR.state) + block * argument(arguments, RECUR.state_block)
         return state + head * argument(arguments, RECUR.state_head)
 
-    @each_item
-    def recur(arguments, thread, item):
+    @helper
+    def recur_columns(arguments, query, sequence, head, first, columns):
+        """Compute some columns of a head's state in a sequence. `query` is scratch memory for queries, keys, decays and states."""
         width, value_width = argument(arguments, RECUR.width), argument(arguments, RECUR.value_width)
         heads, key_heads = argument(arguments, RECUR.heads), argument(arguments, RECUR.key_heads)
-        parts = (value_width + COLUMNS - 1) // COLUMNS
-        sequence, head, first = item // parts // heads, item // parts % heads, item % parts * COLUMNS
-        columns = min(COLUMNS, value_width - first)
         begin = load_i32(argument(arguments, RECUR.batch.query_offset) + 4 * sequence)
         end = load_i32(argument(arguments, RECUR.batch.query_offset) + 4 * (sequence + 1))
         read = load_i32(argument(arguments, RECUR.batch.read_block) + 4 * sequence)
         write = load_i32(argument(arguments, RECUR.batch.write_block) + 4 * sequence)
-        query = scratch(thread)
         key = query + 4 * ((width + 15) // 16 * 16)
         decays = key + (key - query)
         own = decays + (key - query)
+        skips = argument(arguments, RECUR.skip)
+        skip, rate = splat(0.0), splat(0.0)
+        if by_column:
+            decays = own + width * _STRIDE
+            for column in range(0, columns, 16):
+                at = skips + 4 * (head * value_width + first + column)
+                lanes = load_part_f32(at, min(16, columns - column)) if skips != 0 else splat(0.0)
+                store_f32(decays + (width + 1) * _STRIDE + 4 * column, lanes)
+        else:
+            skip = splat(load_scalar_f32(skips + 4 * head)) if skips != 0 else splat(0.0)
+            rate = splat(load_scalar_f32(argument(arguments, RECUR.rate) + 4 * head))
         state_row = argument(arguments, RECUR.state_row)
         source, source_stride = own, _STRIDE
         if read >= 0:
@@ -309,20 +349,19 @@ def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
             for d in range(width):
                 for column in range(0, COLUMNS, 16):
                     store_f32(own + d * _STRIDE + 4 * column, splat(0.0))
-        rate = exp(splat(load_scalar_f32(argument(arguments, RECUR.log_rate) + 4 * head)))
-        skips = argument(arguments, RECUR.skip)
-        skip = splat(load_scalar_f32(skips + 4 * head)) if skips != 0 else splat(0.0)
         for token in range(begin, end):
             target, target_stride = own, _STRIDE
             if token == end - 1 and write >= 0:
                 target, target_stride = state_at(arguments, write, head) + 4 * first, state_row
-            mixed = argument(arguments, RECUR.mixed) + token * argument(arguments, RECUR.channels) * size
-            key_head = mixed + head // (heads // key_heads) * width * size
-            widen(key_head, width, query, float_argument(arguments, RECUR.query_scale))
-            widen(key_head + key_heads * width * size, width, key, 1.0)
+            key_head = head // (heads // key_heads) * width * size
+            scale = float_argument(arguments, RECUR.query_scale)
+            widen(row_address(arguments, RECUR.query, token) + key_head, width, query, scale)
+            widen(row_address(arguments, RECUR.key, token) + key_head, width, key, 1.0)
             factor, decay = splat(0.0), splat(0.0)
             if by_row:
                 store_decays(arguments, token, head * width, width, rate, decays)
+            elif by_column:
+                store_column_decays(arguments, token, head, first, columns, width, decays)
             else:
                 factor = step_of(arguments, token, head)
                 decay = decay_of(factor, rate)
@@ -330,7 +369,7 @@ def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
                 given = splat(load_scalar(row_address(arguments, RECUR.strength, token) + head * size))
                 factor = keep_nan(sigmoid(given), given)
             at = (head * value_width + first) * size
-            value = mixed + 2 * key_heads * width * size + at
+            value = row_address(arguments, RECUR.value, token) + at
             out = argument(arguments, RECUR.out) + token * heads * value_width * size + at
             if columns == COLUMNS:
                 advance(
@@ -339,9 +378,21 @@ def make_recur(dtype: str, delta: bool, by_row: bool) -> Any:
             else:
                 for column in range(0, columns, 16):
                     advance_part(
-                        source + 4 * column, source_stride, target + 4 * column, target_stride, width, query, key, decays,
-                        value + column * size, out + column * size, decay, factor, skip, min(16, columns - column),
+                        source + 4 * column, source_stride, target + 4 * column, target_stride, width, query, key,
+                        decays + column_bytes * column, value + column * size, out + column * size, decay, factor, skip,
+                        min(16, columns - column),
                     )  # fmt: skip
             source, source_stride = target, target_stride
+
+    @each_item
+    def recur(arguments, thread, item):
+        value_width, heads = argument(arguments, RECUR.value_width), argument(arguments, RECUR.heads)
+        parts = (value_width + COLUMNS - 1) // COLUMNS
+        sequence, head, first = item // parts // heads, item // parts % heads, item % parts * COLUMNS
+        columns = min(COLUMNS, value_width - first)
+        if sequence == argument(arguments, RECUR.num_sequences):
+            pad(arguments, head, first, columns)
+        else:
+            recur_columns(arguments, scratch(thread), sequence, head, first, columns)
 
     return recur

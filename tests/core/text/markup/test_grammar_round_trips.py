@@ -91,6 +91,7 @@ FAMILIES = [
     Family("lfm2", "qwen3", LFM2, call="<|tool_call_start|>"),
     Family("olmo3", "olmo3", THINK, call="<function_calls>"),
     Family("nemotron_json", "qwen3", THINK, call="<TOOLCALL>"),
+    Family("jamba", "qwen3", THINK, call="<tool_calls>"),
     Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
     Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),
     Family(*("openai", "openai_gptoss", HARMONY), call="<|channel|>commentary to=", before="", may_be_text=False),

@@ -38,6 +38,7 @@ _TOOL_RULES = (
     _Rule("qwen3_coder", _template_has("<tool_call>", "<function=")),
     _Rule("seed_oss", _template_has("<seed:tool_call>")),
     _Rule("minimax_m2", _template_has("<minimax:tool_call>")),
+    _Rule("jamba", lambda model_type, template: model_type == "jamba" and "<tool_calls>" in template),
     _Rule("nemotron_json", _template_has("<TOOLCALL>")),
     _Rule("olmo3", _template_has("<function_calls>")),
     _Rule("lfm2", _is_type("lfm2", "lfm2_moe"), "<|tool_call_start|>"),

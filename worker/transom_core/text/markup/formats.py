@@ -39,6 +39,7 @@ _TOOLS: Mapping[str, ToolMarkup] = {
     "minimax_m2": DsmlTools("minimax:tool_call", token=""),
     "mistral": MistralTools(),
     "granite": JsonArrayTools("<|tool_call|>", "<tool_call>"),
+    "jamba": JsonArrayTools("<tool_calls>", end="</tool_calls>"),
     "nemotron_json": JsonArrayTools("<TOOLCALL>", end="</TOOLCALL>"),
     "olmo3": Olmo3Tools(),
     "mimo": Qwen3CoderTools(),

@@ -116,13 +116,14 @@ def _own_cache(layout: ArenaLayout, slab: torch.Tensor, parts: Parts, layer: int
     state = parts[layer, Role.RECURRENT]
     group = layout.groups[state.group]
     rows = [one for one in group.layers if (one.layer, one.role) == (layer, Role.CONVOLVED)]
-    queries, values = rows[:2]  # of the earliest of the tokens
-    channels = queries.num_kv_heads * (2 * queries.k_size + values.k_size)
-    dtype: torch.dtype = getattr(torch, queries.dtype)
+    has_keys = rows[0].v_offset != rows[0].k_offset  # queries and keys, and values apart; Mamba-1's are values alone
+    of_token = rows[: 1 + has_keys]
+    channels = sum(one.num_kv_heads * one.k_size for one in (*of_token, *rows[:has_keys]))
+    dtype: torch.dtype = getattr(torch, rows[0].dtype)
     rows_NRC = slab.view(dtype).as_strided(
-        (layout.num_block_ids(state.group), len(rows) // 2, channels),
+        (layout.num_block_ids(state.group), len(rows) // len(of_token), channels),
         (group.stride_bytes // dtype.itemsize, channels, 1),
-        queries.k_offset // dtype.itemsize,
+        rows[0].k_offset // dtype.itemsize,
     )
     return LayerCache(state.cache.k, rows_NRC)
 

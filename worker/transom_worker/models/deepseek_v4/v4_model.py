@@ -19,11 +19,12 @@ from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.rope import Rope
-from transom_kernels.hyper_connections import hc_head, hc_post, hc_pre, hc_project
+from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.v4_attention import LatentAttention
 from transom_worker.models.deepseek_v4.v4_experts import ExpertLayer
 from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.linear import make_linear
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables, frequencies
 from transom_worker.models.loading import Loader
 from transom_worker.models.model import Model
@@ -43,15 +44,15 @@ class _Coefficients:
             return load.tensor(f"{name}_{part}", torch.float32, shape=shape)
 
         self._eps, self._norm_eps = shape.hyper_connection_eps, architecture.rms_norm_eps
-        self._weight = tensor("fn", sum(sizes), shape.num_residual_streams * architecture.hidden_size)
+        self._projection = make_linear(tensor("fn", sum(sizes), shape.num_residual_streams * architecture.hidden_size))
         self._base = tensor("base", sum(sizes))
         scales = zip(tensor("scale", len(sizes)), sizes, strict=True)
         self._scale = torch.cat([scale.expand(size) for scale, size in scales])
-        self.weight_bytes = self._weight.nbytes + self._base.nbytes + self._scale.nbytes
+        self.weight_bytes = self._projection.weight_bytes + self._base.nbytes + self._scale.nbytes
 
     def _project(self, x_TSN: torch.Tensor) -> torch.Tensor:
         """Return the projected coefficients [T, M], before scale and base."""
-        return hc_project(x_TSN, self._weight, self._norm_eps)
+        return self._projection(hc_norm(x_TSN, self._norm_eps))
 
 
 class HyperConnection(_Coefficients):

@@ -21,7 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_kernels.linear_recurrence import RecurrenceInputs, StateBatch, gated_rms_norm, linear_recurrence
+from transom_kernels.linear_recurrence import (
+    Convolution,
+    RecurrenceInputs,
+    StateBatch,
+    gated_rms_norm,
+    linear_recurrence,
+)
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.attention import TokenMixer
 from transom_worker.models.layers.forward_batch import LayerCache
@@ -36,7 +42,7 @@ class RecurrentWeights:
     convolution_LC: torch.Tensor
     bias_C: torch.Tensor | None  # of the convolution
     step_bias_H: torch.Tensor  # Kimi Linear's: [H * D]
-    log_rate_H: torch.Tensor
+    rate_H: torch.Tensor  # exp(A_log)
     skip_H: torch.Tensor | None  # Mamba-2's; None: a gated delta net
     norm: torch.Tensor | None  # [Dv] for all heads, or Mamba-2's [H * Dv]; None: gates alone
     gates_first: bool  # gates multiply what the norm reads
@@ -46,8 +52,15 @@ class RecurrentWeights:
     @property
     def num_bytes(self) -> int:
         """Return the size of all tensors."""
-        tensors = (self.convolution_LC, self.bias_C, self.step_bias_H, self.log_rate_H, self.skip_H, self.norm)
+        tensors = (self.convolution_LC, self.bias_C, self.step_bias_H, self.rate_H, self.skip_H, self.norm)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def state_batch(batch: PagedBatch) -> StateBatch:
+    """Return which blocks hold the sequences' states; a group of states has these instead of block tables."""
+    return StateBatch(
+        query_offset=batch.query_offset, read_block=batch.first_block, write_block=batch.block_table[:, 0]
+    )
 
 
 class RecurrentLayer(TokenMixer):
@@ -84,19 +97,15 @@ class RecurrentLayer(TokenMixer):
             gate, step = weights.twice[0](gate), weights.twice[1](step)
         inputs = RecurrenceInputs(
             projected=mixed,
-            weight=weights.convolution_LC,
-            bias=weights.bias_C,
+            convolution=Convolution(weight=weights.convolution_LC, bias=weights.bias_C, rows=cache.v),
             step_size=step,
             step_bias=weights.step_bias_H,
-            log_rate=weights.log_rate_H,
+            rate=weights.rate_H,
             strength=strength[0] if strength else None,
             skip=weights.skip_H,
             key_heads=layer.num_kv_heads,
             state=cache.k.view(len(cache.k), layer.num_heads, layer.head_size, self._value_size),
-            rows=cache.v,
-            batch=StateBatch(
-                query_offset=batch.query_offset, read_block=batch.first_block, write_block=batch.block_table[:, 0]
-            ),
+            batch=state_batch(batch),
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
         first, by_sigmoid = weights.gates_first, weights.twice is not None

@@ -8,6 +8,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.falcon_h1 import FALCON_H1
+from transom_core.model_config.jamba import JAMBA
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
 from transom_core.model_config.recurrent import KIMI_LINEAR
@@ -42,7 +43,16 @@ _KIMI_LINEAR = {
     **{".linear_attn.out_proj.": ".self_attn.o_proj.", ".linear_attn.norm.": ".self_attn.o_norm."},
     ".linear_attn.": ".self_attn.",
 }
-OWN_NAMES = {**dict.fromkeys(LFM2_FAMILIES, _LFM2), "granitemoehybrid": _GRANITE_HYBRID, KIMI_LINEAR: _KIMI_LINEAR}
+_JAMBA = {
+    **{"model.norm.": "model.final_layernorm.", ".post_attention_layernorm.": ".pre_ff_layernorm."},
+    **{".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."},
+}
+OWN_NAMES = {
+    **dict.fromkeys(LFM2_FAMILIES, _LFM2),
+    "granitemoehybrid": _GRANITE_HYBRID,
+    KIMI_LINEAR: _KIMI_LINEAR,
+    JAMBA: _JAMBA,
+}
 _FALCON = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 _NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "backbone.norm_f."}
 _IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")

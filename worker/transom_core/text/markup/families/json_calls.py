@@ -1,4 +1,4 @@
-"""The parsers `hermes`, `granite`, `nemotron_json` and `llama3_json`: calls are JSON objects, with different text around them.
+"""The parsers `hermes`, `granite`, `nemotron_json`, `jamba` and `llama3_json`: calls are JSON objects, text around them differs.
 
 `hermes`, of Hermes 2 and 3, Qwen 2.5 and Qwen 3: each call is between `<tool_call>` and `</tool_call>`. A block may hold several
 objects. Inside the JSON's strings, `</tool_call>` is text.
@@ -12,7 +12,8 @@ the `hermes` format.)
 
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
 
-`nemotron_json`, of Nemotron Nano 2: the same array between `<TOOLCALL>` and `</TOOLCALL>`.
+`nemotron_json`, of Nemotron Nano 2: the same array between `<TOOLCALL>` and `</TOOLCALL>`; `jamba`: between `<tool_calls>` and
+`</tool_calls>`.
 
 `llama3_json`, of Llama 3.1 to 3.3: an answer that is an object with a tool's name and "parameters" is a call. Several calls are
 separated by `;`. `<|python_tag|>` may come before the calls, and then text may come before it. Without that marker, other JSON is
