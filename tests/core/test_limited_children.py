@@ -1,6 +1,7 @@
 """Child processes under limits: what a child that is stopped, killed or cannot begin costs its parent."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,12 +91,16 @@ def test_an_idle_child_is_taken_under_the_lock(children: LimitedChildren, monkey
     assert [children.ask({"numbers": [i]})["sum"] for i in range(3)] == [0, 1, 2]
 
 
-def test_a_child_that_was_killed_costs_nothing(children: LimitedChildren) -> None:
-    children.ask({"numbers": [1]})
-    (pid,) = children.pids
-    psutil.Process(pid).kill()
+def test_children_that_were_killed_cost_nothing(children: LimitedChildren) -> None:
+    """As many as a task is tried."""
+    with children._process(False), children._process(False):
+        pids = children.pids
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert children.ask({"numbers": [2]})["sum"] == 2
-    assert pid not in children.pids
+    assert not {*pids} & {*children.pids}
 
 
 def test_many_threads_share_few_children_which_have_no_secrets(

@@ -118,9 +118,7 @@ class LimitedChildren:
         """Lend a child, and take it back unless it was ended meanwhile."""
         idle = self._idle[is_patient]
         with self._free[is_patient]:
-            with self._lock:
-                process = idle.pop() if idle else None
-            process = process or self._start(is_patient)
+            process = self._take(idle) or self._start(is_patient)
             try:
                 yield process
             except BaseException:
@@ -129,6 +127,15 @@ class LimitedChildren:
             with self._lock:
                 if process in self._all:
                     idle.append(process)
+
+    def _take(self, idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
+        """Take a child that is idle, and end those that were killed while they were."""
+        while True:
+            with self._lock:
+                process = idle.pop() if idle else None
+            if process is None or process.poll() is None:
+                return process
+            self._end(process)
 
     def _exchange(self, process: subprocess.Popen[bytes], task: Message, wall_s: float) -> Message:
         """Send a task (to a new child the first message before it), and return its answer, or why there is none."""

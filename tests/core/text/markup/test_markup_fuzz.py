@@ -124,7 +124,7 @@ def _check(parts: list[AnswerPart], words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("parsers", _PARSERS, ids=lambda parsers: "-".join(map(str, parsers)))
-@settings(max_examples=num_examples(40, 4000), deadline=None)
+@settings(max_examples=num_examples(25, 4000), deadline=None)
 @given(
     pieces=st.lists(st.one_of(st.sampled_from(_PIECES), st.none()), max_size=30),
     noise=st.lists(st.text(max_size=6), max_size=3),
@@ -145,7 +145,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
 
 
 @pytest.mark.parametrize("parser", _OWN_PIECES)
-@settings(max_examples=num_examples(40, 2000), deadline=None)
+@settings(max_examples=num_examples(25, 2000), deadline=None)
 @given(data=st.data())
 def test_tokens_in_any_order_are_read(parser: str, data: st.DataObject) -> None:
     own = _OWN_PIECES[parser]
