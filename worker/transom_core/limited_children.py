@@ -86,7 +86,7 @@ class LimitedChildren:
         outside or did not answer, twice, and `{"unprepared": reason}` if no child can do any task.
         """
         answer: Message = {}
-        for _ in range(2):  # once more if the child was killed from outside, perhaps while it was idle
+        for _ in range(2):  # once more if the child was killed from outside
             if self._unprepared is not None:
                 return self._unprepared
             with self._process(is_patient) as process:

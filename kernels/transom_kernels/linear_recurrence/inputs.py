@@ -1,7 +1,7 @@
 """The arguments of `linear_recurrence`, `causal_convolution` and `gated_rms_norm`, and the checks that they fit together.
 
 Legend: T tokens of a step, B sequences, H heads of values and states, Hk heads of keys and queries (each serves H / Hk neighbouring
-heads), D key width, Dv value width, L tokens of the convolution's kernel, C channels of the convolution: 2 Hk D + H Dv.
+heads), D key width, Dv value width, L tokens of the convolution's kernel, C its channels: 2 Hk D + H Dv, in Mamba-1 H Dv.
 """
 
 from dataclasses import dataclass
@@ -68,9 +68,8 @@ class RecurrenceInputs:
     projected: torch.Tensor  # [T, C]: queries of all key heads, their keys, values of all heads; before the convolution
     convolution: Convolution | None = None
     selection: tuple[torch.Tensor, torch.Tensor] | None = None  # Mamba-1's queries and keys, [T, D] each
-    step_size: (
-        torch.Tensor
-    )  # [T, H], or [T, H * D] (Kimi Linear) or [T, H * Dv] (Mamba-1): of rows or columns of a state
+    # [T, H], or of rows of a state [T, H * D] (Kimi Linear), or of its columns [T, H * Dv] (Mamba-1)
+    step_size: torch.Tensor
     step_bias: torch.Tensor  # [H], [H * D] or [H * Dv] float32, dt_bias: added before the softplus
     rate: torch.Tensor  # [H] float32, or with a step for each column [H, D, Dv], contiguous: exp(A_log)
     strength: torch.Tensor | None = None  # [T, H]; its sigmoid is the delta rule's beta

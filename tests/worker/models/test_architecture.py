@@ -318,7 +318,7 @@ def test_jamba_as_published() -> None:
     assert read_architecture(published | {"num_experts": 1}).mixture is None
     for wrong, message in (
         ({"mamba_rate": 2}, "the field 'mamba_rate', which is not known of Jamba"),
-        ({"mamba_proj_bias": True}, "mamba_proj_bias True; only False"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only 'silu'"),
         ({"attn_layer_period": 0}, "no size or number"),
         ({"mamba_dt_rank": "none"}, "no size or number"),
     ):

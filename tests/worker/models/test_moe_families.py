@@ -129,9 +129,8 @@ CASES = {
         family="nemotron_h",
         config=NEMOTRON
         | {"hybrid_override_pattern": "MEM*E*-ME", "moe_intermediate_size": 40, "mlp_bias": True}
-        | {"use_conv_bias": False}
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-        | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "seed": 2},
+        | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "use_conv_bias": False, "seed": 2},
         mistakes=({"norm_topk_prob": False}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}),
     ),
     "qwen2_moe": FamilyCase(

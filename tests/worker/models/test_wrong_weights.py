@@ -75,10 +75,8 @@ NORMS = "model.{embed_tokens,norm}.weight .{input,post_attention}_layernorm.weig
 TIED = NORMS + ".self_attn.{q,k,v,o}_proj.weight "
 ATTENTION = TIED + "lm_head.weight "
 MLP, QK = ".mlp.{gate,up,down}_proj.weight ", ".self_attn.{q,k}_norm.weight "
-EXPERT_NAMES, CORRECTED = (
-    ".mlp.gate.weight .mlp.experts.N.{gate,up,down}_proj.weight ",
-    ".mlp.gate.e_score_correction_bias ",
-)
+EXPERT_NAMES = ".mlp.gate.weight .mlp.experts.N.{gate,up,down}_proj.weight "
+CORRECTED = ".mlp.gate.e_score_correction_bias "
 DELTA = ".linear_attn.{A_log,dt_bias,{in_proj_{a,b,qkv,z},conv1d,norm,out_proj}.weight} "
 QWEN3_5 = ".mlp.{gate,shared_expert{.{gate,up,down}_proj,_gate}}.weight .mlp.experts.{gate_up,down}_proj"
 FP8 = "{.self_attn.{q,k,v,o},.mlp.experts.N.{gate,up,down}}_proj.weight_scale_inv"

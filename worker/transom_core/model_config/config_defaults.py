@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "jamba": {
         **{"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto", "mamba_conv_bias": True},
         **{"attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
-        **{"num_experts": 16, "rms_norm_eps": 1e-6},
+        **{"num_experts": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144},
     },
     "nemotron_h": {
         **{"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},

@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 JAMBA = "jamba"
 HEAD_CHANNELS = 64  # that always stay on one rank; the CPU kernel's work item
 _KNOWN = ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank", "mamba_conv_bias")
-_ONLY = {"mamba_proj_bias": False, "mamba_inner_layernorms": True, "sliding_window": None}
+_ONLY = {"mamba_proj_bias": False, "mamba_inner_layernorms": True, "sliding_window": None, "hidden_act": "silu"}
 
 
 def with_common_names(config: Config) -> Config:

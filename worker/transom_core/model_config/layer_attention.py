@@ -51,8 +51,6 @@ class LayerAttention:
     compression: Compression | None = None
     convolution: int | None = None  # tokens that a short convolution reads: its kernel's length
     recurrent: int | None = None  # tokens that the convolution of a recurrent layer reads
-    step_rank: int = (
-        0  # width of what a Mamba-1 layer projects to its channels' steps; 0: another recurrent layer, or none
-    )
+    step_rank: int = 0  # width of what a Mamba-1 layer projects to the steps of its channels; 0 elsewhere
     reads_cache_of: int | None = None
     value_size: int | None = None  # None: as wide as a key

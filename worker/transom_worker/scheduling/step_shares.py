@@ -1,8 +1,9 @@
 """`StepShares`: how many tokens of a step each sequence may compute.
 
-Each client that has prompts gets its share of the step's prompt tokens; what it does not need is the others' (`divide`). Its own
-prompts share what it gets (`share_limit`). If several clients have work, a step's time is divided among them before that
-(`time_shares`): sequences that decode may have to wait, and a client's prompts may be held to fewer tokens.
+Each client that has prompts gets its share of the step's prompt tokens, or with a target time of the time that they take; what it
+does not need is the others' (`divide`). Its own prompts share what it gets (`share_limit`). If several clients have work, a step's
+time is divided among them before that (`time_shares`): sequences that decode may have to wait, and a client's prompts may be held
+to fewer tokens.
 """
 
 import math
@@ -90,9 +91,14 @@ class StepShares:
         most = max(1, num_tokens - num_decoding)  # each decoding sequence needs one token of the step
         if self._pace.target_s is not None:
             needs = [math.ceil(PARTS * want / limit) for want, limit in zip(wanted, paced, strict=True)]
-            parts = zip(wanted, divide(PARTS, needs, weights), paced, strict=True)
-            wanted = [min(want, math.ceil(part * limit / PARTS)) for want, part, limit in parts]
+            parts = zip(wanted, divide(PARTS, needs, weights), paced, map(self._least, works), strict=True)
+            wanted = [min(want, max(least, math.ceil(part * limit / PARTS))) for want, part, limit, least in parts]
         return divide(most, wanted, weights)
+
+    def _least(self, work: ClientWork) -> int:
+        """Return the least that a client's part of a step is cut to: what is worth a step if it has saved for that, else two tokens
+        since a row of one counts as one that decodes."""
+        return 2 if work.most_tokens == math.inf else self._pace.least_tokens(work.prompts[0].scheduled)
 
     def _gather(self) -> list[ClientWork]:
         """Return what each client could compute in a step, for those that can compute anything."""
