@@ -1,5 +1,4 @@
-"""Layers with a recurrent state: gated delta nets (Qwen3-Next, Qwen 3.5), Mamba-2 (Granite 4, Nemotron-H, Falcon-H1) and Mamba-1
-(Jamba)."""
+"""Layers with a recurrent state: gated delta nets (Qwen3-Next, Qwen 3.5), Mamba (Granite 4, Nemotron-H, Falcon-H1, Jamba)."""
 
 from transom_kernels.linear_recurrence.inputs import Convolution, RecurrenceInputs, StateBatch
 from transom_kernels.linear_recurrence.op import causal_convolution, gated_rms_norm, linear_recurrence

@@ -51,12 +51,11 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
     if inputs.convolution is not None:
         mixed = causal_convolution_triton(mixed, inputs.convolution, batch)
     tokens, (_, heads, width, value_width) = len(mixed), state.shape
-    sequences, keys = len(batch.read_block), inputs.key_heads * width
+    sequences = len(batch.read_block)
     out = mixed.new_empty(tokens, heads * value_width)
     if not tokens:
         return out
-    query, key = inputs.selection or (mixed, mixed[:, keys:])
-    value = mixed if inputs.selection is not None else mixed[:, 2 * keys :]
+    query, key, value = inputs.parts(mixed)
     gates: tuple[Any, ...] = (
         inputs.step_size, inputs.strength if inputs.strength is not None else inputs.step_size, inputs.step_bias, inputs.rate,
         inputs.skip if inputs.skip is not None else inputs.rate,

@@ -90,6 +90,13 @@ class RecurrenceInputs:
             return "column"
         return "row" if self.is_delta_rule and self.step_bias.numel() > self.state.shape[1] else "head"
 
+    def parts(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries and keys of all key heads and values of all heads, views; `mixed` is the convolution's result."""
+        if self.selection is not None:
+            return (*self.selection, mixed)
+        keys = self.key_heads * self.state.shape[2]
+        return mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
+
     def check(self) -> None:
         """Raise ValueError unless shapes and dtypes fit together."""
         (tokens, channels), (heads, width, value_width) = self.projected.shape, self.state.shape[1:]

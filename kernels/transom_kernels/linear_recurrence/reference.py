@@ -19,7 +19,7 @@ def linear_recurrence_reference(inputs: RecurrenceInputs, wide: torch.dtype = to
     out = mixed.new_zeros(len(mixed), state.shape[1] * state.shape[3])
     for own, read, write in _sequences(batch):
         before = (state[read] if read >= 0 else torch.zeros_like(state[0])).to(wide)
-        results, after = _recur(inputs, own, mixed[own], before)
+        results, after = _recur(inputs, own, mixed, before)
         out[own] = results.flatten(1).to(out.dtype)
         if write >= 0:
             state[write] = after.to(state.dtype)
@@ -55,26 +55,21 @@ def _sequences(batch: StateBatch) -> Iterator[tuple[slice, int, int]]:
 def _recur(
     inputs: RecurrenceInputs, own: slice, mixed: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one sequence's results [count, H, Dv] and its last state [H, D, Dv]; `mixed` [count, C] comes from the convolution."""
+    """Return one sequence's results [count, H, Dv] and its last state [H, D, Dv]; `mixed` [T, C] comes from the convolution."""
     (heads, width, value_width), wide = state.shape, state.dtype
-    keys = inputs.key_heads * width
-    if inputs.selection is None:
-        query, key, value = torch.split(mixed.to(wide), [keys, keys, heads * value_width], dim=1)
-    else:
-        query, key, value = (x.to(wide) for x in (*(one[own] for one in inputs.selection), mixed))
+    query, key, value = (part[own].to(wide) for part in inputs.parts(mixed))
     query, key = (x.view(len(x), -1, width).repeat_interleave(heads // inputs.key_heads, dim=1) for x in (query, key))
     value = value.view(len(value), heads, value_width)
     if inputs.is_delta_rule:
         query, key = (x * torch.rsqrt((x * x).sum(2, keepdim=True) + 1e-6) for x in (query, key))
         query = query * width**-0.5
-    step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(mixed), heads, -1)
+    step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(query), heads, -1)
     # [count, H, D or 1, Dv or 1]
     steps = step[:, :, None] if inputs.decays_by == "column" else step[..., None]
-    decay = torch.exp(
-        -inputs.rate.to(wide).view(heads, *((width, value_width) if inputs.rate.dim() > 1 else (1, 1))) * steps
-    )
+    rate = inputs.rate.to(wide).view(heads, *(inputs.rate.shape[1:] or (1, 1)))
+    decay = torch.exp(-rate * steps)
     results = torch.empty_like(value)
-    for t in range(len(mixed)):
+    for t in range(len(query)):
         state = state * decay[t]
         if inputs.strength is None:
             change = step[t] * value[t]

@@ -60,7 +60,7 @@ class Architecture:
     checkpoint_dtype: str  # torch's name of the number format
     layers: tuple[LayerAttention, ...]
     output_bias: bool = False  # bias of attention's output projection
-    convolution_bias: bool = False  # biases of short convolutions and of their projections
+    convolution_bias: bool = False  # biases of short convolutions and of their projections; of Mamba-1's convolutions
     activation: str = "silu"  # config.json's name of the activation
     ropes: tuple[Rope | None, ...] = ()  # by layer; None: a NoPE layer
     scales: Scales = NO_SCALES

@@ -138,8 +138,7 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
     if inputs.convolution is not None:
         mixed = causal_convolution_cpu(mixed, inputs.convolution, inputs.batch)
     _, heads, width, value_width = state.shape
-    tokens, keys = len(mixed), inputs.key_heads * width
-    query, key = inputs.selection or (mixed, mixed[:, keys:])
+    tokens, (query, key, value) = len(mixed), inputs.parts(mixed)
     out, sequences = empty((tokens, heads * value_width), mixed.dtype), len(inputs.batch.read_block)
     launch(
         cpu_kernel(_MODULE, "make_recur", dtype=DTYPES[mixed.dtype], delta=inputs.is_delta_rule, by=by),
@@ -148,7 +147,7 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
             batch=_batch(inputs.batch),
             query=RowArguments.of(query),
             key=RowArguments.of(key),
-            value=RowArguments.of(mixed if inputs.selection is not None else mixed[:, 2 * keys :]),
+            value=RowArguments.of(value),
             step_size=RowArguments.of(inputs.step_size),
             strength=RowArguments.of(inputs.strength),
             step_bias=inputs.step_bias,
