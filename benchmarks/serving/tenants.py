@@ -116,7 +116,8 @@ async def be_busy(url: str, key: str) -> None:
 async def other_client(name: str, url: str) -> AsyncIterator[None]:
     """Have a process of its own do this meanwhile; in the victim's process it would delay what the victim measures."""
     command = (sys.executable, "-m", "benchmarks.serving.tenants", "--as-other", name, url)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    # In a session of its own: Linux divides cores by sessions first, and the victim would get what its own leaves.
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     await process.stdout.readline()  # it has begun
     try:

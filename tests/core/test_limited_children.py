@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ def prepare(first):
 def respond(task):
     if task.get("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
-    return {"sum": sum(task["numbers"]), "nice": os.nice(0)}
+    return {"sum": sum(task["numbers"]), "nice": os.nice(0), "policy": os.sched_getscheduler(0)}
 """
 
 
@@ -51,6 +52,19 @@ def test_a_patient_task_has_a_child_of_its_own_that_yields_to_all(children: Limi
     assert niceness[0] < 19
     assert niceness[1:] == [19, 19]
     assert len(children.pids) == 2
+
+
+def test_a_patient_task_yields_to_a_parent_that_has_little_left_to_yield_with(module: str, tmp_path: Path) -> None:
+    program = (
+        "import os; os.nice(15)\n"
+        "from transom_core.limited_children import LimitedChildren\n"
+        f"children = LimitedChildren({module!r}, cpu_s=10.0, memory_bytes=256 << 20)\n"
+        "print([children.ask({'numbers': []}, is_patient=is_patient)['policy'] for is_patient in (False, True)])\n"
+        "children.close()"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    printed = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == str([os.SCHED_OTHER, os.SCHED_IDLE])
 
 
 def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:

@@ -38,7 +38,8 @@ logger = logging.getLogger("transom")
 
 MAX_PROCESSES = 2  # besides one for patient tasks
 WALL_S = 60.0  # for one task with the start of its child; the limit of CPU time ends most tasks long before
-# 1.5 % of the CPU share; SCHED_IDLE has 0.3 %, by which a large task would not end on a busy machine.
+# 1.5 % of the CPU share of a parent without niceness; SCHED_IDLE has 0.3 %, by which a large task would not end on a busy machine,
+# and 8 % beside a parent of niceness 15, as Ray's workers have by default.
 _PATIENT_NICENESS = 19
 PATIENT_WALLS = 5  # a patient task may take up to 5 times as long as another
 _NICENESS = 5  # a third of the CPU share of a process that serves requests, if both want one core
@@ -213,6 +214,8 @@ def _serve(module: str, cpu_s: float, memory_bytes: int, *, is_patient: bool) ->
     """Do the parent's tasks one by one. What the process uses before the first one is not counted as a task's memory."""
     for terminal in (signal.SIGINT, signal.SIGHUP):
         signal.signal(terminal, signal.SIG_IGN)  # they reach every process of the terminal; the parent decides
+    if is_patient and os.nice(0) > _NICENESS and hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(_PATIENT_NICENESS if is_patient else _NICENESS)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr

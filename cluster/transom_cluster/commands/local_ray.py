@@ -55,6 +55,7 @@ _ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_worker_niceness": "0",  # of Serve's processes; Ray's 15 gives any other program most of a core
     # glibc has up to 8 arenas for each core, one for each thread, and what is freed in an arena serves only its threads.
     "MALLOC_ARENA_MAX": "2",
     # Serve replaces a proxy that is not ready after three times this period; this process would then wait for the old one.

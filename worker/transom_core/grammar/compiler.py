@@ -214,7 +214,7 @@ class GrammarCompiler(Generic[Owner]):
         """
         me = threading.current_thread()
         if sys.platform == "linux":  # elsewhere a priority is a process's
-            os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))  # 0: this thread
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS + os.getpriority(os.PRIO_PROCESS, 0))  # 0: this thread
         compiled_for: CompileJob[Owner] | None = None  # the last request whose text was not in the cache
         while self._wait_for_job(me):
             with self._changed:
