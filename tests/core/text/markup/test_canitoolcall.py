@@ -107,6 +107,7 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
         ("lfm2_moe", "<|tool_list_start|> <think>", ("lfm2", "qwen3")),
         ("nemotron_h", '<TOOLCALL>[{"name": <think>', ("nemotron_json", "qwen3")),
         ("jamba", "<tool_definitions> <tool_calls>[", ("jamba", None)),
+        ("cohere2", "<|START_THINKING|> <|START_ACTION|>[ <|START_RESPONSE|>", ("cohere_command3", "cohere_command3")),
         ("olmo3", "<functions> <function_calls>", ("olmo3", None)),
         ("deepseek_v41", "<｜DSML｜ calls>", ("deepseek_v41", "deepseek_v4")),
         ("glm4_moe", "<think> <tool_call> <arg_key>{{ k }}</arg_key>\n<arg_value>", ("glm45", "glm45")),

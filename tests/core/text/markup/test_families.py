@@ -95,6 +95,13 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ('Say {"name": "f", "parameters": {}}', [MessageText('Say {"name": "f", "parameters": {}}')]),
         ("<|python_tag|>print(1)", [MalformedMarkup("<|python_tag|>"), MessageText("<|python_tag|>print(1)")]),
     ],
+    "cohere_command3": [
+        (
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "x"}},\n'
+            '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+            [*_call('{"a": "x"}'), *_call("{}", index=1, name="g")],
+        )
+    ],
     "pythonic": [
         ("[f(a='''it's\n\"so\"''')]", _call('{"a": "it\'s\\n\\"so\\""}')),
         ("[f(a='\\x41\\101\\u00e9\\U0001F600\\d\\\nz')]", _call('{"a": "AA\\u00e9\\ud83d\\ude00\\\\dz"}')),
@@ -190,6 +197,18 @@ def test_special_tokens_without_text_are_read_in_arguments_only() -> None:
             "<seed:think>",
             "a<seed:cot_budget_reflect>b</seed:think>Yes",
             [ReasoningText("a<seed:cot_budget_reflect>b"), MessageText("Yes")],
+        ),
+        (
+            "cohere_command3",
+            "",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+            [ReasoningText("hm"), MessageText("Yes.")],
+        ),
+        (
+            "cohere_command4",
+            "<|START_THINKING|>",
+            "hm<|START_TEXT|>Yes.<|END_TEXT|>",
+            [ReasoningText("hm"), MessageText("Yes.")],
         ),
         ("qwen3", "", "Yes \n", [MessageText("Yes \n")]),
         ("qwen3", "", "<think>hm</think>\n", [ReasoningText("hm")]),

@@ -69,6 +69,10 @@ DSML = (*THINK, "｜DSML｜")
 MINIMAX = (*THINK, "<minimax:tool_call>", "</minimax:tool_call>")
 SEED = ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>")
 LFM2 = (*THINK, "<|tool_call_start|>", "<|tool_call_end|>")
+COHERE = (
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>"),
+)
 FAMILIES = [
     Family("hermes"),
     Family("hermes", "qwen3"),
@@ -91,6 +95,7 @@ FAMILIES = [
     Family("lfm2", "qwen3", LFM2, call="<|tool_call_start|>"),
     Family("olmo3", "olmo3", THINK, call="<function_calls>"),
     Family("nemotron_json", "qwen3", THINK, call="<TOOLCALL>"),
+    Family("cohere_command3", "cohere_command3", COHERE, call="<|START_ACTION|>"),
     Family("jamba", "qwen3", THINK, call="<tool_calls>"),
     Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
     Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),

@@ -42,6 +42,7 @@ class AnswerFormat:
         markers = (
             *(tools.openers + tools.markers if tools else ()),
             *(reasoning.starts + reasoning.ends + reasoning.inner_tokens if reasoning else ()),
+            *(reasoning.around_message if reasoning else ()),
         )
         reader, writer = MarkupReader(), PartsWriter(keeps_space=bool(tools and tools.keeps_space))
         answer = _Answer(reader, writer, context, tools=tools, reasoning=reasoning)
@@ -76,6 +77,8 @@ class AnswerFormat:
         # the opener for reasoning, and would not constrain its arguments.
         without = self._tools.openers if tools and self._tools and self._tools.ends_reasoning else ()
         begin = reasoning.rule(lark, context.prompt_end, without=without) if reasoning else ""
+        if reasoning and (tools is None or tools.mode == "auto"):
+            begin = f"{begin} {reasoning.message_opening(lark)}"
         choices = [] if isinstance(message, FreeAnswer) else [message_expression(lark, message)]
         if tools is not None:
             choices.append(self._calls(lark, context, tools, in_text=isinstance(message, FreeAnswer)))
@@ -144,7 +147,8 @@ class _Answer:
         self._starts = reasoning.starts if reasoning else ()
         self._reasoning = reasoning
         openers = tools.openers if tools else ()
-        self._after_message = Markers(openers + self._starts)
+        self._around_message = reasoning.around_message if reasoning else ()
+        self._after_message = Markers(openers + self._starts + self._around_message)
         self._ending_openers = openers if tools and tools.ends_reasoning else ()
         if reasoning and reasoning.is_open(context.prompt_end):
             self._begin_reasoning(reasoning.start_in(context.prompt_end))
@@ -170,6 +174,8 @@ class _Answer:
                 yield from self._read_calls("")
                 return
             marker = yield from self._reader.until(self._after_message, writer.write)
+            if marker in self._around_message:
+                return
             if marker in self._starts:
                 if writer.has_text:  # the message mentions the marker
                     writer.write(marker)

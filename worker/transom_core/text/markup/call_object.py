@@ -1,12 +1,13 @@
 """Reads a tool call that is one JSON object: `{"name": "get_weather", "arguments": {"city": "Paris"}}`, keys in any order.
 
 After the name, arguments are passed on as they come; arguments that come before the name are held until the name is complete. Other
-keys (`type`, `id`) are read and dropped. Missing or null arguments become `{}`. If the arguments are a string that contains a JSON
-object, as some models write them, they become that object.
+keys (`type`, `id`, `tool_call_id`) are read and dropped. Missing or null arguments become `{}`. If the arguments are a string that
+contains a JSON object, as some models write them, they become that object.
 """
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_value, read_string
@@ -15,8 +16,20 @@ from transom_core.text.markup.parameters import is_json
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
 from transom_core.text.markup.tool_markup import CallReading
 
+NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id")  # keys that a call may have before its name
+
+
+class CallKeys(NamedTuple):
+    """The keys that a grammar demands of a call object. `number` is the first one, of the call's number; "" for none."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    number: str = ""
+
+
+USUAL_KEYS = CallKeys()
 
 
 def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[None]:
@@ -44,14 +57,18 @@ def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[N
     call.end()
 
 
-def object_rule(lark: LarkText, tools: Sequence[ToolSpec], *, arguments_key: str) -> str:
+def object_rule(lark: LarkText, tools: Sequence[ToolSpec], keys: CallKeys = USUAL_KEYS) -> str:
     """Return a grammar's expression for one call object, which calls one of `tools`."""
-    return f"({' | '.join(_object_of(lark, tool, arguments_key) for tool in tools)})"
+    begin = lark.literal("{")
+    if keys.number:
+        key, quoted = lark.literal(json.dumps(keys.number) + ': "'), lark.terminal("number", "/[0-9]{1,4}/")
+        begin = " ".join([begin, key, quoted, lark.literal('", ')])
+    return f"{begin} ({' | '.join(_members(lark, tool, keys) for tool in tools)}) {lark.literal('}')}"
 
 
-def _object_of(lark: LarkText, tool: ToolSpec, arguments_key: str) -> str:
-    begin = f'{{"name": {json.dumps(tool.name)}, "{arguments_key}": '
-    return f"{lark.literal(begin)} {lark.json(arguments_schema(tool))} {lark.literal('}')}"
+def _members(lark: LarkText, tool: ToolSpec, keys: CallKeys) -> str:
+    begin = f'"{keys.name}": {json.dumps(tool.name)}, "{keys.arguments}": '
+    return f"{lark.literal(begin)} {lark.json(arguments_schema(tool))}"
 
 
 def read_call_array(calls: CallReading) -> Reading[None]:
@@ -59,9 +76,9 @@ def read_call_array(calls: CallReading) -> Reading[None]:
     yield from calls.read_list(lambda: read_call_object(calls))
 
 
-def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+def array_rule(lark: LarkText, tools: Sequence[ToolSpec], keys: CallKeys = USUAL_KEYS, *, parallel: bool) -> str:
     """Return a grammar's expression for an array of call objects: one call, or several if `parallel`."""
-    call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
+    call = lark.rule("call", object_rule(lark, tools, keys))
     return lark.list_of(call, has_several=parallel)
 
 
@@ -96,7 +113,7 @@ class _CallObject:
         yield from reader.skip_space()
         yield from reader.expect(":")
         yield from reader.skip_space()
-        if key == "name" and self._name is None:
+        if key in NAME_KEYS and self._name is None:
             self._name = yield from self._read_name()
             if self._is_marked or self._has_arguments:
                 self._begin()

@@ -43,6 +43,7 @@ _TOOL_RULES = (
     _Rule("olmo3", _template_has("<function_calls>")),
     _Rule("lfm2", _is_type("lfm2", "lfm2_moe"), "<|tool_call_start|>"),
     _Rule("granite", _template_has("<|tool_call|>", "assistant")),
+    _Rule("cohere_command3", _template_has("<|START_ACTION|>")),
     _Rule("hermes", _template_has("<tool_call>", '"name')),
     _Rule("llama4_pythonic", _is_type("llama4", "llama4_text")),
     _Rule("mistral", _template_has("[TOOL_CALLS]")),
@@ -58,6 +59,8 @@ _REASONING_RULES = (
     _Rule("seed_oss", _template_has("<seed:think>")),
     _Rule("mistral", _template_has("[THINK]"), "[THINK]"),
     _Rule("granite", _template_has("Here is my thought process:")),
+    _Rule("cohere_command3", _template_has("<|START_RESPONSE|>")),
+    _Rule("cohere_command3", _template_has("<|START_THINKING|>")),
     _Rule("qwen3", _template_has("<think>")),
 )
 

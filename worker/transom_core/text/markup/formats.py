@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from transom_core.errors import RequestError
 from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.text.markup.call_object import CallKeys
 from transom_core.text.markup.families.deepseek_sections import DeepSeekV3Tools, DeepSeekV31Tools
 from transom_core.text.markup.families.dsml import DsmlTools
 from transom_core.text.markup.families.gemma4 import Gemma4Tools
@@ -14,10 +15,24 @@ from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
 from transom_core.text.markup.families.mistral import MistralTools
 from transom_core.text.markup.families.pythonic import Lfm2Tools, Llama4Tools, Olmo3Tools, PythonicTools
 from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools
-from transom_core.text.markup.reasoning import ASSUMED_THINK, GEMMA4, GRANITE, MISTRAL, SEED_OSS, THINK, ReasoningMarkup
+from transom_core.text.markup.reasoning import (
+    ASSUMED_THINK,
+    COHERE,
+    GEMMA4,
+    GRANITE,
+    MISTRAL,
+    SEED_OSS,
+    THINK,
+    ReasoningMarkup,
+)
 from transom_core.text.markup.tool_markup import ToolMarkup
 
+_COHERE = JsonArrayTools(
+    "<|START_ACTION|>", end="<|END_ACTION|>", keys=CallKeys("tool_name", "parameters", number="tool_call_id")
+)
 _TOOLS: Mapping[str, ToolMarkup] = {
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
     "deepseek_v3": DeepSeekV3Tools(),
     "deepseek_v31": DeepSeekV31Tools(),
     "deepseek_v32": DsmlTools("function_calls"),
@@ -48,6 +63,8 @@ _TOOLS: Mapping[str, ToolMarkup] = {
     "seed_oss": Qwen3CoderTools("seed:tool_call", line_end=""),
 }
 _REASONING: Mapping[str, ReasoningMarkup] = {
+    "cohere_command3": COHERE,
+    "cohere_command4": COHERE,
     "qwen3": THINK,
     "deepseek_r1": ASSUMED_THINK,
     "deepseek_v3": THINK,

@@ -19,6 +19,7 @@ class ReasoningMarkup:
     - `is_assumed`: an answer begins inside the reasoning even if the prompt has not opened it, unless the prompt has closed it.
     - `is_paired`: a reasoning that `starts[i]` opens is closed only by `ends[i]`; otherwise by any of `ends`.
     - `inner_tokens`: parts of markers that may be special tokens.
+    - `around_message`: markers before and after the message, which its text does not show.
     """
 
     starts: tuple[str, ...]
@@ -27,6 +28,7 @@ class ReasoningMarkup:
     is_assumed: bool = False
     is_paired: bool = False
     inner_tokens: tuple[str, ...] = ()
+    around_message: tuple[str, ...] = ()
 
     def is_open(self, prompt_end: str) -> bool:
         """Return whether an answer to this prompt begins inside the reasoning."""
@@ -62,6 +64,10 @@ class ReasoningMarkup:
             return rest
         return lark.rule("reasoning", f"{lark.marker(start)} {rest}") + "?"
 
+    def message_opening(self, lark: LarkText) -> str:
+        """Return a grammar's expression for the marker that may come before a message; "" if the vocabulary has none."""
+        return next((f"{lark.marker(text)}?" for text in self.around_message if lark.has_marker(text)), "")
+
     def _usual_start(self, lark: LarkText) -> str:
         """Return the start that the model writes: the first one, or, if starts and ends are paired, the one that is a token."""
         if not self.is_paired:
@@ -83,3 +89,7 @@ GRANITE = ReasoningMarkup(
     starts=("Here is my thought process:", "Here's my thought process:"),
     ends=("Here is my response:", "Here's my response:"),
 )
+COHERE = ReasoningMarkup(
+    starts=("<|START_THINKING|>",), ends=("<|END_THINKING|>", "<|START_RESPONSE|>", "<|START_TEXT|>"),
+    around_message=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)  # fmt: skip

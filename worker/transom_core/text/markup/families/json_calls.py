@@ -1,4 +1,5 @@
-"""The parsers `hermes`, `granite`, `nemotron_json`, `jamba` and `llama3_json`: calls are JSON objects, text around them differs.
+"""The parsers `hermes`, `granite`, `nemotron_json`, `jamba`, `cohere_command3` and `llama3_json`: calls are JSON objects, and the
+text around them differs.
 
 `hermes`, of Hermes 2 and 3, Qwen 2.5 and Qwen 3: each call is between `<tool_call>` and `</tool_call>`. A block may hold several
 objects. Inside the JSON's strings, `</tool_call>` is text.
@@ -15,6 +16,11 @@ the `hermes` format.)
 `nemotron_json`, of Nemotron Nano 2: the same array between `<TOOLCALL>` and `</TOOLCALL>`; `jamba`: between `<tool_calls>` and
 `</tool_calls>`.
 
+`cohere_command3`, of Command R7B and Command A: an array with other keys. `<|START_RESPONSE|>` and `<|END_RESPONSE|>` are around a
+message (`reasoning.COHERE`).
+
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}}]<|END_ACTION|>
+
 `llama3_json`, of Llama 3.1 to 3.3: an answer that is an object with a tool's name and "parameters" is a call. Several calls are
 separated by `;`. `<|python_tag|>` may come before the calls, and then text may come before it. Without that marker, other JSON is
 the message, such as an object without a tool's name. "arguments" is read like "parameters".
@@ -24,7 +30,14 @@ the message, such as an object without a tool's name. "arguments" is read like "
 
 from collections.abc import Sequence
 
-from transom_core.text.markup.call_object import array_rule, object_rule, read_call_array, read_call_object
+from transom_core.text.markup.call_object import (
+    USUAL_KEYS,
+    CallKeys,
+    array_rule,
+    object_rule,
+    read_call_array,
+    read_call_object,
+)
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.reader import Reading
@@ -55,14 +68,14 @@ class HermesTools(ToolMarkup):
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for one object on a line of its own, and the marker after it."""
         line_end = lark.literal("\n")
-        return f"{line_end} {object_rule(lark, tools, arguments_key='arguments')} {line_end} {lark.marker(_HERMES_END)}"
+        return f"{line_end} {object_rule(lark, tools)} {line_end} {lark.marker(_HERMES_END)}"
 
 
 class JsonArrayTools(ToolMarkup):
     """Tool calls in one array, after one of `openers`; `end` is the marker after it, or ""."""
 
-    def __init__(self, *openers: str, end: str = "") -> None:
-        self.openers = openers
+    def __init__(self, *openers: str, end: str = "", keys: CallKeys = USUAL_KEYS) -> None:
+        self.openers, self._keys = openers, keys
         self.markers = (end,) if end else ()
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
@@ -73,7 +86,7 @@ class JsonArrayTools(ToolMarkup):
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for one array of calls, and the marker after it."""
-        return " ".join([array_rule(lark, tools, parallel=parallel), *map(lark.marker, self.markers)])
+        return " ".join([array_rule(lark, tools, self._keys, parallel=parallel), *map(lark.marker, self.markers)])
 
 
 class Llama3JsonTools(BareToolMarkup):
@@ -98,5 +111,5 @@ class Llama3JsonTools(BareToolMarkup):
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return an expression for one object, or several if `parallel`."""
-        call = lark.rule("call", object_rule(lark, tools, arguments_key="parameters"))
+        call = lark.rule("call", object_rule(lark, tools, CallKeys(arguments="parameters")))
         return f"{call} ({lark.literal('; ')} {call})*" if parallel else call
