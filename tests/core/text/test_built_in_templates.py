@@ -1,5 +1,5 @@
-"""The built-in chat template writes what DeepSeek V4's own Python script writes. And a chat with tools for a template that knows
-none, such as the demo model's: all is text, and turns end where they end."""
+"""The built-in chat templates write what the Python scripts of DeepSeek V3.2 and V4 write. And a chat with tools for a template that
+knows none, such as the demo model's: all is text, and turns end where they end."""
 
 import json
 from pathlib import Path
@@ -63,8 +63,8 @@ DSML_CALLS = (
 )
 
 
-def _render(messages: list[dict[str, Any]], **variables: Any) -> str:
-    source = built_in_template("deepseek_v4", lambda token: 1)
+def _render(messages: list[dict[str, Any]], *, family: str = "deepseek_v4", **variables: Any) -> str:
+    source = built_in_template(family, lambda token: 1)
     assert source is not None
     template = ChatTemplate(source=source, special_tokens={})
     return template.render_chat(messages, add_generation_prompt=True, extra=variables).text
@@ -79,6 +79,21 @@ def test_it_has_tools_after_the_system_prompt_and_results_in_the_order_of_the_ca
         f"Weather?{ASSISTANT}<think>Two tools.</think>Looking.{DSML_CALLS}{END}"
         f"{USER}<tool_result>rain</tool_result>\n\n<tool_result>wind</tool_result>{ASSISTANT}<think>"
     )
+
+
+def test_tools_and_results_of_v32() -> None:
+    text = _render([*TOOL_CHAT, *PLAIN_CHAT], family="deepseek_v32", tools=TOOLS, thinking=True)
+    system, rest = text.split(USER, 1)
+    assert system.startswith(f"{BEGIN}Be brief.\n\n## Tools\nYou have access")
+    assert f"<functions>\n{SCHEMAS}</functions>\n" in system
+    calls = DSML_CALLS.replace("tool_calls>", "function_calls>")
+    results = "<function_results>\n<result>rain</result>\n<result>wind</result>\n</function_results>"
+    assert rest == (
+        f"Weather?{ASSISTANT}</think>Looking.{calls}{END}\n\n{results}\n\n</think>"
+        f"{USER}Hi{ASSISTANT}</think>Hello.{END}{USER}Bye{ASSISTANT}<think>"
+    )
+    text = _render(TOOL_CHAT, family="deepseek_v32", thinking=True)
+    assert text.endswith(f"{ASSISTANT}<think>Two tools.</think>Looking.{calls}{END}\n\n{results}\n\n<think>")
 
 
 def test_thoughts_of_earlier_turns_are_dropped() -> None:
@@ -111,15 +126,16 @@ def _save_tokenizer(folder: Path, *added: str) -> None:
     rust.save(str(folder / "tokenizer.json"))
 
 
-def test_a_model_without_a_template_gets_its_familys(tmp_path: Path) -> None:
-    config = {"model_type": "deepseek_v4"}
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_a_model_without_a_template_gets_its_familys(tmp_path: Path, family: str) -> None:
+    config = {"model_type": family}
     files = ModelFiles(name="m", path=tmp_path, is_gguf=False, config=config, generation_config={})
     _save_tokenizer(tmp_path)  # a vocabulary without the family's tokens has no use for its template
     assert OwnTokenizer.load(files).chat_template is None
     _save_tokenizer(tmp_path, USER, ASSISTANT)
     tokenizer = OwnTokenizer.load(files)
     assert tokenizer.template_knows_tools
-    assert detect(tokenizer.model_type, tokenizer.chat_template, tokenizer) == ("deepseek_v4", "deepseek_v4")
+    assert detect(tokenizer.model_type, tokenizer.chat_template, tokenizer) == (family, "deepseek_v4")
     own = {"chat_template": "{{ messages[0].content }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     assert OwnTokenizer.load(files).chat_template == own["chat_template"]

@@ -1,11 +1,11 @@
-"""Provides chat templates for model families that publish none: DeepSeek V4 publishes a Python script instead, and Mistral's models
-with a `tekken.json` need the library mistral-common.
+"""Provides chat templates for model families that publish none: DeepSeek V3.2 and V4 publish Python scripts instead, and Mistral's
+models with a `tekken.json` need the library mistral-common.
 
-DeepSeek's template takes the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
+DeepSeek's templates take the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
 
 - `thinking` or `enable_thinking`: whether the model thinks first. By default it does so if `reasoning_effort` is given and is not
   "none".
-- `reasoning_effort`: "max" adds the instruction to think as long as it can.
+- `reasoning_effort`: "max" adds the instruction to think as long as it can (V4).
 
 A template that comes with the model, or that the operator gives, replaces the built-in one.
 """
@@ -15,6 +15,7 @@ from importlib.resources import files
 
 # By config.json's model_type, or "tekken" and the version of that file: the template, and a token that it writes.
 _FILES = {
+    "deepseek_v32": ("deepseek_v32.jinja", "<｜Assistant｜>"),
     "deepseek_v4": ("deepseek_v4.jinja", "<｜Assistant｜>"),
     **{f"tekken{version}": ("mistral.jinja", "[SYSTEM_PROMPT]") for version in (7, 11, 13)},
 }
