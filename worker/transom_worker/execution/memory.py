@@ -11,6 +11,7 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import GroupLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import LayerAttention
 
 STATM = Path("/proc/self/statm")
 
@@ -56,13 +57,21 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
     """Estimate the bytes that the largest step needs besides weights and KV pool: one layer's widest tensors, and the logits, in
     float32 and twice, because sampling works on a copy.
 
-    A layer's tensors are, per token, four of the hidden size; queries and attention's output (2 x heads); keys and values (2 x KV
-    heads); and what the feed-forward layer holds.
+    A layer's tensors are, per token, four of the hidden size, and what its attention or recurrence and its feed-forward layer hold.
     """
-    attention = max((2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size for layer in architecture.layers)
-    per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
+    mixer = max(_mixer_width(layer) for layer in architecture.layers)
+    per_token = (4 * architecture.hidden_size + mixer + _feed_forward_width(architecture)) * dtype.itemsize
     logits = scheduler.max_num_seqs * architecture.vocab_size * 4
     return scheduler.max_num_batched_tokens * per_token + 2 * logits
+
+
+def _mixer_width(layer: LayerAttention) -> int:
+    """Return the elements that a layer's attention holds per token: queries and output, keys and values. A recurrence holds two
+    tensors of queries and keys, before and after the convolution, and five of values: these two, gates, output and gated output."""
+    keys = layer.num_kv_heads * layer.head_size
+    if layer.recurrent is not None:
+        return 4 * keys + 5 * layer.num_heads * (layer.value_size or layer.head_size)
+    return 2 * layer.num_heads * layer.head_size + 2 * keys
 
 
 def _feed_forward_width(architecture: Architecture) -> int:
