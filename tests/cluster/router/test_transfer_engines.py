@@ -26,8 +26,9 @@ from tests.cluster.router.engine_workers import (
     fetch_of,
     request,
 )
-from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama
-from tests.worker.models.test_dense_families import DELTA_NET
+from tests.tiny_checkpoints import tiny_llama
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from tests.worker.models.test_sharded_families import CASES as SHARDED
 from transom_core.contract import WindowPolicy
 
 WINDOW = WindowPolicy(sinks=4, window=40)
@@ -35,7 +36,10 @@ LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens 
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
-LFM2, QWEN = 5, 7
+# By how they keep a prefix: states and convolution rows of heads or channels, latent rows that every rank has, both, and entries.
+FAMILIES = (
+    "qwen3_5", "jamba", "kimi_linear", "deepseek_v3", "lfm2", "granite4", "nemotron_h", "falcon_h1", "glm_moe_dsa", "deepseek_v4",
+)  # fmt: skip
 CASES = list(product([2, 3], [(1, 2), (2, 1), (3, 2), (2, 3)], LAYERS))
 
 
@@ -157,15 +161,8 @@ async def test_a_policys_prefix_serves_no_other_policy(pair: Pair) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By the number of KV heads. With two, three ranks keep one of them twice, uneven for both; of three, two ranks have two and
-    one. LFM2's convolutions have five units of channels, of which two ranks have three and two, and Qwen3.5's delta nets three key
-    heads."""
-    made = {heads: tiny_llama(tmp_path_factory.mktemp(f"{heads}_kv_heads"), kv_heads=heads) for heads in (2, 3)}
-    lfm2: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 80, "layer_types": ["conv", "full_attention"] * 2}
-    qwen = DELTA_NET | {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 4}
-    return made | {
-        LFM2: make_checkpoint(tmp_path_factory.mktemp("lfm2"), "lfm2", **lfm2),
-        QWEN: make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5_text", **qwen),
-    }
+    one."""
+    return {heads: tiny_llama(tmp_path_factory.mktemp(f"{heads}_kv_heads"), kv_heads=heads) for heads in (2, 3)}
 
 
 @pytest.fixture
@@ -183,20 +180,46 @@ def peers() -> Iterator[LocalPeers]:
         *(
             case if number % 3 == number // 3 % 3 else pytest.param(*case, marks=pytest.mark.exhaustive)
             for number, case in enumerate(CASES)
-        ),
-        (LFM2, (2, 3), "full"),
-        (QWEN, (3, 2), "full"),
-        pytest.param(QWEN, (2, 3), "full", marks=pytest.mark.exhaustive),
-        pytest.param(LFM2, (3, 2), "full", marks=pytest.mark.exhaustive),
+        )
     ],
 )
 @pytest.mark.usefixtures("torch_operators")
 async def test_ranks(
     models: dict[int, Path], peers: LocalPeers, heads: int, sizes: tuple[int, int], layers: str, wire: str
 ) -> None:
-    settings = {"kv_transfer_wire": wire, "kv_transfer_verify": "all", **LAYERS[layers]}
-    source, target = (peers.start(models[heads], num_ranks=size, **settings) for size in sizes)
-    policy = POLICIES.get(layers)
+    await check_fetch(peers, models[heads], sizes, wire, POLICIES.get(layers), **LAYERS[layers])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [  # every day two recurrent families, one latent and one with both
+        pytest.param(family, sizes, marks=() if at < 4 and sizes[0] == 2 + at % 2 else pytest.mark.exhaustive)
+        for (at, family), sizes in product(enumerate(FAMILIES), [(2, 3), (3, 2)])
+    ],
+)
+@pytest.mark.usefixtures("torch_operators")
+async def test_ranks_of_families(
+    tmp_path: Path, peers: LocalPeers, family: str, sizes: tuple[int, int], wire: str
+) -> None:
+    if family == "deepseek_v4":  # which has two groups of output heads, so at most two ranks
+        model, sizes = make_deepseek_v4(tmp_path), (sizes[0] - 1, sizes[1] - 1)
+    else:
+        model = make_checkpoint(tmp_path, SHARDED[family].family, **SHARDED[family].config)
+    await check_fetch(peers, model, sizes, wire)
+
+
+async def check_fetch(
+    peers: LocalPeers,
+    model: Path,
+    sizes: tuple[int, int],
+    wire: str,
+    policy: WindowPolicy | None = None,
+    **settings: Any,
+) -> None:
+    """A worker with as many ranks as `sizes` says fetches what another one has computed, and answers as that one does."""
+    settings |= {"kv_transfer_wire": wire, "kv_transfer_verify": "all"}
+    source, target = (peers.start(model, num_ranks=size, **settings) for size in sizes)
     expected, _ = await at_worker(source, request("warm", policy=policy, logprobs=2))
     tokens, usage = await at_worker(target, request("fetch", "w0", policy=policy, logprobs=2))
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
