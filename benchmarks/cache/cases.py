@@ -39,6 +39,7 @@ CONVERSATIONS: dict[tuple[str, str], tuple[float | None, float | None]] = {  # o
     (GPT_OSS, "300GiB"): (0.154, 0.237),
     (GEMMA, "80GiB"): (0.039, None),
 }
+RECURRENT = ("qwen3.5-27b", "nemotron-3-nano-30b-a3b", "lfm2-1.2b")
 CASES = (
     *(
         Case(workload="sessions", model=model, memory=memory, vllm_default=default, vllm_dense=dense)
@@ -54,4 +55,6 @@ CASES = (
         for (model, memory), (default, dense) in CONVERSATIONS.items()
     ),
     Case(trace="conversation_a", model=GPT_OSS, memory="40GiB", arrivals="recorded"),
+    *(Case(trace="conversation_a", model=model, memory=memory) for model in RECURRENT for memory in ("20GiB", "80GiB")),
+    *(Case(workload="shuffled", model=model, memory="2x") for model in RECURRENT),
 )
