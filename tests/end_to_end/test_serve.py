@@ -154,6 +154,12 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     look_until(left, lambda found: found == (0, 0, 1))
 
 
+def test_routers_and_workers_have_the_priority_of_the_command(server: Server) -> None:
+    pids = [server.process.pid, *(pid for kind in (":Router", ":Worker") for pid in replica_pids(server, kind))]
+    assert len(pids) >= 3
+    assert len({os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}) == 1
+
+
 def test_resident_memory_stays_within_a_sum_whatever_clients_send(server: Server) -> None:
     """After a first round, which starts child processes and fills pools of the allocator.
 
