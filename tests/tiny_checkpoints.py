@@ -4,8 +4,8 @@ Weights are random but not arbitrary: sublayers outweigh the embeddings, so that
 look far back, so that a wrong mask changes the text at once. They are representable in bf16.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -218,21 +218,29 @@ def visible(
     return causal if window is None else causal & ((key > query - window) | (key < sinks))
 
 
-@contextmanager
-def _masks(model: PreTrainedModel, case: HybridCase) -> Iterator[None]:
+def _masks(model: PreTrainedModel, case: HybridCase) -> AbstractContextManager[None]:
     """While this lasts, every layer gets its own mask instead of the model's, if the case has any of its own."""
+
+    def seen(layer: int, num_queries: int, num_keys: int) -> torch.Tensor:
+        window, chunk = case.layer_window(layer), case.layer_chunk(layer)
+        return visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
+
+    return nullcontext() if case == FULL else masked(model, seen)
+
+
+@contextmanager
+def masked(model: PreTrainedModel, make_mask: Callable[[int, int, int], torch.Tensor]) -> Iterator[None]:
+    """While this lasts, each layer's last queries see what `make_mask(layer, number of queries, number of keys)` says."""
 
     def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]
         past = kwargs.get("past_key_values")
         num_keys = num_queries + (past.get_seq_length(index) if past is not None else 0)
-        window, chunk = case.layer_window(index), case.layer_chunk(index)
-        seen = visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
+        seen = make_mask(index, num_queries, num_keys)
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return args, kwargs | {"attention_mask": mask[None, None]}
 
-    layers = [] if case == FULL else model.model.layers
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
     try:
         yield
     finally:
