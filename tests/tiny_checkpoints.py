@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -47,16 +47,9 @@ class HybridCase:
         """Keywords for `Settings.parse` and `LLM`."""
         return {"window": self.window, "sinks": self.sinks, "chunk": self.chunk, "window_pattern": self.pattern}
 
-    def layer_window(self, layer: int) -> int | None:
-        """The window of one layer, or None."""
-        return self.window if self.pattern[layer % len(self.pattern)] == "S" else None
-
-    def layer_chunk(self, layer: int) -> int | None:
-        """The chunk of one layer, or None."""
-        return self.chunk if self.pattern[layer % len(self.pattern)] == "C" else None
-
 
 FULL = HybridCase()
+Checkpoint: TypeAlias = PreTrainedModel | Path  # transformers' model of one, or its folder
 
 
 def tiny_llama(
@@ -157,7 +150,7 @@ def load_reference(folder: Path) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def reference_logits(model: PreTrainedModel | Path, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
+def reference_logits(model: Checkpoint, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
     """Logits `[len(ids), vocabulary]` of transformers' model with `case`'s masks."""
     model = load_reference(model) if isinstance(model, Path) else model
     with _masks(model, case):
@@ -166,24 +159,14 @@ def reference_logits(model: PreTrainedModel | Path, ids: Sequence[int], case: Hy
 
 
 def reference_greedy(
-    model: PreTrainedModel | Path,
-    ids: Sequence[int],
-    num_tokens: int,
-    case: HybridCase = FULL,
-    *,
-    guess: Sequence[int] = (),
+    model: Checkpoint, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL, *, guess: Sequence[int] = ()
 ) -> list[int]:
     """The greedy continuation of `ids`, end of text ignored; `guess` as in `reference_steps`."""
     return [token for token, _ in reference_steps(model, ids, num_tokens, case, guess=guess)]
 
 
 def reference_steps(
-    model: PreTrainedModel | Path,
-    ids: Sequence[int],
-    num_tokens: int,
-    case: HybridCase = FULL,
-    *,
-    guess: Sequence[int] = (),
+    model: Checkpoint, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL, *, guess: Sequence[int] = ()
 ) -> list[tuple[int, float]]:
     """Greedy tokens, each with its margin: how far its logit is above the next one's.
 
@@ -222,7 +205,8 @@ def _masks(model: PreTrainedModel, case: HybridCase) -> AbstractContextManager[N
     """While this lasts, every layer gets its own mask instead of the model's, if the case has any of its own."""
 
     def seen(layer: int, num_queries: int, num_keys: int) -> torch.Tensor:
-        window, chunk = case.layer_window(layer), case.layer_chunk(layer)
+        kind = case.pattern[layer % len(case.pattern)]
+        window, chunk = case.window if kind == "S" else None, case.chunk if kind == "C" else None
         return visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
 
     return nullcontext() if case == FULL else masked(model, seen)
