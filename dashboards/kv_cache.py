@@ -4,7 +4,7 @@ from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
 from dashboards.kv_tiers import DISK, POLICIES, TRANSFERS
-from dashboards.panels import Panel, high_is_bad, lines, low_is_bad, number
+from dashboards.panels import Panel, areas, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import GROUP, WORKER, or_zero, rate, split, total
 
 UID = "transom-kv-cache"
@@ -59,7 +59,7 @@ NOW = [
 
 POOL_BYTES = total("transom_kv_pool_bytes", WORKER)
 POOL: list[Panel] = [
-    lines(
+    areas(
         "Bytes by group and state",
         {"{{group}} {{state}}": total("transom_kv_bytes", GROUP, "group", "state"), "pool": POOL_BYTES},
         "bytes",
@@ -67,19 +67,17 @@ POOL: list[Panel] = [
         "empty ones are free inside leased pages. Dashed: the whole pool, all groups.",
         act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see *Fragmentation and waste*. "
         "One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
-        stack=True,
         unstacked=["pool"],
         shades=BLOCK_STATES,
         width=12,
     ),
-    lines(
+    areas(
         "Cached bytes by worker",
         split(total, "transom_kv_bytes", f'{GROUP},state="cached"', "worker"),
         "bytes",
         shows="What could be hit at each worker.",
         act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. "
         "One falls to zero: it was started again.",
-        stack=True,
         width=12,
     ),
     lines(
@@ -92,13 +90,12 @@ POOL: list[Panel] = [
         shows="Cached blocks by group, and those of them that a checkpoint pins; the others are evicted first.",
         act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
     ),
-    lines(
+    areas(
         "Pages by state",
         split(total, "transom_kv_pages", WORKER, "state"),
         "short",
         shows="Arena pages: leased by a group, or free for any.",
         act="Leased at the top is normal. Pages that change hands often show up as compaction below.",
-        stack=True,
         colors=PAGE_STATES,
     ),
     lines(

@@ -1,7 +1,7 @@
 """The KV cache dashboard's sections about reuse: hits, evictions and their ages, checkpoints."""
 
 from dashboards.colors import OUTCOMES
-from dashboards.panels import Panel, heat, lines
+from dashboards.panels import Panel, areas, heat, lines
 from dashboards.queries import GROUP, WORKER, buckets, rate, ratio, split, total
 
 PREFIX = "transom_prefix_tokens_total"
@@ -10,7 +10,7 @@ HIT_RATE = ratio(rate(PREFIX, FOUND), rate(PREFIX, WORKER))
 
 
 HITS = [
-    lines(
+    areas(
         "Prompt tokens by outcome",
         split(rate, PREFIX, WORKER, "outcome", "reason"),
         "short",
@@ -18,7 +18,6 @@ HITS = [
         "They add up to all prompt tokens. Red and orange: more memory would have hit.",
         act="`never_seen` is new text. `full_evicted`, `window_evicted`, `state_not_kept`: too little memory. "
         "`below_alignment`, `last_token`: normal in small amounts. `policy`: a client or setting turned the cache off.",
-        stack=True,
         colors=OUTCOMES,
         width=12,
     ),
@@ -31,13 +30,12 @@ HITS = [
         maximum=1,
         width=12,
     ),
-    lines(
+    areas(
         "Requests by outcome",
         split(rate, "transom_prefix_requests_total", WORKER, "outcome"),
         "reqps",
         shows="Admitted requests, a second, by the best that happened to them.",
         act="Few hits though clients share prompts: their text differs early, for instance by a date in the first line.",
-        stack=True,
         colors=OUTCOMES,
     ),
     lines(
@@ -77,25 +75,23 @@ EVICTION: list[Panel] = [
         shows="From when a block became cached to its hit; a cell counts blocks.",
         act="Nothing here means that nothing is reused: see *Requests by outcome*.",
     ),
-    lines(
+    areas(
         "Evicted blocks by reason",
         split(rate, "transom_kv_evicted_blocks_total", GROUP, "reason"),
         "ops",
         shows="Blocks evicted, a second, by what needed their memory.",
         act="Compare with *Misses from lack of memory*: evictions without misses cost nothing.",
-        stack=True,
     ),
 ]
 
 
 CHECKPOINTS = [
-    lines(
+    areas(
         "Checkpoints by kind",
         split(total, "transom_kv_checkpoints", WORKER, "kind"),
         "short",
         shows="Positions in the prefix tree that a request can continue from, by what they were placed for.",
         act="None while requests end: prefix caching is off. Only `prompt` and `generation`: turns are not recognised.",
-        stack=True,
     ),
     lines(
         "Checkpoint changes",
@@ -104,12 +100,11 @@ CHECKPOINTS = [
         shows="Placed, hit, evicted (given_up), or only their windows evicted (windows_given_up), a second.",
         act="Evicted as fast as placed, with few hits: memory is short.",
     ),
-    lines(
+    areas(
         "Hits of checkpoints by kind",
         split(rate, "transom_kv_checkpoint_changes_total", f'{WORKER},change="hit"', "kind"),
         "ops",
         shows="Requests that continued from a checkpoint, a second, by what it was placed for.",
         act="A kind with many checkpoints and no hits does not pay: requests do not return to it.",
-        stack=True,
     ),
 ]

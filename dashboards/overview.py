@@ -4,7 +4,7 @@ from dashboards import kv_cache, router, service_levels
 from dashboards.board import Board, firing, to_board
 from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
-from dashboards.panels import high_is_bad, lines, low_is_bad, number
+from dashboards.panels import areas, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import API, ROUTER, WORKER, happening, or_zero, quantile, rate, ratio, seen, split, total
 from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS
 
@@ -98,7 +98,7 @@ NOW = [
 REFUSED = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="429"'))
 LEFT = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="499"'))
 TRAFFIC = [
-    lines(
+    areas(
         "Requests by status",
         {"{{status}}": happening(rate("transom_router_requests_total", f"{ROUTER},{API}", "status"))},
         "reqps",
@@ -106,16 +106,14 @@ TRAFFIC = [
         "A stream that broke off counts as its error, though it began with 200.",
         act="5xx: the router's log names the request. 429: a client is over its limit. "
         "503: there is no worker, or all queues are full: see *Workers*.",
-        stack=True,
         shades=STATUSES,
     ),
-    lines(
+    areas(
         "Requests by endpoint",
         {"{{endpoint}}": happening(rate("transom_router_requests_total", ROUTER, "endpoint"))},
         "reqps",
         shows="All HTTP requests by route, a second, scrapes and health checks included.",
         act="`other` are paths that do not exist: a client has the wrong base URL.",
-        stack=True,
         colors=ENDPOINTS,
     ),
     lines(
@@ -132,14 +130,13 @@ TRAFFIC = [
         limits=ERROR_LIMITS,
         colors=ERROR_COLORS,
     ),
-    lines(
+    areas(
         "How requests ended",
         split(rate, "transom_requests_total", WORKER, "finish_reason"),
         "reqps",
         shows="Requests that workers ended, a second, by reason.",
         act="`length` for most: clients' `max_tokens` cuts answers. `error`: read the worker's log. "
         "`abort`: clients leave.",
-        stack=True,
         colors=ENDS,
     ),
     lines(
@@ -153,14 +150,13 @@ TRAFFIC = [
         act="Out low while requests wait: see *Workers*, step time. "
         "Many more in than out make the hit rate of *KV cache* what costs depend on.",
     ),
-    lines(
+    areas(
         "Broken answers",
         {"{{reason}}": happening(rate("transom_router_broken_answers_total", ROUTER, "reason"))},
         "reqps",
         shows="Answers that ended after their first byte and before their last, a second, by reason.",
         act="`client_left` is the client's doing. `worker_unavailable`: see *Router*, failovers. "
         "Others are the codes of errors that clients got: the router's log has each.",
-        stack=True,
         colors=BREAKS,
     ).no_value("none"),
 ]

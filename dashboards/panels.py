@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
@@ -109,6 +110,9 @@ def lines(
     for name in unstacked:
         panel.override_by_name(name, _as_line())
     return panel
+
+
+areas = partial(lines, stack=True)
 
 
 def number(

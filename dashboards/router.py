@@ -3,7 +3,7 @@
 from dashboards import router_fleet
 from dashboards.board import Board
 from dashboards.colors import CALL_OUTCOMES
-from dashboards.panels import Panel, high_is_bad, lines, number
+from dashboards.panels import Panel, areas, high_is_bad, lines, number
 from dashboards.queries import PLACED, ROUTER, happening, increase, or_zero, quantiles, rate, ratio, split, total
 
 UID = "transom-router"
@@ -51,21 +51,19 @@ NOW = [
 
 
 PLACEMENT = [
-    lines(
+    areas(
         "Placements by worker",
         split(rate, "transom_router_placements_total", PLACED, "worker"),
         "reqps",
         shows="Requests sent to each worker, a second.",
         act="One worker has most: one prefix has most of the traffic; see *In flight by worker* for whether it copes.",
-        stack=True,
     ),
-    lines(
+    areas(
         "In flight by worker",
         split(total, "transom_router_in_flight_requests", PLACED, "worker"),
         "short",
         shows="Requests that each worker has from these routers.",
         act="Far apart while the low ones' pools have room: hits are weighed too high, or loads come late.",
-        stack=True,
     ),
     lines(
         "Cost of a choice",
@@ -106,7 +104,7 @@ PREDICTION: list[Panel] = [
 OUTPUT = rate("transom_router_output_tokens_total", ROUTER)
 
 ANSWERS = [
-    lines(
+    areas(
         "Tool calls by outcome",
         {"{{outcome}}": happening(rate("transom_router_tool_calls_total", ROUTER, "outcome"))},
         "ops",
@@ -114,7 +112,6 @@ ANSWERS = [
         "`incomplete` (the answer ended inside the call).",
         act="`malformed`: the parser does not suit the model (`--tool-call-parser`), or the model is too weak for its "
         "tools; clients hold it to them with `strict`. `incomplete`: clients' `max_tokens` cut calls.",
-        stack=True,
         colors=CALL_OUTCOMES,
     ).no_value("none"),
     lines(

@@ -1,7 +1,7 @@
 """The Router dashboard's sections about the workers that routers see, and about the routers themselves."""
 
 from dashboards.colors import DRAINS, FAILOVERS, WORKER_CHANGES, WORKER_STATES
-from dashboards.panels import Panel, lines, rows
+from dashboards.panels import Panel, areas, lines, rows
 from dashboards.queries import PLACED, ROUTER, quantile, rate, seen, split, total
 from dashboards.worker_machines import info
 
@@ -33,7 +33,7 @@ MIRRORS = [
 
 
 FLEET = [
-    lines(
+    areas(
         "Workers by state, and wanted",
         {
             "{{state}}": seen("transom_router_workers", ROUTER, "state"),
@@ -43,17 +43,15 @@ FLEET = [
         shows="Workers open, closed (starting or lost) and draining. "
         "Dashed: how many the autoscaling policy would ask for.",
         act="Open below wanted for minutes: hosts or devices are missing; runbook of TransomScaleUpStuck.",
-        stack=True,
         unstacked=["wanted"],
         colors=WORKER_STATES,
     ),
-    lines(
+    areas(
         "Workers by the model's identity",
         {"{{identity}}": seen("transom_router_worker_identities", ROUTER, "identity")},
         "short",
         shows="Workers that take requests. Several identities: one model replaces another.",
         act="Several for longer than a redeploy: a folder changed, or workers have different files; compare hosts.",
-        stack=True,
     ),
     lines(
         "Workers joined, lost, drained",
@@ -121,13 +119,12 @@ ROUTERS: list[Panel] = [
         shows="From a request's arrival to its first token.",
         act="One router slow, the others not: its process is short of CPU.",
     ),
-    lines(
+    areas(
         "Open streams by router",
         split(total, "transom_router_open_streams", ROUTER, "router"),
         "short",
         shows="Streamed answers that are being sent.",
         act="All on one router: the balancer keeps connections; that is right for few clients.",
-        stack=True,
     ),
     lines(
         "CPU of routers",

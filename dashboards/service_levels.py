@@ -1,7 +1,7 @@
 """The Overview's sections about latency and about how full the service is."""
 
 from dashboards.colors import REQUESTS
-from dashboards.panels import Panel, heat, high_is_bad, lines
+from dashboards.panels import Panel, areas, heat, high_is_bad, lines
 from dashboards.queries import API, ROUTER, WORKER, buckets, quantile, quantiles, ratio, total
 
 FIRST_TOKEN_LIMITS = high_is_bad(1, 2)  # two seconds: the default of --first-token-objective-s
@@ -101,7 +101,7 @@ LENGTHS = [
 
 
 SATURATION = [
-    lines(
+    areas(
         "Requests running and waiting",
         {
             "running": total("transom_requests_running", WORKER),
@@ -111,7 +111,6 @@ SATURATION = [
         "short",
         shows="In batches, in workers' queues, and at routers without a worker.",
         act="Waiting grows while running stays: memory or `--max-num-seqs` is the limit; see *KV cache*, headroom.",
-        stack=True,
         colors=REQUESTS,
     ),
     lines(

@@ -1,7 +1,7 @@
 """The Workers dashboard's sections about what workers run on, what they say of their load, and how they were started."""
 
 from dashboards.colors import MEMORY
-from dashboards.panels import Panel, high_is_bad, lines, rows
+from dashboards.panels import Panel, areas, high_is_bad, lines, rows
 from dashboards.queries import WORKER, rate, ratio, split, total
 from transom_worker.telemetry.metrics.identity import CONFIG_LABELS
 
@@ -22,13 +22,12 @@ REPLAYED_DECODES = rate("transom_decode_steps_total", f'{WORKER},mode="replayed"
 REPLAYED_STEPS = rate("transom_rank_steps_total", f'{WORKER},forward="replayed"', "worker")
 RANK_COLUMNS = ("model", *BY, "host", "device", "pid")
 RANKS: list[Panel] = [
-    lines(
+    areas(
         "Memory by kind",
         split(total, "transom_rank_memory_bytes", WORKER, "kind"),
         "bytes",
         shows="Bytes of weights, KV cache and everything else, all ranks together.",
         act="`other` grows for hours: a leak, worth a report.",
-        stack=True,
         colors=MEMORY,
     ),
     lines(

@@ -2,27 +2,25 @@
 the masks and the compiling of grammars cost."""
 
 from dashboards.colors import BREAKS
-from dashboards.panels import high_is_bad, lines
+from dashboards.panels import areas, high_is_bad, lines
 from dashboards.queries import WORKER, quantile, rate, ratio, split, total
 
 TIMES = (("queue", "transom_queue_seconds"), ("prefill", "transom_prefill_seconds"))
 REQUESTS = [
-    lines(
+    areas(
         "Requests running by worker",
         split(total, "transom_requests_running", WORKER, "worker"),
         "short",
         shows="How many requests each worker's batch has.",
         act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
-        stack=True,
         width=12,
     ),
-    lines(
+    areas(
         "Requests waiting by worker",
         split(total, "transom_requests_waiting", WORKER, "worker"),
         "short",
         shows="How many requests each worker's queue has.",
         act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
-        stack=True,
         width=12,
     ),
     lines(
@@ -42,7 +40,7 @@ REQUESTS = [
         limits=high_is_bad(0.1, 0.25),
         width=12,
     ),
-    lines(
+    areas(
         "Requests not taken",
         split(rate, "transom_requests_refused_total", WORKER, "reason"),
         "reqps",
@@ -51,7 +49,6 @@ REQUESTS = [
         "and clients get 503 if none takes them.",
         act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. "
         "`internal_error`: a bug; the worker's log has it.",
-        stack=True,
         colors=BREAKS,
         width=12,
     ),

@@ -4,7 +4,7 @@ from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board
 from dashboards.colors import PARTS as PART_COLORS
 from dashboards.colors import PHASES
-from dashboards.panels import Panel, lines, number
+from dashboards.panels import Panel, areas, lines, number
 from dashboards.queries import WORKER, each_of, mean, quantiles, rate, split
 
 UID = "transom-workers"
@@ -43,7 +43,7 @@ NOW = [
 
 PARTS = rate("transom_step_seconds_sum", WORKER, "part")
 STEPS = [
-    lines(
+    areas(
         "Step time by part",
         {"{{part}}": each_of(PARTS, STEP_RATE)},
         "s",
@@ -51,7 +51,6 @@ STEPS = [
         "ranks prepare, copy, compute and sample meanwhile. Dashed: `wait`, which these parts of the ranks fill.",
         act="Schedule or output above a tenth of forward: the engine's process is short of CPU. "
         "Copy high: transfers to the device.",
-        stack=True,
         unstacked=["wait"],
         colors=PART_COLORS,
     ),
@@ -73,22 +72,20 @@ STEPS = [
 
 
 BATCHES: list[Panel] = [
-    lines(
+    areas(
         "Batch composition",
         {"{{kind}}": each_of(rate("transom_step_rows_total", WORKER, "kind"), STEP_RATE)},
         "short",
         shows="Mean rows of a step: those that compute prompts, and those that generate.",
         act="Many prompt rows slow down answers; lower `--max-num-batched-tokens` if inter-token times matter more.",
-        stack=True,
         colors=PHASES,
     ),
-    lines(
+    areas(
         "Computed tokens by phase",
         split(rate, "transom_computed_tokens_total", WORKER, "phase"),
         "short",
         shows="Tokens computed, a second: prompts, answers, repairs, and what a preemption made necessary again.",
         act="Recompute is waste: see *KV cache*, shortage.",
-        stack=True,
         colors=PHASES,
     ),
     lines(

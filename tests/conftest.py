@@ -64,7 +64,7 @@ def short_warm_up() -> Iterator[None]:
         if dummy_run and not torch.cuda.is_available():
             patch.setattr(
                 "transom_worker.execution.setup.model_setup.warm_up",
-                lambda model, builder, groups, **_: dummy_run.dummy_run(model, builder, groups, [1]),
+                lambda model, builder, **_: dummy_run.dummy_run(model, builder, [1]),
             )
         yield
 

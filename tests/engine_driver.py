@@ -177,12 +177,18 @@ def embeddings(engine: Engine, prompts: list[list[int]], pooling: str) -> list[O
     return [found[str(index)] for index in range(len(prompts))]
 
 
-def prompt_logprobs(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
-    """Run prompts together; each one's log-probabilities of 20 tokens and the next one at every position."""
+def prompt_logprobs(engine: Engine, prompts: list[list[int]], **params: Any) -> list[LogprobTable]:
+    """Run prompts together; each one's log-probabilities of 20 tokens and the next one at every position, or as `params` say.
+
+    Each must get them exactly once, with its first event.
+    """
     for index, ids in enumerate(prompts):
-        engine.add(make_request(str(index), ids, max_tokens=1, prompt_logprobs=20))
+        engine.add(make_request(str(index), ids, **{"max_tokens": 1, "prompt_logprobs": 20, **params}))
     found: dict[str, LogprobTable] = {}
-    while engine.has_work:
-        reported = [event for event in engine.step() if event.prompt_logprobs is not None]
-        found |= {event.request_id: event.prompt_logprobs for event in reported}  # type: ignore[misc]
+    seen: set[str] = set()
+    for event in drain(engine):
+        assert (event.prompt_logprobs is not None) == (event.request_id not in seen)
+        seen.add(event.request_id)
+        if event.prompt_logprobs is not None:
+            found[event.request_id] = event.prompt_logprobs
     return [found[str(index)] for index in range(len(prompts))]

@@ -4,14 +4,14 @@ Weights are random but not arbitrary: sublayers outweigh the embeddings, so that
 look far back, so that a wrong mask changes the text at once. They are representable in bf16.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -47,16 +47,9 @@ class HybridCase:
         """Keywords for `Settings.parse` and `LLM`."""
         return {"window": self.window, "sinks": self.sinks, "chunk": self.chunk, "window_pattern": self.pattern}
 
-    def layer_window(self, layer: int) -> int | None:
-        """The window of one layer, or None."""
-        return self.window if self.pattern[layer % len(self.pattern)] == "S" else None
-
-    def layer_chunk(self, layer: int) -> int | None:
-        """The chunk of one layer, or None."""
-        return self.chunk if self.pattern[layer % len(self.pattern)] == "C" else None
-
 
 FULL = HybridCase()
+Checkpoint: TypeAlias = PreTrainedModel | Path  # transformers' model of one, or its folder
 
 
 def tiny_llama(
@@ -157,7 +150,7 @@ def load_reference(folder: Path) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def reference_logits(model: PreTrainedModel | Path, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
+def reference_logits(model: Checkpoint, ids: Sequence[int], case: HybridCase = FULL) -> torch.Tensor:
     """Logits `[len(ids), vocabulary]` of transformers' model with `case`'s masks."""
     model = load_reference(model) if isinstance(model, Path) else model
     with _masks(model, case):
@@ -166,24 +159,14 @@ def reference_logits(model: PreTrainedModel | Path, ids: Sequence[int], case: Hy
 
 
 def reference_greedy(
-    model: PreTrainedModel | Path,
-    ids: Sequence[int],
-    num_tokens: int,
-    case: HybridCase = FULL,
-    *,
-    guess: Sequence[int] = (),
+    model: Checkpoint, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL, *, guess: Sequence[int] = ()
 ) -> list[int]:
     """The greedy continuation of `ids`, end of text ignored; `guess` as in `reference_steps`."""
     return [token for token, _ in reference_steps(model, ids, num_tokens, case, guess=guess)]
 
 
 def reference_steps(
-    model: PreTrainedModel | Path,
-    ids: Sequence[int],
-    num_tokens: int,
-    case: HybridCase = FULL,
-    *,
-    guess: Sequence[int] = (),
+    model: Checkpoint, ids: Sequence[int], num_tokens: int, case: HybridCase = FULL, *, guess: Sequence[int] = ()
 ) -> list[tuple[int, float]]:
     """Greedy tokens, each with its margin: how far its logit is above the next one's.
 
@@ -218,21 +201,30 @@ def visible(
     return causal if window is None else causal & ((key > query - window) | (key < sinks))
 
 
-@contextmanager
-def _masks(model: PreTrainedModel, case: HybridCase) -> Iterator[None]:
+def _masks(model: PreTrainedModel, case: HybridCase) -> AbstractContextManager[None]:
     """While this lasts, every layer gets its own mask instead of the model's, if the case has any of its own."""
+
+    def seen(layer: int, num_queries: int, num_keys: int) -> torch.Tensor:
+        kind = case.pattern[layer % len(case.pattern)]
+        window, chunk = case.window if kind == "S" else None, case.chunk if kind == "C" else None
+        return visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
+
+    return nullcontext() if case == FULL else masked(model, seen)
+
+
+@contextmanager
+def masked(model: PreTrainedModel, make_mask: Callable[[int, int, int], torch.Tensor]) -> Iterator[None]:
+    """While this lasts, each layer's last queries see what `make_mask(layer, number of queries, number of keys)` says."""
 
     def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]
         past = kwargs.get("past_key_values")
         num_keys = num_queries + (past.get_seq_length(index) if past is not None else 0)
-        window, chunk = case.layer_window(index), case.layer_chunk(index)
-        seen = visible(num_queries, num_keys, window=window, sinks=case.sinks, chunk=chunk)
+        seen = make_mask(index, num_queries, num_keys)
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return args, kwargs | {"attention_mask": mask[None, None]}
 
-    layers = [] if case == FULL else model.model.layers
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
     try:
         yield
     finally:

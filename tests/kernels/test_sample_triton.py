@@ -1,7 +1,6 @@
 """The sampling kernel against its reference and the worker's own sampler, in the interpreter (or on a GPU)."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.conftest import nan_memory
 from tests.kernels.test_sample_cpu import KINDS, Kernel, SampleTests, all_kinds, check_sample, params_of, some_rows
 from tests.matrices import some_daily
 from transom_kernels.sample import gpu
@@ -19,11 +17,7 @@ from transom_kernels.sample.gpu import best_of_slice_triton, sample_triton
 from transom_kernels.sample.op import sample
 from transom_kernels.sample.reference import best_of_slice_reference, sample_reference
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    with nan_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("memory_full_of_nan")
 
 
 @pytest.fixture

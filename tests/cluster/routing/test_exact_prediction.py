@@ -127,9 +127,7 @@ def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() 
     introduced: dict[str, list[int]] = {}
     while driver.scheduler.has_work:
         version = driver.scheduler.cache.changes.version
-        plan = driver.schedule()
-        assert plan is not None
-        for new in plan.new_sequences:
+        for new in driver.next_plan().new_sequences:
             introduced.setdefault(new.request_id, []).append(version)
         driver.receive()
     assert len(introduced["long"]) > 1

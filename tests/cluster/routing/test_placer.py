@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from tests.cluster.routing.test_policy import columns
+from tests.prefix_chains import chain_of
 from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.prompt_hashes import PromptChain
@@ -51,14 +52,9 @@ def whole(
     policy: KvPolicy | None = None,
     adapter: str | None = None,
 ) -> KvUpdate:
-    digests: list[bytes] = []
-    for prompt in prompts:
-        chain: list[bytes] = []
-        policy_text = None if policy is None else policy.text
-        root = chain_root(block_size, cache_salt=salt, kv_policy=policy_text, adapter=adapter)
-        extend_chain(chain, root, prompt, block_size)
-        digests += chain
-    return KvUpdate(after=version, version=version, runs=(KvRun("added", 0, tuple(digests)),), whole=True)
+    root = {"cache_salt": salt, "kv_policy": None if policy is None else policy.text, "adapter": adapter}
+    digests = tuple(digest for prompt in prompts for digest in chain_of(prompt, block_size, **root))
+    return KvUpdate(after=version, version=version, runs=(KvRun("added", 0, digests),), whole=True)
 
 
 def load(**fields: object) -> WorkerLoad:
@@ -301,8 +297,7 @@ def test_digests_are_the_workers_in_whatever_pieces(
     token_ids: tuple[int, ...], block_size: int, pieces: list[int]
 ) -> None:
     root = chain_root(block_size, cache_salt="tenant")
-    expected: list[bytes] = []
-    extend_chain(expected, root, token_ids, block_size)
+    expected = chain_of(token_ids, block_size, cache_salt="tenant")
     chain = PromptChain(token_ids, root, block_size)
     assert chain.num_blocks == len(expected)
     for num_blocks in pieces:

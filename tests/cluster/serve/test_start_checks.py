@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_gpus import driver_of, install, several
+from tests.fake_gpus import driver_of, host, several
 from transom_cluster.serve import start_checks
 from transom_cluster.serve.start_checks import check_start
 from transom_cluster.serve.worker_resources import ROUTER_CPUS, ClusterResources, WorkerResources, worker_resources
@@ -77,11 +77,10 @@ def test_the_machine_is_asked_for_its_gpus(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], visible: str | None, message: str | None
 ) -> None:
     monkeypatch.setattr(start_checks, "gpu_problem", lambda *_: None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    driver = driver_of(*several(2))
+    host(monkeypatch, driver, visible)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        start_checks.check_machine(Settings.parse(model="m", **settings), driver_of(*several(2)))
+        start_checks.check_machine(Settings.parse(model="m", **settings), driver)
 
 
 def test_host_tiers_that_do_not_fit_together_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +159,5 @@ def test_a_gpu_for_each_rank(device, num_gpus):
 @pytest.mark.parametrize(("visible", "expected"), [(None, 8), ("-1", 0), ("2,GPU-3", 1), ("4,5", 2), ("0,0", 0)])
 def test_ray_is_told_how_many_gpus_there_are(monkeypatch: pytest.MonkeyPatch, visible, expected):
     """Ray would take each entry of CUDA_VISIBLE_DEVICES for a GPU: "-1" for one, and "0,0" for two."""
-    install(driver_of(*several(8)), monkeypatch.setattr)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    host(monkeypatch, driver_of(*several(8)), visible)
     assert ClusterResources.of_this_machine().num_gpus == expected

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_gpus import H100, L4, LOST, T4, TORCH, driver_of, install, part, several
+from tests.fake_gpus import H100, L4, LOST, T4, TORCH, driver_of, host, install, part, several
 from transom_core.errors import ConfigError
 from transom_core.machine.gpu_checks import TorchBuild, gpu_problem, too_few_gpus, torch_build
 from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver, expects_gpu, read_driver, visible_devices
@@ -193,8 +193,7 @@ def test_too_few_gpus(driver: GpuDriver, visible: str | None, message: str | Non
 def test_a_grant(
     monkeypatch: pytest.MonkeyPatch, device: Any, num_ranks: int, granted: float, expected: tuple[str, float] | str
 ) -> None:
-    install(driver_of(*several(8)), monkeypatch.setattr)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    host(monkeypatch, driver_of(*several(8)))
     config = Settings.parse(model="m", device=device, tensor_parallel_size=num_ranks).engine_config()
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

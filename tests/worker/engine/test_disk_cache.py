@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import OnThread, drain, make_engine, make_request, run
+from tests.prefix_chains import chain_of
 from tests.thread_ranks import ThreadRanks
 from tests.worker.conftest import Start
 from tests.worker.engine.test_engine_restart import Fragile
 from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.errors import ConfigError, EngineDead, Overloaded
-from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.tiers import DISK
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
@@ -312,8 +312,7 @@ def test_a_missing_file_is_tried_once(open_engine: Start, tmp_path: Path, writte
     index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
     assert num_files == len(list(tmp_path.rglob("*.kv")))
-    chain: list[bytes] = []
-    extend_chain(chain, chain_root(8, identity=engine.info.identity), prompts(1)[0], 8)
+    chain = chain_of(prompts(1)[0], 8, identity=engine.info.identity)
     (path,) = tmp_path.rglob(f"{chain[4].hex()}-0.kv")
     path.unlink()
     requests = [make_request(f"again {number}", prompts(1)[0], max_tokens=6) for number in range(3)]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import WAIT_S, OnThread, make_engine, make_hooked_engine, make_request, unusable_request
+from tests.prefix_chains import chain_of
 from tests.worker.conftest import Start
 from transom_core.contract import ErrorInfo, OutputEvent, Request
 from transom_core.errors import Overloaded
-from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_worker.engine.arrivals import MAX_PIECE, Arrivals, Group
 from transom_worker.kvcache.tiers.exports import BlockExport
 
@@ -126,8 +126,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
     cache = engine.scheduler.cache
 
     def export() -> BlockExport | None:
-        chain: list[bytes] = []
-        extend_chain(chain, chain_root(8, identity=cache.identity), prompt, 8)
+        chain = chain_of(prompt, 8, identity=cache.identity)
         return cache.tiers.exports.begin(chain, cache.find(chain, len(prompt)))
 
     opened = thread.call(export).result(WAIT_S)

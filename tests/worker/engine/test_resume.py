@@ -16,12 +16,12 @@ import torch
 
 from tests.core.grammar.vocabularies import json_grammar
 from tests.device_ahead import AheadExecutor
-from tests.engine_driver import Whole, are_close, drain, make_engine, make_request, num_active, run
+from tests.engine_driver import Whole, are_close, drain, make_engine, make_request, num_active, prompt_logprobs, run
 from tests.matrices import matrix
 from tests.tiny_checkpoints import reference_logits
 from tests.worker.conftest import Start
 from transom_core.config import EngineConfig
-from transom_core.contract import HeavyPolicy, LogprobTable, OutputEvent, Request, WindowPolicy
+from transom_core.contract import HeavyPolicy, OutputEvent, Request, WindowPolicy
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
@@ -87,21 +87,6 @@ def test_sampled_outputs_do_not_depend_on_the_batch(
     assert engine.scheduler.work.num_preemptions > 0
 
 
-def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, LogprobTable]:
-    """Run requests together; each must get its prompt's log-probabilities exactly once, with its first event."""
-    found: dict[str, LogprobTable] = {}
-    seen: set[str] = set()
-    for request in asked:
-        engine.add(request)
-    while engine.has_work:
-        for event in engine.step():
-            assert (event.prompt_logprobs is not None) == (event.request_id not in seen)
-            seen.add(event.request_id)
-            if event.prompt_logprobs is not None:
-                found[event.request_id] = event.prompt_logprobs
-    return found
-
-
 @pytest.mark.parametrize(
     ("chunk", "steps_in_flight", "num_resumed"), [(16, 1, 0), (16, 2, 9), (1024, 1, 9), (1024, 2, 0)]
 )
@@ -111,14 +96,10 @@ def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_f
     sizes: dict[str, Any] = {"max_num_batched_tokens": chunk, "steps_in_flight": steps_in_flight, **TIGHT}
     engine = make_engine(str(tiny_model), executor=executor, **sizes)
     run(engine, [make_request("before", PROMPTS[3], max_tokens=4)])
-    asked = [
-        make_request(f"r{i}", prompt, resumed=[50 + j for j in range(num_resumed)], max_tokens=30, prompt_logprobs=2)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    found = prompt_logprobs(engine, asked)
+    resumed = [50 + j for j in range(num_resumed)]
+    tables = prompt_logprobs(engine, PROMPTS, resumed=resumed, max_tokens=30, prompt_logprobs=2)
     assert engine.scheduler.work.num_preemptions > 0
-    for request in asked:
-        prompt, table = list(request.prompt_token_ids), found[request.request_id]
+    for prompt, table in zip(PROMPTS, tables, strict=True):
         expected = reference_logits(tiny_model, prompt).log_softmax(-1)
         assert [entry.chosen.token_id for entry in table] == prompt[1:]
         got = torch.tensor([entry.chosen.logprob for entry in table])

@@ -1,8 +1,7 @@
 """Rows with KV policies on one rank, against transformers with the same mask: answers, attention mass, quality, long streams."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.matrices import some_daily
-from tests.tiny_checkpoints import visible
+from tests.tiny_checkpoints import masked, visible
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from transom_core.contract import HeavyPolicy, WindowPolicy
@@ -51,30 +50,18 @@ def start_runner(folder: Path, **settings: Any) -> ModelRunner:
     return make_runner(engine_config(folder, pool_bytes=2**21, dtype="float32", **settings))
 
 
-@contextmanager
-def masked(model: PreTrainedModel, make_mask: Callable[[int], torch.Tensor]) -> Iterator[None]:
-    """While this lasts, every layer sees what `make_mask(number of tokens)` [L, L] says."""
-
-    def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        seen = make_mask(args[0].shape[1])
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        return args, kwargs | {"attention_mask": mask[None, None]}
-
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in model.model.layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+Mask = Callable[
+    [int, int, int], torch.Tensor
+]  # of a layer, for the numbers of queries and keys; both are all tokens here
 
 
 @torch.inference_mode()
-def logits_of(model: PreTrainedModel, tokens: list[int], make_mask: Callable[[int], torch.Tensor]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, tokens: list[int], make_mask: Mask) -> torch.Tensor:
     with masked(model, make_mask):
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def check_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int, make_mask: Any) -> None:
+def check_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int, make_mask: Mask) -> None:
     """Every token after the prompt is the model's own choice, except where its margin is that of rounding."""
     logits = logits_of(model, tokens[:-1], make_mask)[num_prompt - 1 :]
     best = logits.topk(2, dim=-1)
@@ -83,8 +70,8 @@ def check_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int, mak
     assert best.indices[clear, 0].tolist() == torch.tensor(tokens[num_prompt:])[clear].tolist()
 
 
-def window_mask(window: int, sinks: int) -> Callable[[int], torch.Tensor]:
-    return lambda length: visible(length, length, window=window, sinks=sinks)
+def window_mask(window: int | None, sinks: int) -> Mask:
+    return lambda _layer, queries, keys: visible(queries, keys, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("family", some_daily(FAMILIES, daily=["qwen3", "olmo3", "gpt_oss", "smollm3"]))
@@ -131,8 +118,8 @@ def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any
     tokens = hand.sequences[0].tokens[:-1]
     for result, length in zip(results, (62, 63, 64), strict=True):
 
-        def last_row_sees_all(count: int) -> torch.Tensor:
-            mask = visible(count, count, window=11, sinks=3)
+        def last_row_sees_all(_layer: int, queries: int, keys: int) -> torch.Tensor:
+            mask = visible(queries, keys, window=11, sinks=3)
             mask[-1] = True
             return mask
 
@@ -161,8 +148,8 @@ def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:
     hand.remove(0, 10)
     measured = hand.decode(0, 4, measure=True)
 
-    def mask(length: int) -> torch.Tensor:
-        seen = visible(length, length, window=None, sinks=0)
+    def mask(_layer: int, queries: int, keys: int) -> torch.Tensor:
+        seen = visible(queries, keys, window=None, sinks=0)
         for logical, first_row in ((3, 43), (7, 43), (8, 43), (10, 49)):
             seen[first_row:, 4 * logical : 4 * logical + 4] = False
         return seen
@@ -211,4 +198,4 @@ def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
     check_greedy(model, hand.sequences[0].tokens, 50, window_mask(20, 6))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", plain)
-    check_greedy(model, hand.sequences[1].tokens, 40, lambda length: visible(length, length, window=None, sinks=0))
+    check_greedy(model, hand.sequences[1].tokens, 40, window_mask(None, 0))

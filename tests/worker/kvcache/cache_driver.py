@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.prefix_chains import chain_of
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
 from tests.worker.kvcache.rank_model import Content, RankTable, Slab, copy_blocks, prefix_tags
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.hashing import chain_root
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_core.kv_cache.tiers import DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
@@ -109,8 +110,7 @@ class CacheDriver:
         self, token_ids: list[int], boundaries: Sequence[tuple[int, CheckpointKind]] = (), *, reads_cache: bool = True
     ) -> bool:
         """Search, begin, and admit if there is room for a first token."""
-        chain: list[bytes] = []
-        extend_chain(chain, ROOT, token_ids, BLOCK)
+        chain = chain_of(token_ids, BLOCK)
         tags = prefix_tags(token_ids)
         self._remember(chain, tags)
         hit = self._find(chain, len(token_ids)) if reads_cache and self.cache.enable_prefix_caching else None
@@ -204,8 +204,7 @@ class CacheDriver:
 
     def bring(self, token_ids: list[int]) -> None:
         """Import what the disk has of a prompt beyond the memory."""
-        chain: list[bytes] = []
-        extend_chain(chain, ROOT, token_ids, BLOCK)
+        chain = chain_of(token_ids, BLOCK)
         hit = self.cache.find(chain, len(token_ids), with_disk=True)
         opened = self.cache.tiers.imports.begin(chain, hit)
         self._check()
@@ -219,8 +218,7 @@ class CacheDriver:
 
     def receive_blocks(self, token_ids: list[int]) -> None:
         """Import from another worker, which has all that was ever computed here."""
-        chain: list[bytes] = []
-        extend_chain(chain, ROOT, token_ids, BLOCK)
+        chain = chain_of(token_ids, BLOCK)
         there = [{digest for of_group, digest in self.truth if of_group == group} for group in range(len(self.specs))]
         hit = find_hit(self.cache.retentions, there, chain, hit_limit(len(token_ids), BLOCK), window_repair=False)
         opened = self.cache.tiers.imports.begin(chain, hit, on_device=True) if hit.start else None

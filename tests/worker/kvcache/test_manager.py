@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.prefix_chains import chain_of
 from tests.worker.kvcache.cache_driver import ROOT, CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, check_cache, layout
 from transom_core.errors import ConfigError
 from transom_core.kv_cache import load_rates
-from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_core.kv_cache.tiers import HOST
 from transom_worker.kvcache.blocks.arena import Arena
@@ -25,8 +25,7 @@ def cache_of(*mix: str, num_pages: int = 100, caching: bool = True) -> KvCache:
 
 def run(cache: KvCache, token_ids: list[int]) -> None:
     """Prefill a sequence in chunks of 8 tokens from its hit, and release it."""
-    chain: list[bytes] = []
-    extend_chain(chain, ROOT, token_ids, BLOCK)
+    chain = chain_of(token_ids, BLOCK)
     hit = cache.find(chain, len(token_ids))
     blocks = cache.begin(chain, ROOT, hit=hit)
     cache.plan_checkpoints(blocks, [])
@@ -74,9 +73,7 @@ TURN = 24  # tokens
 
 def owner(cache: KvCache, token_ids: list[int], num_tokens: int) -> Node:
     """The node whose segment has the last whole hash block of these tokens."""
-    chain: list[bytes] = []
-    extend_chain(chain, ROOT, token_ids[:num_tokens], BLOCK)
-    return cache.checkpoints.tree.owner[chain[-1]]
+    return cache.checkpoints.tree.owner[chain_of(token_ids[:num_tokens], BLOCK)[-1]]
 
 
 def turn(cache: KvCache, history: list[int], number: int, *, rendered_anew: int) -> list[int]:
@@ -162,9 +159,7 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
         assert cache.eviction.evict_one()
     assert lower.parent is not None
     assert lower.parent.tier != HOST
-    chain: list[bytes] = []
-    extend_chain(chain, ROOT, first + tokens(2, 40), BLOCK)
-    chain = [*chain[: lower.boundary], bytes(32)]
+    chain = [*chain_of(first + tokens(2, 40), BLOCK)[: lower.boundary], bytes(32)]
     cache.tiers.disk.add(0, [bytes(32)])
     hit = cache.find(chain, len(chain) * BLOCK + 1, with_disk=True)
     opened = cache.tiers.imports.begin(chain, hit)

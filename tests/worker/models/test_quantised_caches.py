@@ -5,7 +5,6 @@ random weights and logits with a standard deviation of 4, which amplify every er
 otherwise. The demo model's figures are in docs/quantised_kv.md. torch computes here; `tests/kernels` compares kernels with it.
 """
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_sharded_families import CASES, make_folder
 from transom_core.errors import ConfigError
 from transom_core.model_config.mla import MLA_FAMILIES
-from transom_kernels.launch import prefer
 from transom_kernels.quantised_kv import dequantise_rows
 from transom_worker.engine.engine import Engine
 
@@ -34,13 +32,8 @@ NAMES = [name for name in CASES if " in " not in name and name not in MLA_FAMILI
 # Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.
 KINDS = ("llama3", "gemma3", "gemma4", "gemma4 with experts", "gpt_oss", "llama4", "mimo_v2_flash")
 DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(KINDS)]
+pytestmark = pytest.mark.usefixtures("torch_operators")
 CHUNKS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 45, "dtype": "float32"}
-
-
-@pytest.fixture(autouse=True)
-def torch_computes() -> Iterator[None]:
-    with prefer("reference"):
-        yield
 
 
 def log_probabilities(folder: Path, **settings: Any) -> torch.Tensor:

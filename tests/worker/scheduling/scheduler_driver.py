@@ -124,6 +124,12 @@ class Driver:
             self.in_flight.append(plan)
         return plan
 
+    def next_plan(self) -> StepPlan:
+        """Schedule a step; there must be something to compute."""
+        plan = self.schedule()
+        assert plan is not None
+        return plan
+
     def receive(self) -> None:
         self.in_flight.popleft()
         for output in self.scheduler.receive(self.executor.receive()):

@@ -56,9 +56,7 @@ def test_a_prompt_that_fills_steps_leaves_another_client_its_share_of_each() -> 
     driver.step()
     driver.add(request("short", range(500, 530), 4, client="b"))
     for _ in range(2):
-        plan = driver.schedule()
-        assert plan is not None
-        assert plan.count == [8, 8]
+        assert driver.next_plan().count == [8, 8]
         driver.receive()
     driver.run()
     assert driver.finished == ["short", "long"]

@@ -122,8 +122,7 @@ def paced(limit: int) -> tuple[Driver, FixedPace]:
 
 
 def counts(driver: Driver) -> list[int]:
-    plan = driver.schedule()
-    assert plan is not None
+    plan = driver.next_plan()
     driver.receive()
     return plan.count
 

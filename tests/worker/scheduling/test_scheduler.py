@@ -18,13 +18,11 @@ def test_long_prompts_are_chunked_beside_decoding_sequences() -> None:
     driver.add(request("short", range(3), 20))
     driver.step()
     driver.add(request("long", range(50), 2))
-    plan = driver.schedule()
-    assert plan is not None
+    plan = driver.next_plan()
     assert (plan.count, plan.sample) == ([1, 15], [1, 0])
     assert plan.logits_from == [3, 15]  # none of the long one's rows
     driver.receive()
-    plan = driver.schedule()
-    assert plan is not None
+    plan = driver.next_plan()
     assert (plan.start, plan.count) == ([4, 15], [1, 15])
 
 
@@ -34,9 +32,7 @@ def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     driver.step()
     driver.add(request("long", range(80), 2, priority=0))
     driver.step()
-    plan = driver.schedule()
-    assert plan is not None
-    assert plan.count == [15, 1]
+    assert driver.next_plan().count == [15, 1]
     driver.receive()
     driver.run()
 
@@ -97,9 +93,7 @@ def test_a_window_repair_reads_full_groups_and_writes_windows_below_its_end() ->
     assert driver.outputs["repaired"][0].num_cached_tokens == 36
     assert driver.scheduler.stats().outcome_tokens["repaired"] == 24
     driver.add(request("again", range(61), 2))
-    plan = driver.schedule()
-    assert plan is not None
-    assert plan.start == [60]
+    assert driver.next_plan().start == [60]
     driver.receive()
     driver.run()
     assert driver.executor.num_repaired == 24

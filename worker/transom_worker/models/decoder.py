@@ -13,18 +13,16 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.rope import Rope
-from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.position_scale import position_scale
 from transom_worker.models.layer_factory import make_norm, make_rms_norm, make_rotary, make_token_mixer
-from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.models.layers.attention import LayerContext
+from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.norm import Norm, RmsNorm
 from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 from transom_worker.models.model import Model
 from transom_worker.models.style import Style
-
-_AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, PagedBatch, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +104,13 @@ class Decoder(Model):
         cache = index if source is None else source
         scale = self.architecture.scales.query_by_position
         has_scale = scale is not None and (scale.in_all_layers or rope is None)
-        self._layers[index](
-            residual,
-            None if rope is None else rotations.tables[rope],
-            batch.caches[cache],
-            batch.groups[batch.group_of_layer[cache]],
+        context = LayerContext(
+            tables=None if rope is None else rotations.tables[rope],
+            cache=batch.caches[cache],
+            batch=batch.groups[batch.group_of_layer[cache]],
             query_scale_T11=rotations.query_scale_T11 if has_scale else None,
-            rows=batch.logit_rows if index == len(self._layers) - 1 else None,
         )
+        self._layers[index](residual, context, rows=batch.logit_rows if index == len(self._layers) - 1 else None)
 
 
 class DecoderLayer:
@@ -143,38 +140,30 @@ class DecoderLayer:
         parts = (self._attention, *norms, *chain.from_iterable(self._feed_forwards))
         self.weight_bytes = sum(part.weight_bytes for part in parts if part is not None)
 
-    def __call__(
-        self,
-        residual: Residual,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        *,
-        query_scale_T11: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> None:
+    def __call__(self, residual: Residual, context: LayerContext, *, rows: torch.Tensor | None = None) -> None:
         """Add the layer's outputs to the residual [T, N]. With `rows` (last layer), keep only these rows after attention."""
         seen_TN = residual.read(self._before_attention) if residual.shared_TN is None else residual.shared_TN
         residual.shared_TN = seen_TN if self._shares_input else None
-        attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._parallel_residual:
-            self._add_both(residual, attention, rows)
+            self._add_both(residual, seen_TN, context, rows)
             return
-        residual.add_output(self._attention, self._after_attention, *attention)
+        residual.add_output(self._attention, self._after_attention, seen_TN, context)
         if rows is not None:
             residual.select(rows)
         for norm, feed_forward in self._feed_forwards:
             residual.add_output(feed_forward, self._after_mlp, residual.read(norm))
 
-    def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
+    def _add_both(
+        self, residual: Residual, seen_TN: torch.Tensor, context: LayerContext, rows: torch.Tensor | None
+    ) -> None:
         """Run a parallel residual: attention and feed-forward network both read the same normalised residual.
 
         One all-reduce sums both outputs over the ranks. Rank 0 adds the residual to its own outputs before the all-reduce, so that
         the residual counts once.
         """
-        seen_TN, before_TN = attention[0], residual.read()
+        before_TN = residual.read()
         attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention
-        x_TN = attend(*attention)
+        x_TN = attend(seen_TN, context)
         if rows is not None:
             x_TN, seen_TN = select_rows(x_TN, rows), select_rows(seen_TN, rows)
         ((_, feed_forward),) = self._feed_forwards

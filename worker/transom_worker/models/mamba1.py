@@ -23,11 +23,8 @@ from transom_kernels.linear_recurrence import (
     gated_rms_norm,
     linear_recurrence,
 )
-from transom_kernels.paged_attention.inputs import PagedBatch
-from transom_worker.models.layers.attention import TokenMixer
-from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.recurrent_layer import state_batch
-from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 
 
@@ -65,17 +62,11 @@ class Mamba1Layer(TokenMixer):
         linears = (self._output, self._projection, self._select, self._steps)
         self.weight_bytes += sum(linear.weight_bytes for linear in linears)
 
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the gated results of this rank's channels, [T, C], and write each sequence's state to the cache."""
         mixed_TC, gate_TC = self._projection(x_TN).chunk(2, dim=1)
-        states, convolution = state_batch(batch), Convolution(weight=self._weight_LC, bias=self._bias_C, rows=cache.v)
+        states, cache = state_batch(context.batch), context.cache
+        convolution = Convolution(weight=self._weight_LC, bias=self._bias_C, rows=cache.v)
         mixed_TC = causal_convolution(mixed_TC, convolution, states)
         parts = self._select(mixed_TC).split_with_sizes(self._widths, dim=1)
         step_TR, key_TD, query_TD = (norm(part) for norm, part in zip(self._norms, parts, strict=True))

@@ -34,6 +34,7 @@ Legend: E experts, N hidden width.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -49,59 +50,25 @@ from transom_worker.models.loading import Loader
 from transom_worker.models.style import DENSE_STYLES, FeedForward, Style, dense_feed_forward
 
 
-def _mixtral(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    return _routed(architecture, load.under("block_sparse_moe."), names=("w1", "w3", "w2"))
+def _routed_or_dense(
+    architecture: Architecture,
+    index: int,
+    load: Loader,
+    *,
+    prefix: str = "mlp.",
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    correction: str = "",
+) -> FeedForward:
+    """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE or has no experts (Nemotron-H, Granite).
 
-
-def _minimax(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    names, correction = ("w1", "w3", "w2"), "e_score_correction_bias"
-    return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
-
-
-def _kimi(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    if index not in _mixture(architecture).layers:
-        return dense_feed_forward(architecture, index, load)
-    names, correction = ("w1", "w3", "w2"), "gate.e_score_correction_bias"
-    return _routed(architecture, load.under("block_sparse_moe."), names=names, correction=correction)
-
-
-def _lfm2(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    if index not in _mixture(architecture).layers:
-        return dense_feed_forward(architecture, index, load)
-    return _routed(architecture, load.under("feed_forward."), names=("w1", "w3", "w2"), correction="expert_bias")
-
-
-def _qwen(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    return _routed_or_dense(architecture, index, load)
-
-
-def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    return _routed_or_dense(architecture, index, load, correction="gate.e_score_correction_bias")
-
-
-def _granite(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    if architecture.mixture is None:
-        return dense_feed_forward(architecture, index, load)
-    return _routed(architecture, load.under("block_sparse_moe."))
-
-
-def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, correction: str = "") -> FeedForward:
-    """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE or has no experts (Nemotron-H)."""
+    `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and in checkpoints that have
+    such tensors, all experts are in two stacks. `correction` names a learned correction: then the scores are sigmoids, and the
+    router chooses the experts by the sum of both.
+    """
     if architecture.mixture is None or index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
-    names = ("gate_proj", "up_proj", "down_proj")[0 if architecture.has_gates else 1 :]
-    return _routed(architecture, load.under("mlp."), names=names, correction=correction)
-
-
-def _routed(
-    architecture: Architecture, load: Loader, *, names: tuple[str, ...] = (), correction: str = ""
-) -> FeedForward:
-    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and
-    in checkpoints that have such tensors, all experts are in two stacks.
-
-    `correction` names a learned correction: then the scores are sigmoids, and the router chooses the experts by the sum of both.
-    """
-    mixture = _mixture(architecture)
+    mixture, load = architecture.mixture, load.under(prefix)
+    names = names if architecture.has_gates else names[1:]
     per_expert = (mixture.num_experts,)
     correction_E = load.tensor(correction, torch.float32, shape=per_expert) if correction else None
     routing = Routing(
@@ -192,24 +159,28 @@ def _mixture(architecture: Architecture) -> Mixture:
     return architecture.mixture
 
 
+_corrected = partial(_routed_or_dense, correction="gate.e_score_correction_bias")
+_mixtral = partial(_routed_or_dense, prefix="block_sparse_moe.", names=("w1", "w3", "w2"))
+_lfm2 = partial(_mixtral, prefix="feed_forward.", correction="expert_bias")
+
 MIXTURE_STYLES = {
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), Style(feed_forward=_mimo)
+        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), Style(feed_forward=_corrected)
     ),
     "mixtral": Style(feed_forward=_mixtral),
-    "qwen2_moe": Style(feed_forward=_qwen),
-    "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen),
-    "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_qwen),
-    "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_qwen),
-    "glm4_moe": Style(qk_norm="each", feed_forward=_mimo),
-    "minimax_m2": Style(qk_norm="all", feed_forward=_minimax),
-    "deepseek_v2": Style(feed_forward=_qwen),
-    "kimi_linear": Style(feed_forward=_kimi),
-    "granitemoehybrid": Style(feed_forward=_granite),
-    "nemotron_h": Style(norm_wide=True, feed_forward=_mimo),
-    "jamba": Style(feed_forward=_qwen),
+    "qwen2_moe": Style(feed_forward=_routed_or_dense),
+    "qwen3_moe": Style(qk_norm="each", feed_forward=_routed_or_dense),
+    "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
+    "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
+    "glm4_moe": Style(qk_norm="each", feed_forward=_corrected),
+    "minimax_m2": Style(qk_norm="all", feed_forward=partial(_mixtral, correction="e_score_correction_bias")),
+    "deepseek_v2": Style(feed_forward=_routed_or_dense),
+    "kimi_linear": Style(feed_forward=partial(_mixtral, correction="gate.e_score_correction_bias")),
+    "granitemoehybrid": Style(feed_forward=partial(_mixtral, names=())),
+    "nemotron_h": Style(norm_wide=True, feed_forward=_corrected),
+    "jamba": Style(feed_forward=_routed_or_dense),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),
-    "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
+    "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_corrected),
     "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
     "llama4_text": Style(feed_forward=_llama4),
 }

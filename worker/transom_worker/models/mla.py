@@ -31,8 +31,7 @@ from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
 from transom_kernels.latent_attention import LatentInputs, latent_attention, select_rows
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
 from transom_kernels.paged_attention.inputs import PagedBatch
-from transom_worker.models.layers.attention import TokenMixer
-from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.linear import HeadsLinear
 from transom_worker.models.layers.norm import LayerNorm, RmsNorm
 from transom_worker.models.layers.rotary_embedding import RotaryTables
@@ -110,16 +109,9 @@ class MlaAttention(TokenMixer):
         parts = (*matrices, self._query_norm, self._latent_norm, self._selector)
         self.weight_bytes = self._output.weight_bytes + sum(part.weight_bytes for part in parts if part is not None)
 
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
-        q_THL = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
+        q_THL, cache, batch = self._prepare(x_TN, context), context.cache, context.batch
         if self._no_sinks_H is not None:
             rows = LatentInputs(
                 q=q_THL,
@@ -140,18 +132,12 @@ class MlaAttention(TokenMixer):
         )
         return self._expand(paged_attention(inputs)).flatten(1)
 
-    def _prepare(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _prepare(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Write this step's rows to the cache; return the absorbed and rotated queries, [T, H, L + R].
 
         If the layer has an indexer, also select the rows that queries read, for this layer and later ones without an indexer.
         """
+        tables, cache, batch, query_scale_T11 = context
         mla, down_T = self._mla, self._down(x_TN)
         query_TQ = x_TN if self._query_norm is None else self._query_norm(down_T[:, : mla.query_rank])
         latent_TL = self._latent_norm(down_T[:, mla.query_rank : mla.query_rank + mla.latent_rank])

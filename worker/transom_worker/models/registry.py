@@ -23,8 +23,8 @@ from transom_worker.models.mixtures import MIXTURE_STYLES
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
-from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.renamed_weights import RenamedWeights, renaming, text_decoder
+from transom_worker.models.weights.checkpoint import Weights, WeightsView
+from transom_worker.models.weights.renamed_weights import renaming, text_decoder
 from transom_worker.models.weights.scaled_weights import ScaledWeights
 from transom_worker.models.weights.split_projections import SplitProjections
 
@@ -83,7 +83,7 @@ def build_model(
 def _by_own_names(architecture: Architecture, rename: Callable[[str], str] | None, weights: Weights) -> Weights:
     """Return a checkpoint's weights under the names by which the model reads them, apart and with their factors."""
     if rename is not None:
-        weights = RenamedWeights(weights, rename)
+        weights = WeightsView(weights, rename)
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, "phi3"):
         weights = SplitProjections(weights, architecture)
     factors = architecture.scales.projections

@@ -27,8 +27,7 @@ async def test_memory_is_read_with_one_call_and_the_export_is_closed_later() -> 
     pair = reading_pair()
     pair.before = calls.append
     pair.target.put(CHAIN[:3])
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.target.cached.keys() == set(CHAIN)
     assert (pair.ended["r"].wire, pair.ended["r"].num_bytes) == ("nixl", 56)
     await pair.until_quiet()
@@ -40,8 +39,7 @@ async def test_memory_is_read_with_one_call_and_the_export_is_closed_later() -> 
 async def test_other_bytes_are_not_published_and_calls_bring_the_next_ones_until_one_fetch_reads_again() -> None:
     pair = reading_pair(config=replace(CONFIG, verify="all"))
     pair.target.bring = lambda digest: contents(CHAIN[0] if digest == CHAIN[7] else digest)
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.ended["r"].outcome == "source_lost"
     await pair.until_quiet()
     assert (pair.target.cached, pair.target.num_free) == ({}, 100)
@@ -81,8 +79,7 @@ def loses_its_lease(pair: Pair) -> None:
 async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pair], None]) -> None:
     pair = reading_pair(num_looks=0)
     how(pair)
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     is_own_fault = how in (cannot_begin, lose_ranks)
     assert pair.ended["r"].outcome == ("failed" if is_own_fault else "source_lost")
     assert pair.fetches.memory_wire.is_asked("a") == is_own_fault

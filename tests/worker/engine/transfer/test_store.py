@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.prefix_chains import chain_of
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_cache, layout
 from transom_core.config import SchedulerConfig
 from transom_core.contract import HeavyPolicy, Request, SamplingParams
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
-from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.hashing import chain_root
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, TransferStore
@@ -66,10 +67,8 @@ class Worker:
 
     def compute(self, tokens: list[int]) -> None:
         """Compute a prompt, and give every published block the bytes of its digest."""
-        root = chain_root(BLOCK)
-        chain: list[bytes] = []
-        extend_chain(chain, root, tokens, BLOCK)
-        blocks = self.cache.begin(chain, root, hit=self.cache.find(chain, len(tokens)))
+        chain = chain_of(tokens, BLOCK)
+        blocks = self.cache.begin(chain, chain_root(BLOCK), hit=self.cache.find(chain, len(tokens)))
         for end in range(blocks.processed + 1, len(tokens) + 1):
             assert self.cache.extend(blocks, end)
             self.cache.advance(blocks, tokens, end)

@@ -79,6 +79,11 @@ class Pair:
             while not self.ended.keys() >= set(request_ids):
                 await asyncio.sleep(0)
 
+    async def fetch(self) -> None:
+        """Start the fetch of request "r", and wait for its end."""
+        self.start()
+        await self.until_ended("r")
+
     async def until_quiet(self) -> None:
         """Wait until neither side has anything of a transfer."""
         async with asyncio.timeout(60):
@@ -97,8 +102,7 @@ class Pair:
 async def test_a_prefix_comes_in_pieces_and_is_published_as_a_whole() -> None:
     pair = Pair()
     pair.target.put(CHAIN[:3])
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.target.cached.keys() == set(CHAIN)
     report = FetchReport(
         source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56, wire="ray"
@@ -135,8 +139,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -
     await pair.until_quiet()
     pair.source.put(CHAIN)  # with the last chunk comes the first token, and the request ends here
     del pair.source.requests["p"]
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
     await pair.until_quiet()
     assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
@@ -175,8 +178,7 @@ async def test_a_source_that_dies_costs_nothing_but_the_prefix(at: str, after: i
             raise ConnectionError("the source is gone")
 
     pair.before = die
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.ended["r"].outcome == "source_lost"
     pair.close_exports()  # the source's process has ended
     await pair.until_quiet()
@@ -219,8 +221,7 @@ async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
 
     assert wanted() == ["a", "b"]
     pair.before = fail
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert wanted() == ["b"]
     pair.fetches.calls.away.until_s["a"] -= 60.0
     assert wanted() == ["a", "b"]  # this one tries
@@ -282,8 +283,7 @@ async def test_what_is_not_there_or_does_not_fit_is_said() -> None:
 async def test_a_source_of_another_model_refuses() -> None:
     pair = Pair()
     pair.target.groups = (GroupSpec(name="other", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),)
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.ended["r"].outcome == "refused"
     assert pair.source_notes.exports == ["refused"]
 
@@ -307,8 +307,7 @@ async def test_a_cache_that_was_emptied_meanwhile_publishes_nothing(caplog: pyte
             pair.target.imports.clear()
 
     pair.before = reset
-    pair.start()
-    await pair.until_ended("r")
+    await pair.fetch()
     assert pair.ended["r"].outcome == "failed"
     assert not pair.target.cached
     await pair.until_quiet()

@@ -39,7 +39,6 @@ class RecordingBuilder(BatchBuilder):
         layout = runner.info.layout
         self.slab = allocate_slab(layout, CPU)
         super().__init__(layout, self.slab, CPU)
-        self.groups = [group.spec for group in layout.groups]
         self.plans: list[StepPlan] = []
 
     def build(self, plan: StepPlan, store: SequenceStore) -> ForwardBatch:
@@ -55,7 +54,7 @@ def runner(tiny_model: Path) -> ModelRunner:
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
 def test_warm_up_stays_within_the_limits(runner: ModelRunner, max_model_len: int) -> None:
     model, builder = runner._forward._model, RecordingBuilder(runner)
-    logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND)
+    logits = warm_up(model, builder, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND)
     assert logits.shape[0] == 1
     steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
     assert all(start + count <= max_model_len and count <= 64 for start, count in steps)
@@ -74,9 +73,9 @@ def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
 
 def test_warm_up_writes_to_dump_blocks_only(runner: ModelRunner) -> None:
     builder = RecordingBuilder(runner)
-    warm_up(runner._forward._model, builder, builder.groups, max_tokens=64, max_model_len=100, **EVERY_KIND)
+    warm_up(runner._forward._model, builder, max_tokens=64, max_model_len=100, **EVERY_KIND)
     assert builder.slab.any()
-    for group in range(len(builder.groups)):
+    for group in range(len(builder.layout.groups)):
         block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0
     assert not builder.slab.any()
 
@@ -100,7 +99,7 @@ def test_the_worst_case_wants_every_position_but_never_its_logits_together(
         return logits(hidden_RN)
 
     monkeypatch.setattr(model, "logits", counted)
-    result = worst_case_step(model, builder, builder.groups, [93, 90, 1], sampler, start=0)
+    result = worst_case_step(model, builder, [93, 90, 1], sampler, start=0)
     assert [len(result.prompt_logprobs[b]) for b in (0, 1)] == [92, 89]
     assert all(logprobs is not None and len(logprobs.top) == 20 for logprobs in result.logprobs)
     assert max(num_rows) == MAX_ROWS_PER_PASS

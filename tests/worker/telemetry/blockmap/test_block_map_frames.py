@@ -11,10 +11,10 @@ from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, R
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
+from tests.prefix_chains import chain_of
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.telemetry.blockmap.watch import Watch, check, check_described, check_host, in_host_tier, plain
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
-from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
 from transom_worker.kvcache import cache_snapshot
 from transom_worker.kvcache.cache_snapshot import HostGroupChanges, HostSnapshot
@@ -42,14 +42,14 @@ class Others:
         [self.read, self.send, self.end, self.end][self.rng.randrange(4)](prefix)
 
     def read(self, prefix: Sequence[int]) -> None:
-        chain = chain_of(prefix)
+        chain = chain_of(prefix, BLOCK)
         hit = self.cache.find(chain, len(prefix))
         opened = self.cache.tiers.exports.begin(chain, hit) if hit.start else None
         if opened is not None:
             self.exports.append(opened)
 
     def send(self, prefix: Sequence[int]) -> None:
-        chain = chain_of([token + ELSEWHERE for token in prefix])
+        chain = chain_of([token + ELSEWHERE for token in prefix], BLOCK)
         found = [set(chain) for _ in self.cache.pools]
         hit = find_hit(self.cache.retentions, found, chain, hit_limit(len(prefix), BLOCK), window_repair=True)
         opened = self.cache.tiers.imports.begin(chain, hit)
@@ -64,12 +64,6 @@ class Others:
         for lent in self.exports:
             self.cache.tiers.exports.end(lent)
         self.imports, self.exports = [], []
-
-
-def chain_of(token_ids: Sequence[int]) -> list[bytes]:
-    chain: list[bytes] = []
-    extend_chain(chain, chain_root(BLOCK), list(token_ids), BLOCK)
-    return chain
 
 
 def random_lives(

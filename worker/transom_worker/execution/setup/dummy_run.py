@@ -43,7 +43,6 @@ WARM_UP_POLICIES: tuple[KvPolicy, ...] = (WindowPolicy(sinks=4, window=2**20), H
 def warm_up(
     model: Model,
     builder: BatchBuilder,
-    groups: Sequence[GroupSpec],
     *,
     max_tokens: int,
     max_model_len: int,
@@ -62,12 +61,12 @@ def warm_up(
     )
     for adapter_slot in (NO_ADAPTER, 0) if builder.takes_adapters else (NO_ADAPTER,):
         for start, count in steps:
-            dummy_run(model, builder, groups, [count], start=start, adapter_slot=adapter_slot)
+            dummy_run(model, builder, [count], start=start, adapter_slot=adapter_slot)
     if compiles and takes_policies:
         for policy in WARM_UP_POLICIES:
             for start, count in (steps[0], steps[-1]):
-                _dummy_policy_run(model, builder, groups, policy, count, start=start)
-    return dummy_run(model, builder, groups, [1])
+                _dummy_policy_run(model, builder, policy, count, start=start)
+    return dummy_run(model, builder, [1])
 
 
 def prompt_steps(
@@ -84,31 +83,23 @@ def prompt_steps(
 
 
 def dummy_run(
-    model: Model,
-    builder: BatchBuilder,
-    groups: Sequence[GroupSpec],
-    counts: Sequence[int],
-    *,
-    start: int = 0,
-    adapter_slot: int = NO_ADAPTER,
+    model: Model, builder: BatchBuilder, counts: Sequence[int], *, start: int = 0, adapter_slot: int = NO_ADAPTER
 ) -> torch.Tensor:
     """Run one forward pass over sequences of `counts` new tokens each, all with one adapter slot; return their logits, [B, V].
 
     The first sequence has `start` tokens before its new ones, the others have none. All read block 0 and write to the dump
     block.
     """
-    plan, store = _dummy_step(groups, counts, start, SamplingParams(temperature=0.0), adapter_slot=adapter_slot)
+    plan, store = _dummy_step(builder, counts, start, SamplingParams(temperature=0.0), adapter_slot=adapter_slot)
     with torch.inference_mode():
         logits_BV = model.forward(builder.build(plan, store))
         logits_BV.max(-1).indices.tolist()
     return logits_BV
 
 
-def _dummy_policy_run(
-    model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], policy: KvPolicy, count: int, *, start: int
-) -> None:
+def _dummy_policy_run(model: Model, builder: BatchBuilder, policy: KvPolicy, count: int, *, start: int) -> None:
     """Run one forward pass over a sequence with a KV policy that has dropped nothing yet."""
-    plan, store = _dummy_step(groups, [count], start, SamplingParams(temperature=0.0), policy)
+    plan, store = _dummy_step(builder, [count], start, SamplingParams(temperature=0.0), policy)
     plan.row_window, plan.row_sinks, plan.measure = [WHOLE_TABLE], [policy.sinks], [0]
     plan.wants_mass = [int(policy.depends_on_history)]
     with torch.inference_mode():
@@ -116,18 +107,12 @@ def _dummy_policy_run(
 
 
 def worst_case_step(
-    model: Model,
-    builder: BatchBuilder,
-    groups: Sequence[GroupSpec],
-    counts: Sequence[int],
-    sampler: ShardedSampler,
-    *,
-    start: int,
+    model: Model, builder: BatchBuilder, counts: Sequence[int], sampler: ShardedSampler, *, start: int
 ) -> StepResult:
     """Run one whole step over sequences like those of `dummy_run`, each of which asks for everything that takes memory: filters,
     penalties, and log-probabilities of every position of prompt and output."""
     adapter_slot = 0 if builder.takes_adapters else NO_ADAPTER
-    plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING, adapter_slot=adapter_slot)
+    plan, store = _dummy_step(builder, counts, start, WORST_CASE_SAMPLING, adapter_slot=adapter_slot)
     plan.logits_from = list(plan.start)
     for seq_id, (first, count) in enumerate(zip(plan.start, counts, strict=True)):
         tokens = [position % model.architecture.vocab_size for position in range(first + count)]
@@ -140,7 +125,7 @@ def worst_case_step(
 
 
 def _dummy_step(
-    groups: Sequence[GroupSpec],
+    builder: BatchBuilder,
     counts: Sequence[int],
     start: int,
     params: SamplingParams,
@@ -149,11 +134,22 @@ def _dummy_step(
     adapter_slot: int = NO_ADAPTER,
 ) -> tuple[StepPlan, SequenceStore]:
     """Return the plan and the sequences of a dummy run in which every sequence samples a token."""
+    groups = [group.spec for group in builder.layout.groups]
     store = SequenceStore(groups, max_num_seqs=len(counts))
     starts = [start] + [0] * (len(counts) - 1)
     ends = [first + count for first, count in zip(starts, counts, strict=True)]
     for seq_id, end in enumerate(ends):
-        store.add(_blank_sequence(seq_id, end, params, policy, adapter_slot))
+        blank = NewSequence(
+            seq_id=seq_id,
+            request_id="",
+            token_ids=(0,) * end,
+            num_prompt_tokens=end,
+            params=params,
+            seed=0,
+            kv_policy=policy,
+            adapter_slot=adapter_slot,
+        )
+        store.add(blank)
         for group, tables in enumerate(store.tables):
             blocks, compact = [0] * -(-end // tables.block_size), store[seq_id].compact
             if compact is not None:
@@ -196,18 +192,3 @@ def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int
     read), so with them the longest sequence fills the context. Other layers do not, so without them the prompt starts at 0.
     """
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
-
-
-def _blank_sequence(
-    seq_id: int, count: int, params: SamplingParams, policy: KvPolicy | None, adapter_slot: int
-) -> NewSequence:
-    return NewSequence(
-        seq_id=seq_id,
-        request_id="",
-        token_ids=(0,) * count,
-        num_prompt_tokens=count,
-        params=params,
-        seed=0,
-        kv_policy=policy,
-        adapter_slot=adapter_slot,
-    )

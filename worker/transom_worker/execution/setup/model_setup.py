@@ -222,7 +222,7 @@ class ModelSetup:
         groups = [group.spec for group in layout.groups]
         sampler = ShardedSampler(self._parallel, first_id=model.vocab.start)
         start = worst_case_start(groups, counts[0], max_model_len)
-        worst_case_step(model, builder, groups, counts, sampler, start=start)
+        worst_case_step(model, builder, counts, sampler, start=start)
 
     @torch.inference_mode()
     def _warm_up(self, builder: BatchBuilder, slab: torch.Tensor, sampler: ShardedSampler) -> ForwardPass:
@@ -231,7 +231,6 @@ class ModelSetup:
         logits_1V = warm_up(
             model,
             builder,
-            [group.spec for group in builder.layout.groups],
             max_tokens=self._config.scheduler.max_num_batched_tokens,
             max_model_len=self._cache.max_model_len,
             compiles=by_rows or uses_cpu_kernels(slab),

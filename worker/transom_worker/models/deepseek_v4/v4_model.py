@@ -28,8 +28,7 @@ from transom_worker.models.layers.linear import make_linear
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables, frequencies
 from transom_worker.models.loading import Loader
 from transom_worker.models.model import Model
-from transom_worker.models.weights.checkpoint import Weights
-from transom_worker.models.weights.renamed_weights import RenamedWeights
+from transom_worker.models.weights.checkpoint import Weights, WeightsView
 
 
 class _Coefficients:
@@ -213,7 +212,7 @@ def _entry_rope(architecture: Architecture) -> Rope | None:
 def _either_name(weights: Weights) -> Weights:
     """Return the weights under transformers' names, whichever of the two namings the checkpoint has."""
     saved = any(name.startswith("model.") for name in weights.names)
-    return weights if saved else RenamedWeights(weights, published_name)
+    return weights if saved else WeightsView(weights, published_name)
 
 
 def published_name(name: str) -> str:

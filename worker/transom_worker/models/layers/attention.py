@@ -8,6 +8,7 @@ Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv v
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,16 @@ from transom_worker.models.layers.policy_rows import MixedBatch, attend_mixed
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
+class LayerContext(NamedTuple):
+    """What a layer reads in a step besides its tokens. Without `tables` nothing is rotated. `query_scale` multiplies each token's
+    queries."""
+
+    tables: RotaryTables | None
+    cache: LayerCache
+    batch: PagedBatch
+    query_scale_T11: torch.Tensor | None
+
+
 class TokenMixer(ABC):
     """A layer in which tokens read other tokens, and its output projection."""
 
@@ -36,41 +47,16 @@ class TokenMixer(ABC):
         """Return whether `add_to` adds the residual within the layer's last matrix product."""
         return self._output.adds_in_product
 
-    def add_to(
-        self,
-        residual_TN: torch.Tensor,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return `residual + self(x)`, [T, N], and write this step's keys and values to the cache.
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """Return `residual + self(x)`, [T, N], and write this step's keys and values to the cache."""
+        return self._output.add_to(residual_TN, self._mix(x_TN, context))
 
-        Without `tables` nothing is rotated. `query_scale` multiplies each token's queries.
-        """
-        return self._output.add_to(residual_TN, self._mix(x_TN, tables, cache, batch, query_scale_T11))
-
-    def __call__(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the layer's output, [T, N]; the arguments are those of `add_to`."""
-        return self._output(self._mix(x_TN, tables, cache, batch, query_scale_T11))
+    def __call__(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """Return the layer's output, [T, N], and write as `add_to` does."""
+        return self._output(self._mix(x_TN, context))
 
     @abstractmethod
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return what the output projection reads: the outputs of all heads, concatenated, [T, H * Dv]."""
 
 
@@ -106,20 +92,14 @@ class Attention(TokenMixer):
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
         self.weight_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         projected = gate_TN = self._qkv(x_TN)
         if self._gate_width:
             widths = (projected.shape[1] - self._gate_width, self._gate_width)
             projected, gate_TN = projected.split_with_sizes(widths, dim=1)
-        q_THD, sink_q_THD = self._prepare(projected, tables, cache, batch, query_scale_T11)
+        q_THD, sink_q_THD = self._prepare(projected, context)
+        cache, batch = context.cache, context.batch
         inputs = PagedInputs(
             q=q_THD,
             k_cache=cache.k,
@@ -138,19 +118,13 @@ class Attention(TokenMixer):
         out_TN = out_THD.flatten(1)
         return gated_rms_norm(out_TN, gate_TN, None, 0.0, by_sigmoid=True) if self._gate_width else out_TN
 
-    def _prepare(
-        self,
-        projected: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _prepare(self, projected: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the normalised and rotated queries [T, H, D]; also those that read sink tokens, if these are rotated differently.
 
         Write keys and values to the cache if the layer has its own. One operator does all this after the projection; only a norm
         over all heads runs by itself before it.
         """
+        tables, cache, batch, query_scale_T11 = context
         q, k, v = self._split(projected)
         if self._norm is not None:
             q, k = self._norm(q, k)

@@ -29,10 +29,8 @@ from transom_kernels.linear_recurrence import (
     linear_recurrence,
 )
 from transom_kernels.paged_attention.inputs import PagedBatch
-from transom_worker.models.layers.attention import TokenMixer
-from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.linear import Linear
-from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +80,9 @@ class RecurrentLayer(TokenMixer):
         linears = (projection, output, *(weights.twice or ()))
         self.weight_bytes = sum(linear.weight_bytes for linear in linears) + weights.num_bytes
 
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the gated results of all heads, [T, H * Dv], and write each sequence's state to the cache."""
-        layer, weights = self._layer, self._weights
+        layer, weights, cache = self._layer, self._weights, context.cache
         mixed, gate, *strength, step = self._projection(x_TN).split_with_sizes(self._widths, dim=1)
         if weights.twice is not None:
             gate, step = weights.twice[0](gate), weights.twice[1](step)
@@ -105,7 +96,7 @@ class RecurrentLayer(TokenMixer):
             skip=weights.skip_H,
             key_heads=layer.num_kv_heads,
             state=cache.k.view(len(cache.k), layer.num_heads, layer.head_size, self._value_size),
-            batch=state_batch(batch),
+            batch=state_batch(context.batch),
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
         first, by_sigmoid = weights.gates_first, weights.twice is not None

@@ -5,12 +5,9 @@ Legend: T tokens, N hidden width, C channels of this rank, L tokens of the convo
 
 import torch
 
-from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.short_convolution import ConvolutionInputs, short_convolution
-from transom_worker.models.layers.attention import TokenMixer
-from transom_worker.models.layers.forward_batch import LayerCache
+from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.linear import Linear
-from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
 class ShortConvolution(TokenMixer):
@@ -26,16 +23,13 @@ class ShortConvolution(TokenMixer):
         self.weight_bytes = projection.weight_bytes + output.weight_bytes
         self.weight_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def _mix(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the gated convolution [T, C], and write this step's rows to the cache. Positions do not rotate anything here."""
         inputs = ConvolutionInputs(
-            projected=self._projection(x_TN), weight=self._weight_LC, bias=self._bias_C, cache=cache.k, batch=batch
+            projected=self._projection(x_TN),
+            weight=self._weight_LC,
+            bias=self._bias_C,
+            cache=context.cache.k,
+            batch=context.batch,
         )
         return short_convolution(inputs)

@@ -9,6 +9,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -74,10 +75,11 @@ class Weights(ABC):
 
 
 class WeightsView(Weights):
-    """The weights of another checkpoint, unchanged. A subclass overrides what it changes."""
+    """The weights of another checkpoint. When `name` is requested, this reads tensor `rename(name)`; `names` and `unread` are the
+    checkpoint's own names. A subclass overrides what else it changes."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights, self.names = weights, weights.names
+    def __init__(self, weights: Weights, rename: Callable[[str], str] = str) -> None:
+        self._weights, self._rename, self.names = weights, rename, weights.names
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -91,15 +93,15 @@ class WeightsView(Weights):
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """See `Weights.__call__`."""
-        return self._weights(name, shape=shape, part=part)
+        return self._weights(self._rename(name), shape=shape, part=part)
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
         """See `Weights.mxfp4`."""
-        return self._weights.mxfp4(name, shape=shape, part=part)
+        return self._weights.mxfp4(self._rename(name), shape=shape, part=part)
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
         """See `Weights.groups`."""
-        return self._weights.groups(name, shape=shape, part=part)
+        return self._weights.groups(self._rename(name), shape=shape, part=part)
 
     def close(self) -> None:
         """Close the files."""

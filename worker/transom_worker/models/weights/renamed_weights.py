@@ -4,16 +4,13 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-import torch
-
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.falcon_h1 import FALCON_H1
 from transom_core.model_config.jamba import JAMBA
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
 from transom_core.model_config.recurrent import KIMI_LINEAR
-from transom_kernels.quantised_linear import StoredRows
-from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
+from transom_worker.models.weights.checkpoint import Weights, WeightsView
 
 # Name prefix in a text-only model -> prefix in a multimodal model's checkpoint, first in the older layout, then in the newer one.
 _DECODERS = (
@@ -58,31 +55,11 @@ _NEMOTRON = {"model.embed_tokens.": "backbone.embeddings.", "model.norm.": "back
 _IN_A_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.((?P<number>\d+)\.)?(?P<part>\w+)\.")
 
 
-class RenamedWeights(WeightsView):
-    """Weights that read tensor `rename(name)` when `name` is requested. `names` and `unread` are the checkpoint's own names."""
-
-    def __init__(self, weights: Weights, rename: Callable[[str], str]) -> None:
-        super().__init__(weights)
-        self._rename = rename
-
-    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """Read one tensor; see `Weights.__call__`."""
-        return super().__call__(self._rename(name), shape=shape, part=part)
-
-    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """See `Weights.mxfp4`."""
-        return super().mxfp4(self._rename(name), shape=shape, part=part)
-
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredRows | None:
-        """See `Weights.groups`."""
-        return super().groups(self._rename(name), shape=shape, part=part)
-
-
 def text_decoder(weights: Weights) -> Weights:
     """Return a view of the weights in which the text decoder has the names of a text-only model."""
     for prefixes in _DECODERS:
         if any(name.startswith(prefixes["model."]) for name in weights.names):
-            return RenamedWeights(weights, partial(_replace_start, prefixes))
+            return WeightsView(weights, partial(_replace_start, prefixes))
     return weights
 
 
