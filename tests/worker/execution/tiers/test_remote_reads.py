@@ -4,6 +4,7 @@ The first tests have an agent without a wire. The last one reads another process
 """
 
 import ctypes
+import os
 import pickle
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -219,6 +221,31 @@ def source_process() -> None:
     sys.stdout.write(f"memory {pickle.dumps(agent.memory).hex()}\n")
     sys.stdout.flush()
     sys.stdin.read()
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=needs_nixl)])
+def test_log_handlers_stay_open_when_nixl_configures_logging(tmp_path: Path, is_real: bool) -> None:
+    """As NIXL does when it is imported. Ray Serve's handler, once closed, would keep every later line in memory."""
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").touch()
+    (tmp_path / "nixl" / "_api.py").write_text(
+        "import logging.config\nlogging.config.dictConfig({'version': 1, 'disable_existing_loggers': False})\n"
+        "logging.raiseExceptions = False\n"
+    )
+    program = (
+        "import logging, logging.handlers, sys\n"
+        "logger, file = logging.getLogger('serve'), logging.StreamHandler(sys.stdout)\n"
+        "memory = logging.handlers.MemoryHandler(1, target=file)\n"
+        "logger.addHandler(memory)\n"
+        "from transom_worker.execution.tiers.nixl_agent import load_nixl\n"
+        "load_nixl()\n"
+        "logger.warning('written')\n"
+        "assert logging.raiseExceptions and not memory.buffer"
+    )
+    paths = [*([] if is_real else [str(tmp_path)]), *sys.path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ran = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    assert (ran.returncode, "written" in ran.stdout) == (0, True), ran.stderr
 
 
 @needs_nixl

@@ -13,6 +13,7 @@ NIXL chooses the transport by UCX, whose environment variables hold; the setting
 """
 
 import logging
+import logging.config
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +42,7 @@ class NixlAgent:
     """
 
     def __init__(self, memories: Mapping[int, TierMemory]) -> None:
-        import nixl._api as _api
-
+        _api = load_nixl()
         _let_progress_wait(_api.nixlBind)
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each agent to the standard output
         self._agent: Any = _api.nixl_agent(uuid4().hex, _api.nixl_agent_config(backends=["UCX"]))
@@ -102,6 +102,21 @@ class NixlAgent:
 
     def _descriptors(self, addresses: Spans, sizes: Spans, kind: str, device: int) -> Any:
         return self._agent.get_xfer_descs(np.stack([addresses, sizes, np.full_like(sizes, device)], axis=1), kind)
+
+
+def load_nixl() -> Any:
+    """Import NIXL's Python interface.
+
+    NIXL configures logging when it is imported, which would close the handlers of the whole process: Ray Serve's would then keep
+    every later line in memory, and write none of them.
+    """
+    configure, raise_exceptions = logging.config.dictConfig, logging.raiseExceptions
+    logging.config.dictConfig = lambda config: None
+    try:
+        import nixl._api as _api
+    finally:
+        logging.config.dictConfig, logging.raiseExceptions = configure, raise_exceptions
+    return _api
 
 
 def open_agent(transfer: TransferConfig, memories: Mapping[int, TierMemory]) -> NixlAgent | None:
