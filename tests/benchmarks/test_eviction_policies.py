@@ -35,6 +35,7 @@ def hit_tokens(policy: str, prompts: Sequence[tuple[Run, ...]], *, num_pages: in
 
 
 def test_recency_loses_a_hot_prompt_to_a_scan_and_the_others_keep_it() -> None:
+    """Marconi's rule is recency where a byte of each node saves equally much, as it does here."""
     space = TokenSpace()
     hot = (space.take(PROMPT_UNITS * UNIT),)
     prompts = [hot, hot]
@@ -42,9 +43,11 @@ def test_recency_loses_a_hot_prompt_to_a_scan_and_the_others_keep_it() -> None:
         prompts += [*((space.take(PROMPT_UNITS * UNIT),) for _ in range(9)), hot]
     hits = {policy: hit_tokens(policy, prompts, num_pages=7 * PROMPT_UNITS) for policy in POLICIES}
     most = 13 * (PROMPT_UNITS - 1) * UNIT
-    assert hits.pop("lru") == (PROMPT_UNITS - 1) * UNIT
     for policy, hit in hits.items():
-        assert hit > 0.8 * most, policy
+        if policy in ("default", "gdsf"):
+            assert hit > 0.8 * most, policy
+        else:
+            assert hit == (PROMPT_UNITS - 1) * UNIT, policy
 
 
 def test_documents_that_many_prompts_begin_with_are_kept_though_no_prompt_comes_again() -> None:
