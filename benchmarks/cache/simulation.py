@@ -19,6 +19,7 @@ import typer
 
 from benchmarks.cache.cases import CASES, Case
 from benchmarks.cache.eviction_policies import POLICIES
+from benchmarks.markdown_table import print_head, print_row
 from transom_worker.simulate.simulation import Simulation, SimulationConfig
 
 
@@ -41,8 +42,7 @@ def main(
     cases = [case for case in CASES if only in case.name]
     seeds = tuple(dict.fromkeys(seed or [0]))
     runs = [Run(case, name, one, configs, traces, block_size) for case in cases for name in policies for one in seeds]
-    print_row("case", "vLLM", "dense", *policies)
-    print_row("---", *["---:"] * (2 + len(policies)))
+    print_head("case", "vLLM", "dense", *policies)
     with ProcessPoolExecutor(jobs) as pool:
         reports = pool.map(simulate_case, runs)  # in the order of the runs
         for case in cases:
@@ -87,11 +87,6 @@ def shares(reports: list[dict[str, Any]]) -> str:
 def percent(share: float | None) -> str:
     """With one decimal; empty where nothing is known."""
     return "" if share is None else f"{100 * share:.1f}"
-
-
-def print_row(*cells: str) -> None:
-    """One line of a Markdown table, at once."""
-    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.markdown_table import print_head, print_row
 from benchmarks.routing.fleet import BLOCK_SIZE, NUM_BATCHED_TOKENS, FleetSimulation, Router, Worker
 from transom_worker.simulate.simulation import read_plan
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
@@ -49,8 +50,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Every policy on every workload and fleet."""
-    print_row(*COLUMNS)
-    print_row("---", *["---:"] * (len(COLUMNS) - 1))
+    print_head(*COLUMNS)
     for name in WORKLOADS:
         for num_workers in map(int, workers.split(",")):
             for one in POLICIES:
@@ -141,11 +141,6 @@ def _independent(
 def _request(messages: list[Run], answer: Run, arrival_s: float) -> SimulatedRequest:
     ends = accumulate(message.num_tokens for message in messages[:-1])
     return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends), arrival_s=arrival_s)
-
-
-def print_row(*cells: str) -> None:
-    """A row of a Markdown table."""
-    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
