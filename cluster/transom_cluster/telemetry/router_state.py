@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_core.telemetry.build_versions import build_versions
+from transom_core.telemetry.build_versions import build_info, build_versions
 from transom_core.telemetry.own_labels import OwnLabels
 
 
@@ -38,12 +38,7 @@ class StateCollector(Collector):
         """Yield the gauges."""
         if self._read is not None:
             yield from self._of_router(self._read())
-        yield self._own.gauges(
-            "transom_build_info",
-            "Versions of Transom, Python and libraries; the value is always 1.",
-            tuple(self._versions),
-            [(tuple(self._versions.values()), 1)],
-        )
+        yield build_info(self._own, self._versions)
 
     def _of_router(self, state: RouterState) -> Iterator[Metric]:
         yield self._own.gauge("transom_router_waiting_requests", "Requests that no worker has.", state.num_waiting)

@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from transom_core.config import EngineConfig
-from transom_core.telemetry.build_versions import build_versions
+from transom_core.telemetry.build_versions import build_info, build_versions
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.telemetry.engine_events import EngineEventSink
@@ -50,12 +50,7 @@ class Identity(EngineEventSink, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Make the metric families; the client library calls this at each scrape."""
-        yield self._own.gauges(
-            "transom_build_info",
-            "Versions of Transom, Python and libraries; the value is always 1.",
-            tuple(self._versions),
-            [(tuple(self._versions.values()), 1)],
-        )
+        yield build_info(self._own, self._versions)
         yield self._own.gauges(
             "transom_worker_config_info",
             "The worker's resolved settings; the value is always 1.",
