@@ -15,7 +15,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastapi import Request
@@ -204,61 +204,56 @@ class PromptRequest:
         """Build one engine request per prompt and choice, in the order of OpenAI's choice indices: all choices of a prompt, then
         the next prompt. `prompt_param` is the field of the prompts.
 
+        To what the client sent, the server adds a deadline and, with `--salt-by-key`, a cache salt of the client. A request without
+        a seed gets the engine's configured seed, or else a random seed per prompt. Only the first choice of a prompt asks for the
+        prompt's log-probabilities, which all choices share.
+
         Raises:
             RequestError: the priority is out of range, or see `check_prompts`.
             PromptTooLong: a prompt, or prompt and output together, exceeds the model's length.
         """
-        if self._router.config.log_prompts:
+        state, config = self.state, self._router.config
+        if config.log_prompts:
             for prompt in prompts:
                 text = self._router.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
                 logger.info("The prompt of %s: %r", self.metadata.id, text)
 
         def build() -> list[contract.Request]:
-            body.check_priority(self._router.config.priorities.max_priority)
+            body.check_priority(config.priorities.max_priority)
             check_prompts([prompt.token_ids for prompt in prompts], params, limits, param=prompt_param)
-            return list(self._built(body, prompts, params, limits, grammar))
+            first = params.single()
+            further = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)
+            timeout_s = config.limits.request_timeout_s
+            time_left_s = None if timeout_s is None else max(0.0, timeout_s - state.age_s)
+            # With the client in the salt, requests of different clients never share cached prefixes.
+            salt = f"{state.client}:{body.cache_salt or ''}" if config.salt_by_key else body.cache_salt
+            configured = self._router.engine_seed if params.seed is None else params.seed
+            requests = []
+            for p, prompt in enumerate(prompts):
+                seed = secrets.randbits(63) if configured is None else configured
+                requests += [
+                    contract.Request(
+                        request_id=f"{self.metadata.id}-{p}-{choice}",
+                        prompt_token_ids=prompt.token_ids,
+                        params=further if choice else first,
+                        seed=seed,
+                        choice_index=choice,
+                        client=state.sharer,
+                        client_weight=state.weight,
+                        time_left_s=time_left_s,
+                        priority=body.priority or 0,
+                        cache_salt=salt,
+                        adapter=self._adapter,
+                        turn_boundaries=prompt.turn_boundaries,
+                        cache_marks=prompt.cache_marks,
+                        kv_policy=limits.kv_policy,
+                        kv_quality=bool(body.kv_quality),
+                        grammar=None if grammar is None else grammar.text,
+                        grammar_bytes=0 if grammar is None else grammar.num_bytes,
+                    )
+                    for choice in range(params.n)
+                ]
+            return requests
 
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return await self.threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)
-
-    def _built(
-        self,
-        body: SamplingFields,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        limits: ModelLimits,
-        grammar: CheckedGrammar | None,
-    ) -> Iterator[contract.Request]:
-        """Yield the engine requests. To what the client sent, the server adds a deadline and, with `--salt-by-key`, a cache salt of
-        the client. A request without a seed gets the engine's configured seed, or else a random seed per prompt. Only the first
-        choice of a prompt asks for the prompt's log-probabilities, which all choices share."""
-        state, config = self.state, self._router.config
-        first = params.single()
-        further = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)
-        timeout_s = config.limits.request_timeout_s
-        time_left_s = None if timeout_s is None else max(0.0, timeout_s - state.age_s)
-        # With the client in the salt, requests of different clients never share cached prefixes.
-        salt = f"{state.client}:{body.cache_salt or ''}" if config.salt_by_key else body.cache_salt
-        configured = self._router.engine_seed if params.seed is None else params.seed
-        for p, prompt in enumerate(prompts):
-            seed = secrets.randbits(63) if configured is None else configured
-            for choice in range(params.n):
-                yield contract.Request(
-                    request_id=f"{self.metadata.id}-{p}-{choice}",
-                    prompt_token_ids=prompt.token_ids,
-                    params=further if choice else first,
-                    seed=seed,
-                    choice_index=choice,
-                    client=state.sharer,
-                    client_weight=state.weight,
-                    time_left_s=time_left_s,
-                    priority=body.priority or 0,
-                    cache_salt=salt,
-                    adapter=self._adapter,
-                    turn_boundaries=prompt.turn_boundaries,
-                    cache_marks=prompt.cache_marks,
-                    kv_policy=limits.kv_policy,
-                    kv_quality=bool(body.kv_quality),
-                    grammar=None if grammar is None else grammar.text,
-                    grammar_bytes=0 if grammar is None else grammar.num_bytes,
-                )
