@@ -85,17 +85,17 @@ def find_hit(
 
     A hash block is as large as the smallest block of all groups.
     """
-    hit = _hit_in_memory(retentions, found, digests, limit, window_repair=window_repair, host=host, rates=rates)
-    block_size = min(retention.block_size for retention in retentions)
-    if host is None or disk is None or rates is None or hit.start == hit.limit * block_size or not any(disk):
+    search = _HitSearch(retentions, digests, limit, window_repair)
+    hit = search.in_memory(found, host, rates)
+    if host is None or disk is None or rates is None or hit.start == hit.limit * search.block_size or not any(disk):
         return hit
     tiers: list[Present] = list(zip(found, host, disk, strict=True))
-    with_reads = _hit_on(retentions, tiers, digests, limit, window_repair=window_repair)
+    with_reads = search.among(tiers)
     spared_tokens = with_reads.start - hit.start
     if not spared_tokens:
         return hit
-    num_loaded = _num_outside([(group,) for group in found], retentions, digests, with_reads)
-    num_read = _num_outside([group[:2] for group in tiers], retentions, digests, with_reads)
+    num_loaded = search.num_outside([(group,) for group in found], with_reads)
+    num_read = search.num_outside([group[:2] for group in tiers], with_reads)
     more_ns = rates.load_ns(num_loaded) + rates.reading_ns(num_read)
     more_ns -= rates.load_ns(hit.num_loaded) if hit.num_loaded else 0
     if not rates.are_worth_reading(spared_tokens, more_ns=more_ns):
@@ -103,31 +103,6 @@ def find_hit(
     return replace(
         with_reads, device_start=hit.device_start, memory_start=hit.start, num_loaded=num_loaded, num_read=num_read
     )
-
-
-def _hit_in_memory(
-    retentions: Sequence[Retention],
-    found: Sequence[Collection[bytes]],
-    digests: Sequence[bytes],
-    limit: int,
-    *,
-    window_repair: bool,
-    host: Sequence[Collection[bytes]] | None,
-    rates: LoadRates | None,
-) -> PrefixHit:
-    """Return the hit on the device's blocks or, if loading costs less than computing, on those of device and host."""
-    present: list[Present] = [(group,) for group in found]
-    hit = _hit_on(retentions, present, digests, limit, window_repair=window_repair)
-    block_size = min(retention.block_size for retention in retentions)
-    if host is None or rates is None or hit.start == hit.limit * block_size or not any(host):
-        return hit
-    either = [(group, in_host) for group, in_host in zip(found, host, strict=True)]
-    with_loads = _hit_on(retentions, either, digests, limit, window_repair=window_repair)
-    num_loaded = _num_outside(present, retentions, digests, with_loads)
-    spared_tokens = with_loads.start - hit.start
-    if spared_tokens and spared_tokens * rates.token_ns >= rates.load_ns(num_loaded):
-        return replace(with_loads, device_start=hit.start, num_loaded=num_loaded if any(num_loaded) else ())
-    return replace(hit, full_groups_reach=with_loads.full_groups_reach)
 
 
 def shared_digests(
@@ -154,66 +129,85 @@ def needed_blocks(
     return [(digest, logical_of[digest]) for digest in dict.fromkeys(shared)]
 
 
-def _num_outside(
-    tiers: Sequence[Present], retentions: Sequence[Retention], digests: Sequence[bytes], hit: PrefixHit
-) -> tuple[int, ...]:
-    """Return, by group, how many blocks of a hit are in none of these tiers."""
-    block_size = min(retention.block_size for retention in retentions)
-    return tuple(
-        _presence(group, shared_digests(retention, digests, hit, block_size=block_size)).count(0)
-        for retention, group in zip(retentions, tiers, strict=True)
-    )
+@dataclass(frozen=True, slots=True)
+class _HitSearch:
+    """The search for one prompt's hits, by the tiers whose blocks may be used."""
 
+    retentions: Sequence[Retention]
+    digests: Sequence[bytes]
+    limit: int
+    window_repair: bool
 
-def _hit_on(
-    retentions: Sequence[Retention],
-    found: Sequence[Present],
-    digests: Sequence[bytes],
-    limit: int,
-    *,
-    window_repair: bool,
-) -> PrefixHit:
-    """Return the hit that leaves fewest tokens to compute, with blocks of any of the tiers in `found`.
+    @property
+    def block_size(self) -> int:
+        """The tokens of a hash block."""
+        return min(retention.block_size for retention in self.retentions)
 
-    Two boundaries compete:
+    def in_memory(
+        self, found: Sequence[Collection[bytes]], host: Sequence[Collection[bytes]] | None, rates: LoadRates | None
+    ) -> PrefixHit:
+        """Return the hit on the device's blocks or, if loading costs less than computing, on those of device and host."""
+        present: list[Present] = [(group,) for group in found]
+        hit = self.among(present)
+        if host is None or rates is None or hit.start == hit.limit * self.block_size or not any(host):
+            return hit
+        with_loads = self.among(list(zip(found, host, strict=True)))
+        num_loaded = self.num_outside(present, with_loads)
+        spared_tokens = with_loads.start - hit.start
+        if spared_tokens and spared_tokens * rates.token_ns >= rates.load_ns(num_loaded):
+            return replace(with_loads, device_start=hit.start, num_loaded=num_loaded if any(num_loaded) else ())
+        return replace(hit, full_groups_reach=with_loads.full_groups_reach)
 
-    - the largest boundary at which every group has the blocks that it needs;
-    - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
+    def num_outside(self, tiers: Sequence[Present], hit: PrefixHit) -> tuple[int, ...]:
+        """Return, by group, how many blocks of a hit are in none of these tiers."""
+        return tuple(
+            _presence(group, shared_digests(retention, self.digests, hit, block_size=self.block_size)).count(0)
+            for retention, group in zip(self.retentions, tiers, strict=True)
+        )
 
-    The second wins even if both leave the same number of tokens to compute, because it shares more blocks. No other boundary can
-    win: the repair of a larger boundary never starts earlier than that of a smaller one. A repair that starts at token 0 saves
-    nothing and is not taken.
-    """
-    block_size = min(retention.block_size for retention in retentions)
-    limit = min(limit, len(digests))
+    def among(self, found: Sequence[Present]) -> PrefixHit:
+        """Return the hit that leaves fewest tokens to compute, with blocks of any of the tiers in `found`.
 
-    # `full_groups_reach`: the largest boundary below which the full groups have all blocks. `reach`: the same, and all sink blocks.
-    full_groups_reach, repairable = limit, False
-    sliding: list[tuple[Retention, Present]] = []
-    for retention, group in zip(retentions, found, strict=True):
-        if retention.keeps_everything:
-            full_groups_reach = _leading_boundary(group, digests, full_groups_reach, retention.block_size // block_size)
-            repairable = window_repair
-        else:
-            sliding.append((retention, group))
-    reach = full_groups_reach
-    for retention, group in sliding:
-        reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
+        Two boundaries compete:
 
-    # The largest boundary with all live blocks. If none lies above `repaired_from`, the repair of boundary `reach` wins.
-    specs = [retention.spec for retention in retentions]
-    repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
-    searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]
-    start = _largest_boundary(searches, reach, floor=repaired_from)
-    takes_repair = start == repaired_from > 0
-    return PrefixHit(
-        num_hash_blocks=reach if takes_repair else start,
-        start=start * block_size,
-        full_groups_reach=full_groups_reach,
-        limit=limit,
-        device_start=start * block_size,
-        memory_start=start * block_size,
-    )
+        - the largest boundary at which every group has the blocks that it needs;
+        - with a window repair, the largest boundary below which the full groups have all their blocks and every sink block exists.
+
+        The second wins even if both leave the same number of tokens to compute, because it shares more blocks. No other boundary
+        can win: the repair of a larger boundary never starts earlier than that of a smaller one. A repair that starts at token 0
+        saves nothing and is not taken.
+        """
+        digests, block_size = self.digests, self.block_size
+        limit = min(self.limit, len(digests))
+
+        # `full_groups_reach`: the largest boundary below which the full groups have all blocks. `reach`: and all sink blocks.
+        full_groups_reach, repairable = limit, False
+        sliding: list[tuple[Retention, Present]] = []
+        for retention, group in zip(self.retentions, found, strict=True):
+            if retention.keeps_everything:
+                step = retention.block_size // block_size
+                full_groups_reach = _leading_boundary(group, digests, full_groups_reach, step)
+                repairable = self.window_repair
+            else:
+                sliding.append((retention, group))
+        reach = full_groups_reach
+        for retention, group in sliding:
+            reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
+
+        # The largest boundary with all live blocks. If none lies above `repaired_from`, the repair of boundary `reach` wins.
+        specs = [retention.spec for retention in self.retentions]
+        repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
+        searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]
+        start = _largest_boundary(searches, reach, floor=repaired_from)
+        takes_repair = start == repaired_from > 0
+        return PrefixHit(
+            num_hash_blocks=reach if takes_repair else start,
+            start=start * block_size,
+            full_groups_reach=full_groups_reach,
+            limit=limit,
+            device_start=start * block_size,
+            memory_start=start * block_size,
+        )
 
 
 def _leading_boundary(group: Present, digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
