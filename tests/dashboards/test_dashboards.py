@@ -21,7 +21,6 @@ from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
 from transom_core.settings.settings import Settings
 
-ALERTS = FOLDER.parents[1] / "deploy/monitoring/alerts.yml"
 BOARDS = dashboards()
 EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
 ROOT = Path(__file__).parents[2]
@@ -83,10 +82,8 @@ def test_every_panel_says_its_unit_and_what_to_do(board: dict[str, Any]) -> None
 def test_every_panel_asks_the_chosen_source(board: dict[str, Any]) -> None:
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in panels(board):
-        assert [panel["datasource"], *(target["datasource"] for target in panel["targets"])] == [
-            source,
-            *[source] * len(panel["targets"]),
-        ]
+        asked = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert asked == [source] * len(asked)
 
 
 @EACH
@@ -94,12 +91,8 @@ def test_dashboards_share_variables_and_lead_to_each_other(board: dict[str, Any]
     assert list(variables(board)) == ["datasource", "model", "worker", "router", "group"]
     assert board["tags"] == ["transom"]
     (link,) = board["links"]
-    assert (link["type"], link["tags"], link["keepTime"], link["includeVars"]) == (
-        "dashboards",
-        ["transom"],
-        True,
-        True,
-    )
+    shared = (link["type"], link["tags"], link["keepTime"], link["includeVars"])
+    assert shared == ("dashboards", ["transom"], True, True)
     targets = [link["url"] for panel in panels(board) for link in panel.get("links", [])]
     uids = {other["uid"] for other in BOARDS}
     assert {target.split("?")[0].removeprefix("/d/") for target in targets} <= uids - {board["uid"]}
@@ -122,7 +115,7 @@ def test_dots_are_asked_for_where_buckets_name_requests(board: dict[str, Any]) -
 @EACH
 def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
     flags = {name.replace("_", "-") for name in Settings.model_fields}
-    alerts = set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+    alerts = {rule["alert"] for rule in ALERT_RULES}
     text = " ".join(panel["description"] for panel in panels(board))
     assert set(re.findall(r"--([a-z-]+)", text)) <= flags
     assert set(re.findall(r"Transom[A-Z]\w+", text)) <= alerts
@@ -149,14 +142,10 @@ RAYS_OWN = {f"ray_{name}": {"instance", *gauge.view.columns} for name, gauge in 
 NOT_ON_A_DASHBOARD: dict[str, str] = {}  # metric: why
 
 
-def rules() -> list[dict[str, str]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-
-
-RECORDED = {rule["record"]: {"model"} for rule in rules() if "record" in rule}
+RECORDED = {rule["record"]: {"model"} for rule in RULES if "record" in rule}
 QUERIES = [
     *((f"{board['uid']}: {panel}", expr) for board in BOARDS for panel, expr, _ in all_queries(board)),
-    *((f"alerts: {rule.get('alert') or rule['record']}", rule["expr"]) for rule in rules()),
+    *((f"alerts: {rule.get('alert') or rule['record']}", rule["expr"]) for rule in RULES),
 ]
 
 
