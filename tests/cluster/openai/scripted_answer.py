@@ -51,10 +51,10 @@ class ScriptedParser:
         return list(self.at_end)
 
 
-def request_of(choice: int = 0, **params: object) -> Request:
+def request_of(choice: int = 0, *, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> Request:
     return Request(
         request_id=f"r-0-{choice}",
-        prompt_token_ids=(1, 2, 3),
+        prompt_token_ids=prompt,
         params=SamplingParams(**params),  # type: ignore[arg-type]
         seed=0,
         choice_index=choice,

@@ -27,7 +27,7 @@ from transom_cluster.openai.answer.completion_writer import CompletionWriter, Ec
 from transom_cluster.openai.answer.json_pieces import json_pieces
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.openai.request.request_limits import MAX_LOGPROB_ENTRIES, ModelLimits, check_logprob_budget
-from transom_core.contract import FinishReason, LogprobTable, OutputEvent, Request, SamplingParams
+from transom_core.contract import FinishReason, LogprobTable, OutputEvent, SamplingParams
 from transom_core.errors import RequestError
 from transom_core.text.markup.parts import (
     AnswerPart,
@@ -226,19 +226,6 @@ def test_a_stream_joined_is_the_whole_answer_and_both_are_the_published_ones(cas
         assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["usage"]]
 
 
-def requests(num_prompt_tokens: int, n: int, **params: Any) -> list[Request]:
-    return [
-        Request(
-            request_id=f"r-0-{i}",
-            prompt_token_ids=(97,) * num_prompt_tokens,
-            params=SamplingParams(**params),
-            seed=0,
-            choice_index=i,
-        )
-        for i in range(n)
-    ]
-
-
 @pytest.mark.parametrize(
     ("lengths", "params", "max_model_len", "is_refused"),
     [
@@ -290,8 +277,9 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
 def writers(num_tokens: int, n: int) -> list[ResponseWriter]:
     """Writers of plain responses that have all events: an echoed prompt with 20 alternatives, and a chat's long answers."""
     tokenizer: Any = ByteTokenizer()
-    asked = requests(num_tokens, n, logprobs=20, prompt_logprobs=20)
-    echoed = [EchoedPrompt(text="a" * num_tokens, token_ids=(97,) * num_tokens)] * n
+    prompt = (97,) * num_tokens
+    asked = [request_of(choice, prompt=prompt, logprobs=20, prompt_logprobs=20) for choice in range(n)]
+    echoed = [EchoedPrompt(text="a" * num_tokens, token_ids=prompt)] * n
     completion = CompletionWriter(METADATA, asked, tokenizer, num_top_logprobs=20, echoed=echoed)
     table = LogprobTable.of(logprobs_of(97, 20) for _ in range(num_tokens - 1))
     chat = ChatWriter(METADATA, asked, tokenizer, num_top_logprobs=20)
