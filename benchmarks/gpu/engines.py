@@ -100,14 +100,8 @@ class Transom:
         kernels = self._profiled()
         self._steps.stop()
         found = _middle("step_s", [(end - begin) / steps for begin, end in itertools.pairwise(moments)])
-        return {
-            **found,
-            "steps": RUNS * steps,
-            "steps_replayed": num_replayed,
-            "tokens_per_s": batch / found["step_s"],
-            **kernels,
-            **self._about,
-        }
+        found["tokens_per_s"] = batch / found["step_s"]
+        return {**found, "steps": RUNS * steps, "steps_replayed": num_replayed, **kernels, **self._about}
 
     def close(self) -> None:
         """Give its memory back."""
@@ -143,13 +137,8 @@ class Transom:
             tokens += sum(1 if event.request_id in names else length for event in self._steps.step())
         spent_s = time.perf_counter() - begin_s
         self._steps.stop()
-        return {
-            "step_s": spent_s / steps,
-            "batch": batch,
-            "tokens": tokens,
-            "tokens_per_s": tokens / spent_s,
-            **self._about,
-        }
+        speed = {"step_s": spent_s / steps, "tokens_per_s": tokens / spent_s}
+        return {"batch": batch, "tokens": tokens, **speed, **self._about}
 
     def _start(self, batch: int, length: int) -> set[str]:
         names = {self._steps.add(prompt) for prompt in prompts(batch, length, self._vocab_size)}

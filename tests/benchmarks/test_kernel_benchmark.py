@@ -75,14 +75,7 @@ def test_cases_can_be_prepared_and_compared(scale: str) -> None:
 def test_a_window_is_compared_with_a_short_context() -> None:
     short = {"job": "short", "status": "passed", "time_us": 10.0, "reached": {}}
     promises = {"flat": ["short context", 0.9]}
-    long = {
-        "job": "long",
-        "status": "passed",
-        "time_us": 20.0,
-        "reached": {},
-        "flat_with": "short",
-        "promises": promises,
-    }
+    long = {**short, "job": "long", "time_us": 20.0, "reached": {}, "flat_with": "short", "promises": promises}
     [row] = kernels.report([short, long])
     assert (row["status"], row["reached"], row["at"]) == ("missed", 0.5, "long")
 

@@ -181,13 +181,8 @@ class FakeWorker:
         if self.host_pages:
             header["host"] = self._host_header(whole)
         if whole:
-            header |= {
-                "model": "demo",
-                "identity": "0123456789abcdef" * 4,
-                "page_bytes": self.page_bytes,
-                "num_pages": self.num_pages,
-            }
-            header |= {"groups": self._groups(), "history": self.history}
+            header |= {"model": "demo", "identity": "0123456789abcdef" * 4, "history": self.history}
+            header |= {"page_bytes": self.page_bytes, "num_pages": self.num_pages, "groups": self._groups()}
         return header
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -53,10 +53,8 @@ async def test_a_timeline_from_arrival_to_the_end(api: Api) -> None:
     timeline = await timeline_of(api, request_id)
     assert sorted(kinds(timeline), key=USUAL.index) == USUAL
     assert the(timeline, "arrived").items() >= {"endpoint": "/v1/completions", "prompt_tokens": 2, "choices": 1}.items()
-    assert (
-        the(timeline, "placed").items()
-        >= {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}.items()
-    )
+    placed = {"worker": "w0", "policy": "kv", "reason": "only_one", "predicted_hit_tokens": 0}
+    assert the(timeline, "placed").items() >= placed.items()
     assert the(timeline, "first_token")["hit_tokens"] == 3
     assert the(timeline, "finished").items() >= {"reason": "length", "output_tokens": 4}.items()
     assert timeline["state"] == "finished"
@@ -225,18 +223,10 @@ def test_through_a_real_engine(tiny_model: Path) -> None:
                 request_id = client.post("/v1/completions", json=body).json()["id"]
                 timelines.append(client.get(f"/debug/requests/{request_id}").json())
     first, second = timelines
-    assert [step["what"] for step in first["steps"] if step.get("request_id")] == [
-        "queued",
-        "admitted",
-        "prefill",
-        "first_token",
-        "decode",
-        "finished",
-    ]
+    of_worker = [step["what"] for step in first["steps"] if step.get("request_id")]
+    assert of_worker == ["queued", "admitted", "prefill", "first_token", "decode", "finished"]
     assert (first["hit_tokens"], second["hit_tokens"]) == (0, 24)
-    [placed] = [step for step in second["steps"] if step["what"] == "placed"]
-    [admitted] = [step for step in second["steps"] if step["what"] == "admitted"]
-    assert placed["predicted_hit_tokens"] == admitted["hit"] == 24
+    assert the(second, "placed")["predicted_hit_tokens"] == the(second, "admitted")["hit"] == 24
     assert set(second["times"]) == {"queue_s", "prefill_s", "decode_s"}
     assert sum(second["times"].values()) <= second["seconds"] + 1e-3
 

@@ -15,16 +15,8 @@ Tensors = dict[str, torch.Tensor]
 Stored = tuple[Tensors, torch.Tensor]
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_AWQ_COLUMNS = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # which of eight neighbours lies at each place of a word, from its lowest bits on
+# Which of eight neighbours lies at each place of a word, from its lowest bits on.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _LARGEST_FP8 = 448.0
 
 

@@ -305,13 +305,8 @@ def test_jamba_as_published() -> None:
     assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
     assert [i for i, layer in enumerate(architecture.layers) if layer.recurrent is None] == [4, 12, 20, 28]
     first, mixture = architecture.layers[0], architecture.mixture
-    assert (first.num_heads, first.value_size, first.head_size, first.recurrent, first.step_rank) == (
-        128,
-        64,
-        16,
-        4,
-        256,
-    )
+    sizes = (first.num_heads, first.value_size, first.head_size, first.recurrent, first.step_rank)
+    assert sizes == (128, 64, 16, 4, 256)
     assert mixture is not None
     assert (mixture.num_experts, mixture.normalise, sorted(mixture.layers)) == (16, False, [*range(1, 32, 2)])
     assert (set(architecture.ropes), largest_size(architecture).size) == ({None}, 32)
@@ -356,13 +351,8 @@ def test_families_that_run_have_a_class() -> None:
 
 def test_deepseek_v3_as_published() -> None:
     """Scores have the factor 192 ** -0.5, and YaRN's magnitude twice: once for queries, once for keys."""
-    yarn = {
-        "type": "yarn",
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    }
+    mscales = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **mscales}
     mla = read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla
     assert mla is not None
     assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)

@@ -175,14 +175,8 @@ def test_stream_and_body_have_the_same_items():
     for event in events:
         if "item_id" in event:
             assert event["item_id"] == done[event["output_index"]]["id"]
-    assert [item["type"] for item in done] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call",
-        "custom_tool_call",
-        "message",
-    ]
+    kinds = [item["type"] for item in done]
+    assert kinds == ["reasoning", "message", "function_call", "function_call", "custom_tool_call", "message"]
     assert {item["status"] for item in done} == {"completed"}
     assert done[0]["content"] == [{"type": "reasoning_text", "text": "The user adds."}]
     assert done[1]["content"][0]["text"] == "Let me \u2028 see."
