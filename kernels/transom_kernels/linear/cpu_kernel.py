@@ -14,7 +14,7 @@ from typing import Any
 
 from transom_kernels.cpu.language import helper, inlined
 from transom_kernels.cpu.layer_output import make_store_gated, make_store_output
-from transom_kernels.cpu.simd import LOAD_LANES, NUM_BYTES, STORE, float_argument, load_f32, splat
+from transom_kernels.cpu.simd import LOAD, LOAD_LANES, NUM_BYTES, STORE, float_argument, load_f32, splat
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.work import argument, claim, finish, row_address, scratch
 from transom_kernels.linear.cpu import AT
@@ -188,23 +188,26 @@ def _make_copy(method: str, dtype: str) -> Any:
 
 def _make_output(dtype: str, tiles: bool) -> Any:
     """Build store_group(arguments, sums, rows, first row, first panel), which stores the outputs of two panels."""
-    store, size = STORE[dtype], NUM_BYTES[dtype]
+    load, store, size = LOAD[dtype], STORE[dtype], NUM_BYTES[dtype]
     store_output = make_store_output(dtype, AT.output)
     place_of_sums = _make_place_of_sums(tiles)
 
     @helper
     def output(arguments, sums, rows, first_row, panel):
         at, column, num_outputs = AT.output, panel * OUTPUTS, argument(arguments, AT.output.num_outputs)
-        adds = argument(arguments, at.residual.tensor) != 0 or argument(arguments, at.bias) != 0
-        is_plain = (
-            not adds and float_argument(arguments, at.soft_cap) == 0.0 and float_argument(arguments, at.scale) == 1.0
-        )
+        residual, is_plain = argument(arguments, at.residual.tensor), argument(arguments, at.bias) == 0
+        is_plain &= float_argument(arguments, at.soft_cap) == 0.0 and float_argument(arguments, at.scale) == 1.0
+        is_plain &= column + 2 * OUTPUTS <= num_outputs
         for row in range(rows):
             own = place_of_sums(sums, row, rows)
-            if is_plain and column + 2 * OUTPUTS <= num_outputs:
+            if is_plain:
+                x, y = load_f32(own), load_f32(own + LINE)
+                if residual:
+                    before = row_address(arguments, at.residual, first_row + row) + column * size
+                    x, y = x + load(before), y + load(before + OUTPUTS * size)
                 place = row_address(arguments, at.out, first_row + row) + column * size
-                store(place, load_f32(own))
-                store(place + OUTPUTS * size, load_f32(own + LINE))
+                store(place, x)
+                store(place + OUTPUTS * size, y)
             else:
                 store_output(arguments, load_f32(own), first_row + row, column)
                 if column + OUTPUTS < num_outputs:

@@ -6,6 +6,7 @@
 """
 
 from transom_kernels.cpu.language import INT, NOTHING, emits
+from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
@@ -120,9 +121,14 @@ def _prefetch_rows(b, group, first: int, count: int, size: int) -> None:
     """Prefetch the cache lines that begin in the rows [first, first + count) of a group; a row has `size` bytes.
 
     Into the second-level cache: blocks of a sequence lie far apart, so that the processor does not foresee the next one, and
-    prefetches into the first level would wait for its few outstanding misses (half as many bytes a second on AMD's Zen 4).
+    prefetches into the first level would wait for its few outstanding misses (half as many bytes a second on AMD's Zen 4). Intel's
+    processors, of which those with AMX are known here, need a buffer of the first level for each, too; but they foresee the second
+    half of a group. Without its prefetches 32 sequences of 2,048 tokens decode 1.15 times as fast.
     """
-    for line in range(-(-first * size // 64) * 64, (first + count) * size, 64):
+    end = (first + count) * size
+    if cpu_target().amx:
+        end = min(end, LANES * size // 2)
+    for line in range(-(-first * size // 64) * 64, end, 64):
         emit_prefetch(b, b.add(group, int64(line)), level=2)
 
 
