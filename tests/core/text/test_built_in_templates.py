@@ -1,5 +1,5 @@
-"""The built-in chat templates write what the Python scripts of DeepSeek V3.2 and V4 write. And a chat with tools for a template that
-knows none, such as the demo model's: all is text, and turns end where they end."""
+"""The built-in chat templates write what the Python scripts of DeepSeek V3.2 and V4 write. And a chat with tools for a template
+that knows none, such as the demo model's: all is text, and turns end where they end."""
 
 import json
 from pathlib import Path
