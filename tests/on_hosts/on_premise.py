@@ -10,7 +10,7 @@ from tests.on_hosts.hosts import ADMIN, VENV, Host, Hosts
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-this-cluster"
-API_KEY = "a-key-of-this-cluster"
+API_KEY, ADMIN_KEY = "a-key-of-this-cluster", "a-key-of-its-admin"
 HEAD = "head"
 SMALL_STORE = "--object-store-memory=100000000"
 CLUSTER_YAML = "on_premise/cluster.yaml"
@@ -48,6 +48,7 @@ class OnPremise:
         shutil.copytree(model, node / "model")
         (node / "auth_token").write_text(TOKEN)
         (node / "api_keys").write_text(API_KEY + "\n")
+        (node / "admin_keys").write_text(ADMIN_KEY + "\n")
         _write(deploy / CLUSTER_YAML, self._filled_in(yaml.safe_load((deploy / CLUSTER_YAML).read_text())))
 
     def up(self) -> str:
