@@ -91,6 +91,7 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ('{"type": "function", "name": "f", "parameters": {}}', _call("{}")),
         ('{"name": "unknown", "parameters": {}}', [MessageText('{"name": "unknown", "parameters": {}}')]),
         ('{"name": "f"}', [MessageText('{"name": "f"}')]),
+        ('{"tool_name": "f", "parameters": {}}', [MessageText('{"tool_name": "f", "parameters": {}}')]),
         ('{"name": "f", "par', [MessageText('{"name": "f", "par')]),
         ('Say {"name": "f", "parameters": {}}', [MessageText('Say {"name": "f", "parameters": {}}')]),
         ("<|python_tag|>print(1)", [MalformedMarkup("<|python_tag|>"), MessageText("<|python_tag|>print(1)")]),

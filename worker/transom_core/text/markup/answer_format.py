@@ -39,11 +39,7 @@ class AnswerFormat:
         """Return a parser for one answer."""
         tools = self._tools if context.parses_tools else None
         reasoning = self._reasoning if context.parses_reasoning else None
-        markers = (
-            *(tools.openers + tools.markers if tools else ()),
-            *(reasoning.starts + reasoning.ends + reasoning.inner_tokens if reasoning else ()),
-            *(reasoning.around_message if reasoning else ()),
-        )
+        markers = (*(tools.openers + tools.markers if tools else ()), *(reasoning.tokens if reasoning else ()))
         reader, writer = MarkupReader(), PartsWriter(keeps_space=bool(tools and tools.keeps_space))
         answer = _Answer(reader, writer, context, tools=tools, reasoning=reasoning)
         return MarkupParser(answer.read(), reader, writer, tokenizer=tokenizer, markers=markers)

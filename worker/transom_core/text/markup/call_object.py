@@ -16,13 +16,12 @@ from transom_core.text.markup.parameters import is_json
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
 from transom_core.text.markup.tool_markup import CallReading
 
-NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id")  # keys that a call may have before its name
 
 
 class CallKeys(NamedTuple):
-    """The keys that a grammar demands of a call object. `number` is the first one, of the call's number; "" for none."""
+    """The keys of a call object. A grammar demands them; `number` is the first one, of the call's number; "" for none."""
 
     name: str = "name"
     arguments: str = "arguments"
@@ -32,7 +31,7 @@ class CallKeys(NamedTuple):
 USUAL_KEYS = CallKeys()
 
 
-def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[None]:
+def read_call_object(calls: CallReading, keys: CallKeys = USUAL_KEYS, *, is_marked: bool = True) -> Reading[None]:
     """Read one call.
 
     Without a marker before it (`is_marked` False), an object is a call only if it has arguments and the name of one of the
@@ -42,7 +41,7 @@ def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[N
     Raises:
         MalformedMarkupError: the text is not a JSON object, or has no name.
     """
-    call = _CallObject(calls, is_marked=is_marked)
+    call = _CallObject(calls, keys.name, is_marked=is_marked)
     reader = calls.reader
     yield from reader.expect("{")
     yield from reader.skip_space()
@@ -71,9 +70,9 @@ def _members(lark: LarkText, tool: ToolSpec, keys: CallKeys) -> str:
     return f"{lark.literal(begin)} {lark.json(arguments_schema(tool))}"
 
 
-def read_call_array(calls: CallReading) -> Reading[None]:
+def read_call_array(calls: CallReading, keys: CallKeys = USUAL_KEYS) -> Reading[None]:
     """Read calls in a JSON array, `[{"name": ...}, {"name": ...}]`."""
-    yield from calls.read_list(lambda: read_call_object(calls))
+    yield from calls.read_list(lambda: read_call_object(calls, keys))
 
 
 def array_rule(lark: LarkText, tools: Sequence[ToolSpec], keys: CallKeys = USUAL_KEYS, *, parallel: bool) -> str:
@@ -98,8 +97,8 @@ def read_json_arguments(calls: CallReading) -> Reading[None]:
 class _CallObject:
     """The state of reading one call object."""
 
-    def __init__(self, calls: CallReading, *, is_marked: bool) -> None:
-        self._calls = calls
+    def __init__(self, calls: CallReading, name_key: str, *, is_marked: bool) -> None:
+        self._calls, self._name_key = calls, name_key
         self._is_marked = is_marked
         self._name: str | None = None
         self._held: list[str] = []  # arguments that came before the name
@@ -113,7 +112,7 @@ class _CallObject:
         yield from reader.skip_space()
         yield from reader.expect(":")
         yield from reader.skip_space()
-        if key in NAME_KEYS and self._name is None:
+        if key == self._name_key and self._name is None:
             self._name = yield from self._read_name()
             if self._is_marked or self._has_arguments:
                 self._begin()

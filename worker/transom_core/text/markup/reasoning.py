@@ -30,6 +30,11 @@ class ReasoningMarkup:
     inner_tokens: tuple[str, ...] = ()
     around_message: tuple[str, ...] = ()
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the texts that may be special tokens."""
+        return self.starts + self.ends + self.inner_tokens + self.around_message
+
     def is_open(self, prompt_end: str) -> bool:
         """Return whether an answer to this prompt begins inside the reasoning."""
         prompt_end = prompt_end.rstrip(SPACE)

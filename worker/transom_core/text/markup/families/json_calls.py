@@ -81,7 +81,7 @@ class JsonArrayTools(ToolMarkup):
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one array, or one object, and the marker after it."""
         yield from calls.reader.skip_space()
-        yield from (read_call_object if (yield from calls.reader.peek()) == "{" else read_call_array)(calls)
+        yield from (read_call_object if (yield from calls.reader.peek()) == "{" else read_call_array)(calls, self._keys)
         yield from calls.skip_markers(self.markers)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
