@@ -156,6 +156,8 @@ def attention_calls() -> Iterator[Callable[[], Any]]:
             yield partial(attention, size, v_size, BF16, 8, kv_format)
     for group, dtype in ((16, BF16), (10, BF16), *[(16, F32)] * has_room):  # MLA: 512 numbers and 64 rotated ones
         yield partial(attention, 576, 512, dtype, group)
+    for size, v_size in ((192, 128), (256, 256)):  # MLA's prompts, expanded: DeepSeek V3 and GLM-4.7-Flash
+        yield partial(attention, size, v_size, BF16, 1)
     for options in ({"window": 128, "num_sink_tokens": 4, "chunk": 8192, "soft_cap": 3.0}, {"window": 128}):
         for dtype, width in ((BF16, 128), (F16, 64)):
             yield partial(attention, width, width, dtype, 8, sink_logits=torch.zeros(16), **options)
@@ -229,8 +231,8 @@ def prepare_calls() -> Iterator[Callable[[], Any]]:
 
 
 def prepare_latent(heads: int, dtype: torch.dtype) -> None:
-    """MLA's rows of 512 numbers and 64 rotated ones, and its queries."""
-    row, cache, queries = (torch.empty(*shape, 576, dtype=dtype) for shape in ((2, 1), (2, 16, 1), (2, heads)))
+    """MLA's rows of 512 numbers and 64 rotated ones, and its queries of 128 and 64."""
+    row, cache, queries = (torch.empty(shape, dtype=dtype) for shape in ((2, 1, 576), (2, 16, 1, 576), (2, heads, 192)))
     shared: Any = {"slots": torch.zeros(2, dtype=INT64), "tables": (torch.empty(2, 64, dtype=dtype),) * 2}
     how, rotated, latents = Preparation(interleaved=True), row[..., 512:], row[..., :512]
     caches: Any = {"k_cache": cache[..., 512:], "v_cache": cache[..., :512]}

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi, GLM-4.7-Flash, GLM-5 and Youtu, *absorbed* into latent rows.
+"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi, GLM-4.7-Flash, GLM-5 and Youtu.
 
 A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
-up_v latent. Neither is ever computed, since both matrices can be multiplied elsewhere:
+up_v latent. A decode step computes neither, since both matrices can be *absorbed* into what it multiplies besides:
 
     q . key = plain_q . (up_k latent) + rotated_q . rotated_key = (up_k^T plain_q) . latent + rotated_q . rotated_key
     sum of weight * value = up_v (sum of weight * latent)
 
 So attention runs as with one KV head whose keys are rows and whose values are the rows' latent parts. Kernels hold the sums of all
 query heads of a KV head at once, so at most MOST_HEADS of them share a KV head; several KV heads are then views of the same rows.
-Every rank has all rows, and its own heads.
+Every rank has all rows, and its own heads. Prompts compute keys and values where that costs less (`expanded_prompts`).
 
 In DeepSeek V3.2 and GLM-5 a query reads the rows that an *indexer* selects (`RowSelector`): those of the largest scores, which
 small heads compute from a key of each token. The key lies beside the token's row, as the value of the layer's cache. The published
@@ -17,7 +17,7 @@ code multiplies queries and keys by a Hadamard matrix and rounds them to fp8; as
 Sources: the papers of DeepSeek V2 to V3.2, and `models/deepseek_v3`, `deepseek_v32` and `glm_moe_dsa` of transformers.
 
 Legend: T tokens, N hidden width, H heads of this rank, Q rank of queries, L latent width, P plain and R rotated width of a head,
-V value width, I heads and X width of the indexer, K rows that a query reads.
+S = P + R, V value width, C tokens of expanded blocks, W = L + R, I heads and X width of the indexer, K rows that a query reads.
 """
 
 from dataclasses import replace
@@ -31,7 +31,9 @@ from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
 from transom_kernels.latent_attention import LatentInputs, latent_attention, select_rows
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
 from transom_kernels.paged_attention.inputs import PagedBatch
+from transom_worker.models.expanded_prompts import Piece, heads_at_once, pieces_of
 from transom_worker.models.layers.attention import LayerContext, TokenMixer
+from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import HeadsLinear
 from transom_worker.models.layers.norm import LayerNorm, RmsNorm
 from transom_worker.models.layers.rotary_embedding import RotaryTables
@@ -95,45 +97,87 @@ class MlaAttention(TokenMixer):
             self._down = load.linear("kv_a_proj_with_mqa", shapes=[row], bias=bias)
             self._queries = load.linear("q_proj", shapes=[(layer.num_heads * size, hidden)], rows=rows)
         self._latent_norm = load.norm("kv_a_layernorm", LATENT_NORM_EPS, size=mla.latent_rank)
-        self._absorb, self._expand = _matrices(mla, layer.num_heads, heads, load)
+        self._absorb, keys, self._expand = _matrices(mla, layer.num_heads, heads, load)
+        self._keys = keys if mla.indexer is None else None
         self._mla, self._num_heads = mla, heads.stop - heads.start
-        most = head_share(architecture, index, 0, load.parallel.size).num_queries  # the first ranks have most
-        self._kv_heads, self._most_kv_heads = _kv_heads(self._num_heads), _kv_heads(most)
+        self._most_heads = head_share(
+            architecture, index, 0, load.parallel.size
+        ).num_queries  # the first ranks have most
+        self._kv_heads = _kv_heads(self._num_heads)
         self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
         self._selector, self._no_sinks_H = None, None
         if mla.indexer is not None:
             self._no_sinks_H = torch.full((self._num_heads,), float("-inf"), device=load.device)
             if index in mla.indexer.layers:
                 self._selector = RowSelector(mla.indexer, mla, hidden, load.under("indexer."))
-        matrices = (self._down, self._queries, self._absorb, self._expand)
+        matrices = (self._down, self._queries, self._absorb, self._keys, self._expand)
         parts = (*matrices, self._query_norm, self._latent_norm, self._selector)
         self.weight_bytes = self._output.weight_bytes + sum(part.weight_bytes for part in parts if part is not None)
 
     def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
-        q_THL, cache, batch = self._prepare(x_TN, context), context.cache, context.batch
+        q_THS, cache, batch = self._prepare(x_TN, context), context.cache, context.batch
         if self._no_sinks_H is not None:
             rows = LatentInputs(
-                q=q_THL,
+                q=self._absorb(q_THS),
                 window_cache=cache.k,
                 window_slots=batch.scratch[_SELECTED],
                 sink_logits=self._no_sinks_H,
                 scale=self._mla.scale,
             )
             return self._expand(latent_attention(rows)[..., : self._mla.latent_rank]).flatten(1)
+        pieces = pieces_of(batch, self._mla, self._token_bytes(q_THS.itemsize))
+        if not pieces:
+            return self._attend_absorbed(q_THS, cache, batch).flatten(1)
+        out_THV = q_THS.new_empty(*q_THS.shape[:2], self._mla.value_size)
+        for piece in pieces:
+            self._attend_piece(q_THS[piece.rows], cache, piece, out_THV[piece.rows])
+        return out_THV.flatten(1)
+
+    def _attend_absorbed(self, q_THS: torch.Tensor, cache: LayerCache, batch: PagedBatch) -> torch.Tensor:
+        """Return the outputs of all heads, [T, H, V], by attention over latent rows."""
         inputs = PagedInputs(
-            q=q_THL,
+            q=self._absorb(q_THS),
             k_cache=cache.k.expand(-1, -1, self._kv_heads, -1),
             v_cache=cache.k[..., : self._mla.latent_rank].expand(-1, -1, self._kv_heads, -1),
             batch=batch,
             scale=self._mla.scale,
             rule=self._rule,
-            most_kv_heads=self._most_kv_heads,
+            most_kv_heads=_kv_heads(self._most_heads),
         )
-        return self._expand(paged_attention(inputs)).flatten(1)
+        return self._expand(paged_attention(inputs))
+
+    def _attend_piece(self, q_THS: torch.Tensor, cache: LayerCache, piece: Piece, out_THV: torch.Tensor) -> None:
+        """Write the outputs of all heads to `out_THV`; expand keys and values of some heads after another, if the piece says so."""
+        if piece.blocks is None:
+            out_THV.copy_(self._attend_absorbed(q_THS, cache, piece.batch))
+            return
+        assert self._keys is not None
+        rank, block_size = self._mla.latent_rank, piece.batch.block_size
+        rows_C1W = cache.k.index_select(0, piece.blocks).flatten(0, 1)
+        at_once = heads_at_once(self._num_heads, len(rows_C1W), self._token_bytes(q_THS.itemsize))
+        for begin in range(0, self._num_heads, at_once):
+            heads = slice(begin, min(begin + at_once, self._num_heads))
+            rows_CHW = rows_C1W.expand(-1, heads.stop - begin, -1)
+            latents_CHL = rows_CHW[..., :rank]
+            keys_CHS = torch.cat([self._keys(latents_CHL, heads), rows_CHW[..., rank:]], dim=2)
+            inputs = PagedInputs(
+                q=q_THS[:, heads],
+                k_cache=keys_CHS.unflatten(0, (-1, block_size)),
+                v_cache=self._expand(latents_CHL, heads).unflatten(0, (-1, block_size)),
+                batch=piece.batch,
+                scale=self._mla.scale,
+                rule=self._rule,
+                most_kv_heads=self._most_heads,
+            )
+            out_THV[:, heads] = paged_attention(inputs)
+
+    def _token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a token's keys and values of this rank's heads."""
+        return self._num_heads * (self._mla.plain_size + self._mla.rope_size + self._mla.value_size) * itemsize
 
     def _prepare(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        """Write this step's rows to the cache; return the absorbed and rotated queries, [T, H, L + R].
+        """Write this step's rows to the cache; return the rotated queries, [T, H, S] with S = P + R.
 
         If the layer has an indexer, also select the rows that queries read, for this layer and later ones without an indexer.
         """
@@ -160,7 +204,7 @@ class MlaAttention(TokenMixer):
             batch.scratch[_SELECTED] = self._selector(x_TN, query_TQ, tables, cache.v, batch)
         projected = self._queries(query_TQ)
         queries = QkvInputs(
-            q=self._absorb(projected.view(len(x_TN), self._num_heads, projected.shape[1] // self._num_heads)),
+            q=projected.view(len(x_TN), self._num_heads, projected.shape[1] // self._num_heads),
             slots=batch.slots,
             tables=cos_sin,
             preparation=replace(how, rotates_last=True),
@@ -174,8 +218,9 @@ def _kv_heads(num_heads: int) -> int:
     return next(count for count in range(-(-num_heads // MOST_HEADS), num_heads + 1) if num_heads % count == 0)
 
 
-def _matrices(mla: Mla, num_heads: int, heads: slice, load: Loader) -> tuple[HeadsLinear, HeadsLinear]:
-    """Load the matrices of this rank's heads: of a query [plain, rotated] to [L + R], and of attention's output [L] to a value [V].
+def _matrices(mla: Mla, num_heads: int, heads: slice, load: Loader) -> tuple[HeadsLinear, HeadsLinear, HeadsLinear]:
+    """Load the matrices of this rank's heads: of a query [plain, rotated] to [L + R], of a latent to a key's plain part [P], and of
+    a latent, or a sum of latents, to a value [V].
 
     The first holds up_k^T and, for the rotated part, which stays as it is, a unit matrix.
     """
@@ -185,4 +230,5 @@ def _matrices(mla: Mla, num_heads: int, heads: slice, load: Loader) -> tuple[Hea
     absorb = up_HSL.new_zeros(len(up_HSL), rank + mla.rope_size, mla.plain_size + mla.rope_size)
     absorb[:, :rank, : mla.plain_size] = up_HSL[:, : mla.plain_size].transpose(1, 2)
     absorb[:, rank:, mla.plain_size :] = torch.eye(mla.rope_size, dtype=absorb.dtype, device=absorb.device)
-    return HeadsLinear(absorb), HeadsLinear(up_HSL[:, mla.plain_size :].contiguous())
+    up_k, up_v = up_HSL.split_with_sizes((mla.plain_size, mla.value_size), dim=1)
+    return HeadsLinear(absorb), HeadsLinear(up_k.contiguous()), HeadsLinear(up_v.contiguous())

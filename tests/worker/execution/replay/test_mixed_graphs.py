@@ -11,18 +11,21 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.checkpoints import make_checkpoint
 from tests.graph_recorder import RecordedGraph, RecorderDevice
 from tests.matrices import some_daily
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler
 from tests.worker.execution.replay.test_decode_graphs import SIZE, BakedGraph, runner_of
 from tests.worker.execution.replay.test_graphs_on_ranks import logits_of, random_steps
+from tests.worker.models.test_moe_families import CASES
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import INTERPRETED
 from transom_worker.execution.replay import decode_sizes
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 from transom_worker.execution.replay.graph_warm_up import _RandomSteps
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.models import expanded_prompts
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 MAX_SEQS = 3
@@ -122,6 +125,22 @@ def test_padding_rows_are_computed_too(recorded: ModelRunner) -> None:
     assert len(second.token_ids) < size.num_tokens
     inputs, sums = graphs.warm_up(size, first), graphs.layer_sums(size)
     assert graphs.first_wrong_layer(inputs, graphs.record(inputs, sums), sums, second) is None
+
+
+def test_a_prompt_whose_latent_rows_are_expanded_has_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers would depend on whether the step beside it is small enough for one."""
+    monkeypatch.setattr(expanded_prompts, "LEAST_TOKENS", 6)
+    case = CASES["kimi_k2"]
+    make_checkpoint(tmp_path, case.family, **case.config | {"num_hidden_layers": 1, "first_k_dense_replace": 1})
+    lengths = {"max_num_seqs": 1, "max_model_len": 12, "max_num_batched_tokens": 10}
+    with runner_of(tmp_path, RecorderDevice(), mixed_tokens=(10,), **lengths) as runner:
+        hand = HandScheduler(runner.info.layout)
+        for seq_id, (count, replayed) in enumerate(((5, 1), (6, 0), (10, 0))):
+            before = num_mixed(runner)
+            hand.add(seq_id, list(range(3, 3 + count + 1)))
+            logits_of(runner, hand, {seq_id: count})
+            hand.finish(seq_id)
+            assert num_mixed(runner) - before == replayed
 
 
 class MixedDevice(RecorderDevice):

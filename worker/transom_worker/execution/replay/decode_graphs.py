@@ -25,6 +25,7 @@ from transom_worker.execution.replay.graph_inputs import (
     plan_work_by_key,
     size_of,
 )
+from transom_worker.models.expanded_prompts import is_expanded
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
@@ -102,9 +103,13 @@ class DecodeGraphs(DecodeReplay):
         return partial(self._replayed, captured.graph, len(arrays.logit_rows))
 
     def _may_replay_mixed(self, arrays: StepArrays) -> bool:
-        """Return whether a mixed step may fit a size, so that it is worth planning."""
-        fits = len(arrays.token_ids) <= self.sizes.most_mixed_tokens
-        return fits and len(arrays.logit_rows) <= len(arrays.rows.start_host)
+        """Return whether a mixed step may fit a size, so that it is worth planning. Graphs do not expand latent rows, and what a
+        prompt gets must not depend on whether its step has a graph."""
+        mla, rows = self._model.architecture.mla, arrays.rows
+        if len(arrays.token_ids) > self.sizes.most_mixed_tokens or len(arrays.logit_rows) > len(rows.start_host):
+            return False
+        sequences = zip(rows.start_host, rows.count_host, strict=True)
+        return mla is None or not any(is_expanded(mla, start, count) for start, count in sequences)
 
     def warm_up(self, size: DecodeSize, first: StepArrays) -> GraphInputs:
         """Run one size's step, which also compiles its kernels, and return its inputs for `record` and `check`."""

@@ -138,11 +138,11 @@ class HeadsLinear:
         self._weight_HKN = None if self._packed else weight_HNK.transpose(1, 2).contiguous()
         self.weight_bytes = weight_HNK.nbytes
 
-    def __call__(self, x_THK: torch.Tensor) -> torch.Tensor:
-        """Return the products, [T, H, N], contiguous."""
+    def __call__(self, x_THK: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
+        """Return the products of these heads, whose inputs `x` has, [T, H, N], contiguous."""
         if self._weight_HKN is None:
-            return heads_linear(x_THK, self._packed)
-        return torch.bmm(x_THK.transpose(0, 1), self._weight_HKN).transpose(0, 1).contiguous()
+            return heads_linear(x_THK, self._packed[heads])
+        return torch.bmm(x_THK.transpose(0, 1), self._weight_HKN[heads]).transpose(0, 1).contiguous()
 
 
 # Gate and up as one projection: packed for one kernel with the activation, or not.
