@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def test_engines_answer_alike_with_and_without(kernels: Kernels, tmp_path: Path,
     make_checkpoint(tmp_path, case.family, **case.config)
     lengths = (100, 3, 57, 16)
 
-    def answers(*, alone: bool = False) -> list[tuple[list[int], list[float]]]:
-        engine = make_roomy_engine(tmp_path, enable_prefix_caching=False)
+    def answers(*, alone: bool = False, **settings: Any) -> list[tuple[list[int], list[float]]]:
+        engine = make_roomy_engine(tmp_path, enable_prefix_caching=False, **settings)
         requests = [asked(str(length), prompt(length)) for length in lengths]
         wholes = [run(engine, [one])[0] for one in requests] if alone else run(engine, requests)
         return [(whole.token_ids, [one.chosen.logprob for one in whole.logprobs]) for whole in wholes]
@@ -89,8 +90,10 @@ def test_engines_answer_alike_with_and_without(kernels: Kernels, tmp_path: Path,
         whole = answers()
         monkeypatch.setattr(expanded_prompts, "MOST_BYTES", 4096)
         in_turns, alone = answers(), answers(alone=True)
+        windows = answers(window=24)
         monkeypatch.setattr(expanded_prompts, "is_expanded", lambda *_: False)
         absorbed = answers()
+        assert answers(window=24) == windows, "layers with windows expand nothing"
     for others in (in_turns, alone, absorbed):
         assert [tokens for tokens, _ in others] == [tokens for tokens, _ in whole]
         for (_, logprobs), (_, of_others) in zip(whole, others, strict=True):

@@ -30,7 +30,7 @@ from transom_core.model_config.sharding import head_share
 from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
 from transom_kernels.latent_attention import LatentInputs, latent_attention, select_rows
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
-from transom_kernels.paged_attention.inputs import PagedBatch
+from transom_kernels.paged_attention.inputs import CAUSAL, PagedBatch
 from transom_worker.models.expanded_prompts import Piece, heads_at_once, pieces_of
 from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.forward_batch import LayerCache
@@ -126,7 +126,8 @@ class MlaAttention(TokenMixer):
                 scale=self._mla.scale,
             )
             return self._expand(latent_attention(rows)[..., : self._mla.latent_rank]).flatten(1)
-        pieces = pieces_of(batch, self._mla, self._token_bytes(q_THS.itemsize))
+        is_whole = self._rule == CAUSAL  # tables of windows lack blocks, and their prompts see few keys
+        pieces = pieces_of(batch, self._mla, self._token_bytes(q_THS.itemsize)) if is_whole else ()
         if not pieces:
             return self._attend_absorbed(q_THS, cache, batch).flatten(1)
         out_THV = q_THS.new_empty(*q_THS.shape[:2], self._mla.value_size)
