@@ -36,9 +36,10 @@ LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens 
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
-# By how they keep a prefix: states and convolution rows of heads or channels, latent rows that every rank has, both, and entries.
+# By how they keep a prefix: states and convolution rows of heads or channels (of heads that share keys on several ranks: Granite),
+# latent rows that every rank has, both, and entries.
 FAMILIES = (
-    "qwen3_5", "jamba", "kimi_linear", "deepseek_v3", "lfm2", "granite4", "nemotron_h", "falcon_h1", "glm_moe_dsa", "deepseek_v4",
+    "qwen3_5", "granite4", "kimi_linear", "deepseek_v3", "lfm2", "jamba", "nemotron_h", "falcon_h1", "glm_moe_dsa", "deepseek_v4",
 )  # fmt: skip
 CASES = list(product([2, 3], [(1, 2), (2, 1), (3, 2), (2, 3)], LAYERS))
 

@@ -48,8 +48,9 @@ NINE_HEADS = {
 # At the sharpness of its other tests one rank's own logits move by more than the tolerance when its chunks are cut otherwise.
 BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
 NINE = FamilyCase(family="llama", config=NINE_HEADS)
-# As many key heads (Mamba: groups) as the most ranks; three ranks have two, one and one of them.
-FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_num_heads": 4, "mamba_n_groups": 4}
+# As many key heads as the most ranks; three ranks have two, one and one of them. Of Mamba-2's groups, whose heads ranks divide,
+# there are one (Granite), two (Falcon) and four (Nemotron).
+FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_num_heads": 4}
 FOUR_KEY_HEADS = {
     name: replace(case, config=case.config | {field: value for field, value in FOUR.items() if field in case.config})
     for name, case in (DENSE | MIXTURES).items()

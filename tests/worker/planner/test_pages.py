@@ -130,9 +130,8 @@ def test_nine_heads() -> None:
         ("gpt-oss-20b", {}, 64, "query heads"),
         ("deepseek-v4-flash", {}, 8, "output groups of heads"),
         ("lfm2-1.2b", {"hidden_size": 48}, 3, "units of channels"),
-        ("granite-4.0-h-small", {"mamba_n_groups": 2}, 2, "groups of heads in Mamba-2 layers"),
-        ("nemotron-3-nano-30b-a3b", {}, 8, "groups of heads in Mamba-2 layers"),
-        ("falcon-h1-0.5b", {}, 1, "groups of heads in Mamba-2 layers"),
+        ("granite-4.0-h-small", {}, 32, "query heads"),
+        ("granite-4.0-h-small", {"mamba_n_heads": 16, "mamba_d_head": 512}, 16, "heads in Mamba-2 layers"),
         ("llama-3-8b", {"vocab_size": 5}, 5, "tokens in its vocabulary"),
         ("llama-3-8b", {"intermediate_size": 7}, 7, "inner columns"),
         ("gpt-oss-20b", {"intermediate_size": 3}, 3, "inner columns of an expert"),
@@ -199,7 +198,9 @@ def test_thousand_pages_waste_less_than_two_percent(name: str, dtype: str, ranks
         layout = make_layout(groups, pool_gib * 2**30)
         waste = max(group_waste(layout, index) for index in range(len(groups)))
         assert layout.num_pages < 1000 or waste < 0.02
-        assert waste < 0.005 or "deepseek" in name or ranks == 3 or pool_gib < 3 or dtype != "bfloat16"
+        # Of three heads with states on each of eight ranks, a snapshot of falcon-h1-7b has an odd size.
+        is_odd = "deepseek" in name or ranks == 3 or (name, ranks) == ("falcon-h1-7b", 8)
+        assert waste < 0.005 or is_odd or pool_gib < 3 or dtype != "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,11 @@ class Role(StrEnum):
     INDEXER = "indexer"  # an indexer's keys by compressed entry
     STATE = "state"  # a compressor's (kv, gate) by token
     INDEXER_STATE = "indexer_state"  # the (kv, gate) of an indexer's compressor, by token
-    # What a snapshot of a recurrent layer has, by key head: the states of the heads that the key head serves, and, for each of the
-    # last tokens, the convolution's inputs: a tensor of queries and keys, then one of values. These follow each other without gaps.
+    # What a snapshot of a recurrent layer has: a state for each head, and, for each of the last tokens, the convolution's inputs: a
+    # tensor of queries and keys by key head, then one of values by head. These follow each other without gaps.
     RECURRENT = "recurrent"
-    CONVOLVED = "convolved"
+    CONVOLVED_KEYS = "convolved_keys"
+    CONVOLVED_VALUES = "convolved_values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ class LayerTensors:
 
     `v_offset` equals `k_offset` if one tensor serves as both. `dtype` is torch's name of an element, such as "bfloat16", and sizes
     count such elements. Quantised keys and values (fp8, int8, int4) have float32 scales [num_kv_heads, rows] at `k_scale_offset`
-    and `v_scale_offset`; int4 keeps two values in an element of "uint8". "uint8" without scales means rows that mix formats.
+    and `v_scale_offset`; int4 keeps two values in an element of "uint8". "uint8" without scales means rows that mix formats. Of
+    tensors `by_state`, `num_kv_heads` counts heads with states.
     """
 
     layer: int
@@ -62,6 +64,11 @@ class LayerTensors:
     v_offset: int
     k_scale_offset: int | None = None
     v_scale_offset: int | None = None
+
+    @property
+    def by_state(self) -> bool:
+        """Return whether it has a part for each head with a state, of which a key head may serve several."""
+        return self.role in (Role.RECURRENT, Role.CONVOLVED_VALUES)
 
     @property
     def format(self) -> str:

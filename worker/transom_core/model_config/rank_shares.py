@@ -67,10 +67,13 @@ def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
     """Return, in words, the parts of which several ranks hold equal copies; KV heads too, if there are more ranks than KV heads."""
     parts = ["norms"]
     layers = architecture.layers
-    for num_kv in sorted({layer.num_kv_heads for layer in layers if not layer.latent and layer.num_kv_heads < size}):
+    kinds = {(layer.num_kv_heads, layer.recurrent is not None) for layer in layers if not layer.latent}
+    for num_kv, is_recurrent in sorted(kind for kind in kinds if kind[0] < size):
         holders = [len(kv_holders(num_kv, head, size)) for head in range(num_kv)]
         each = f"{min(holders)}" if min(holders) == max(holders) else f"{min(holders)} or {max(holders)}"
-        parts.append(f"each of {num_kv} KV heads (on {each} ranks)")
+        parts.append(
+            f"each of {num_kv} {'key heads of recurrent layers' if is_recurrent else 'KV heads'} (on {each} ranks)"
+        )
     if any(layer.latent for layer in layers):
         parts.append("the latent KV cache (one row a token for all heads) and its projections")
     if any(layer.compression is not None for layer in layers):

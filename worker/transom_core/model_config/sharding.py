@@ -3,8 +3,8 @@
 A rank's *share* is the slice of heads, columns or rows that the rank holds. A *unit* is never divided between ranks. Units are: a
 KV head with the query heads that read it, a key head with its recurrent states, neighbouring channels of a convolution, an output
 group of DeepSeek V4 (heads that are projected together), a column of a feed-forward layer, a row of the vocabulary. The ranks'
-shares are contiguous and cover everything once. There is one exception: with more ranks than KV heads, several ranks hold the same
-KV head and divide its query heads. If the units do not divide evenly, the first ranks hold one more.
+shares are contiguous and cover everything once. There is one exception: with more ranks than KV heads (or key heads of Mamba-2),
+several ranks hold the same KV head and divide its query heads. If the units do not divide evenly, the first ranks hold one more.
 
 Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks, the KV heads 0, 1 and 2
 are held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
@@ -96,8 +96,7 @@ def largest_size(architecture: Architecture) -> Limit:
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     what = what if fewest.convolution is None and not fewest.step_rank else "units of channels"
     if fewest.recurrent is not None and not fewest.step_rank:
-        is_mamba = architecture.mamba is not None
-        what = "groups of heads in Mamba-2 layers" if is_mamba else "key heads in recurrent layers"
+        what = "heads in Mamba-2 layers" if architecture.mamba is not None else "key heads in recurrent layers"
     limits = [
         Limit(size=_query_units(architecture, fewest), what=what),
         *(Limit(size=width, what=what) for what, width in inner_sizes(architecture).items()),
@@ -135,8 +134,8 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
 
 def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
     """Return the number of units that a layer's query heads form."""
-    if layer.recurrent is not None:
-        return layer.num_kv_heads
+    if layer.recurrent is not None and architecture.mamba is None:
+        return layer.num_kv_heads  # projections of delta nets have the parts of a key head side by side
     return _latent_units(architecture, layer) if layer.latent else layer.num_heads
 
 

@@ -15,7 +15,14 @@ from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
 from transom_worker.models.layers.attention import Attention, TokenMixer
 from transom_worker.models.layers.linear import Linear
-from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.norm import (
+    AllHeadsQkNorm,
+    LayerNorm,
+    Norm,
+    RmsNorm,
+    ShardedAllHeadsQkNorm,
+    SharedGroups,
+)
 from transom_worker.models.layers.recurrent_layer import RecurrentLayer, RecurrentWeights
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, frequencies
 from transom_worker.models.layers.short_convolution import ShortConvolution
@@ -97,7 +104,10 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
         return load.tensor(name, torch.float32, shape=shape, part=(*[slice(None)] * (len(shape) // 2), part)).flatten()
 
     own_norm = (layer.value_size, slice(None)) if mamba is None else (values, own_values)
-    has_norm = mamba is None or mamba.has_norm
+    has_norm, shared = mamba is None or mamba.has_norm, None
+    if mamba is not None and load.parallel.size > layer.num_kv_heads:
+        width = values // layer.num_kv_heads
+        shared = SharedGroups(own=heads.kv, count=layer.num_kv_heads, width=width, comm=load.parallel.comm)
     output_bias = mamba is not None and mamba.output_bias
     return RecurrentLayer(
         projection,
@@ -113,6 +123,7 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
             gates_first=mamba is not None and not mamba.norm_first,
             eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
             twice=twice,
+            shared=shared,
         ),
     )
 

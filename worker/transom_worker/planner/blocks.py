@@ -28,7 +28,7 @@ from transom_core.kv_cache.layout import (
 )
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_core.model_config.sharding import head_share
+from transom_core.model_config.sharding import HeadShare, head_share
 from transom_core.settings.kv_dtypes import AUTO, QUANTISED
 from transom_worker.planner.layer_groups import Rule, group_formats, layer_rules, make_groups
 
@@ -78,9 +78,7 @@ def cache_groups(
     """
     groups = make_groups(architecture, block_size=block_size, hybrid=hybrid)
     formats = group_formats(architecture, groups, kv_cache_dtype, dtype)
-    heads = [
-        head_share(architecture, index, rank, tensor_parallel_size).num_kv for index in range(architecture.num_layers)
-    ]
+    heads = [head_share(architecture, index, rank, tensor_parallel_size) for index in range(architecture.num_layers)]
     rules = [layer_rules(layer, hybrid=hybrid) for layer in architecture.layers]
     layouts = []
     for spec, name in zip(groups, formats, strict=True):
@@ -107,16 +105,16 @@ def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayo
     return replace(layout, groups=tuple(replace(own, stride_bytes=wide.stride_bytes) for wide, own in pairs))
 
 
-def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor, ...]:
-    """Return the tensors of a layer that has `heads` KV heads on this rank, in the number format with this name."""
-    size, compression = layer.head_size, layer.compression
+def _layer_tensors(layer: LayerAttention, name: str, share: HeadShare) -> tuple[Tensor, ...]:
+    """Return the tensors of a layer with this rank's heads, in the number format with this name."""
+    size, compression, heads = layer.head_size, layer.compression, share.num_kv
     if layer.convolution is not None:
         return (Tensor(Role.KV, heads, size, 0, name),)
     if layer.recurrent is not None:
-        # of the heads that a key head serves
-        values = layer.num_heads // layer.num_kv_heads * (layer.value_size or size)
-        state = Tensor(Role.RECURRENT, heads, size * values, 0, STATE_DTYPE)
-        keys, own = Tensor(Role.CONVOLVED, heads, size, size, name), Tensor(Role.CONVOLVED, heads, values, 0, name)
+        values, width = share.num_queries, layer.value_size or size
+        state = Tensor(Role.RECURRENT, values, size * width, 0, STATE_DTYPE)
+        own = Tensor(Role.CONVOLVED_VALUES, values, width, 0, name)
+        keys = Tensor(Role.CONVOLVED_KEYS, heads, size, size, name)
         return (state, *((own,) if layer.step_rank else (keys, own)) * (layer.recurrent - 1))
     if not layer.latent:
         per_element = 2 if name == "int4" else 1

@@ -55,7 +55,9 @@ def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
     if layer.reads_cache_of is not None:
         return {}
     if layer.recurrent is not None:
-        return dict.fromkeys((Role.RECURRENT, Role.CONVOLVED), Rule(GroupKind.STATE, window=2))
+        return dict.fromkeys(
+            (Role.RECURRENT, Role.CONVOLVED_KEYS, Role.CONVOLVED_VALUES), Rule(GroupKind.STATE, window=2)
+        )
     if layer.convolution is not None:
         return {Role.KV: Rule(GroupKind.CONVOLUTION, window=layer.convolution)}
     everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)

@@ -131,7 +131,7 @@ def test_what_cannot_be_converted() -> None:
         (one, foreign, WINDOW, [b""], "is not"),
         (one, mixed, LATENT, [b""], "cannot be converted"),
         (one, shares(1, ("int8", "float32")), FULL, data, "in float32 .* in int8"),
-        (replace(two, heads=(two.heads[0], two.heads[0])), one, 0, [b"", b""], "keeps 1 KV heads"),
+        (replace(two, heads=(two.heads[0], two.heads[0])), one, 0, [b"", b""], "keeps 1 heads"),
     ]:
         with pytest.raises(ValueError, match=message):
             convert_blocks(source, target, group, given)

@@ -28,7 +28,7 @@ from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "d0b24690798e648f"
+NUMERICS = "65df39ad6e693f1b"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
@@ -71,10 +71,11 @@ class CacheSetup:
         """Return what the blocks of every rank contain."""
         architecture, ranks = self._loaded.architecture, range(self._parallel.size)
         layers = range(architecture.num_layers)
-        held = [[head_share(architecture, layer, rank, self._parallel.size).kv for layer in layers] for rank in ranks]
+        held = [[head_share(architecture, layer, rank, self._parallel.size) for layer in layers] for rank in ranks]
         return KvShares(
             groups=tuple(self._groups_of(rank) for rank in ranks),
-            heads=tuple(tuple((heads.start, heads.stop) for heads in one) for one in held),
+            heads=tuple(tuple((heads.kv.start, heads.kv.stop) for heads in one) for one in held),
+            states=tuple(tuple((heads.queries.start, heads.queries.stop) for heads in one) for one in held),
         )
 
     def identity(self, contents: bytes) -> str:

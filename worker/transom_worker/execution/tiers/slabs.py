@@ -115,8 +115,9 @@ def _own_cache(layout: ArenaLayout, slab: torch.Tensor, parts: Parts, layer: int
         return parts[layer, Role.KV].cache
     state = parts[layer, Role.RECURRENT]
     group = layout.groups[state.group]
-    rows = [one for one in group.layers if (one.layer, one.role) == (layer, Role.CONVOLVED)]
-    has_keys = rows[0].v_offset != rows[0].k_offset  # queries and keys, and values apart; Mamba-1's are values alone
+    convolved = (Role.CONVOLVED_KEYS, Role.CONVOLVED_VALUES)
+    rows = [one for one in group.layers if one.layer == layer and one.role in convolved]
+    has_keys = rows[0].role is Role.CONVOLVED_KEYS  # Mamba-1's are values alone
     of_token = rows[: 1 + has_keys]
     channels = sum(one.num_kv_heads * one.k_size for one in (*of_token, *rows[:has_keys]))
     dtype: torch.dtype = getattr(torch, rows[0].dtype)

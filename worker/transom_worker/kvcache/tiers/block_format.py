@@ -2,8 +2,8 @@
 `block_segments` says which bytes of a block each rank of one worker takes from which rank of the other one.
 
 A *block* has the keys and values of some tokens in all layers of a KV cache group. Each tensor-parallel rank keeps the part for its
-own KV heads. Latent rows (of MLA), and heads if there are more ranks than heads, are kept as equal copies by several ranks. Example
-with 3 KV heads:
+own KV heads; a recurrent layer's states and values are divided by its own heads. Latent rows (of MLA), and heads if there are more
+ranks than heads, are kept as equal copies by several ranks. Example with 3 KV heads:
 
     source, 2 ranks      rank 0: heads 0 1      rank 1: head 2
     target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
@@ -72,7 +72,7 @@ def _stored_alike(source: KvShares, target: KvShares, group: int) -> bool:
 
     def contents(shares: KvShares) -> list[object]:
         layers = shares.groups[0][group].spec.layers
-        heads = [[share[layer] for layer in layers] for share in shares.heads]
+        heads = [[share[layer] for layer in layers] for share in (*shares.heads, *shares.states)]
         return [[(one[group].spec, one[group].layers, one[group].block_bytes) for one in shares.groups], heads]
 
     return contents(source) == contents(target)
@@ -128,12 +128,10 @@ def _parts_of(tensors: LayerTensors) -> list[_Part]:
 
 
 def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
-    """Return the KV heads of a layer that a rank keeps. Raises ValueError if its layout has another number of heads."""
-    first, end = shares.heads[rank][tensors.layer]
+    """Return the heads of a layer's tensors that a rank keeps. Raises ValueError if its layout has another number of heads."""
+    first, end = (shares.states if tensors.by_state else shares.heads)[rank][tensors.layer]
     if end - first != tensors.num_kv_heads:
-        raise ValueError(
-            f"rank {rank} keeps {tensors.num_kv_heads} KV heads of layer {tensors.layer}, not {end - first}."
-        )
+        raise ValueError(f"rank {rank} keeps {tensors.num_kv_heads} heads of layer {tensors.layer}, not {end - first}.")
     return range(first, end)
 
 

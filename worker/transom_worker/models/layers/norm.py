@@ -6,6 +6,7 @@ token; `kv_write.Preparation` describes those that normalise each head by itself
 Legend: T tokens, N hidden width, H heads, D head width.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,6 +64,24 @@ class AllHeadsQkNorm:
         """Return the normalised queries [T, H, D] and keys [T, KVH, D]."""
         pairs = zip(heads, self._weights, strict=True)
         return tuple(rms_norm(part.flatten(1), weight, self._eps)[0].view(part.shape) for part, weight in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedGroups:
+    """Normalises groups of neighbouring heads that several ranks divide, each group alone: an all-reduce sums their squares."""
+
+    own: slice  # the groups of which this rank has a part, equal parts if it has several
+    count: int  # all groups
+    width: int  # numbers of a whole group
+    comm: Communicator
+
+    def scales(self, x_TN: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return, for each number of this rank, what it is multiplied by: 1 / root(mean of its group's squares + eps), [T, N]."""
+        parts_TGP = x_TN.unflatten(1, (self.own.stop - self.own.start, -1))
+        mean_TG = x_TN.new_zeros(len(x_TN), self.count)
+        mean_TG[:, self.own] = parts_TGP.square().sum(dim=2) / self.width
+        scale_TG = self.comm.all_reduce_(mean_TG).add_(eps).rsqrt_()[:, self.own]
+        return scale_TG.repeat_interleave(parts_TGP.shape[2], dim=1, output_size=x_TN.shape[1])
 
 
 class ShardedAllHeadsQkNorm:

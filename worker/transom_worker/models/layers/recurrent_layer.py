@@ -31,6 +31,7 @@ from transom_kernels.linear_recurrence import (
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.attention import LayerContext, TokenMixer
 from transom_worker.models.layers.linear import Linear
+from transom_worker.models.layers.norm import SharedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class RecurrentWeights:
     gates_first: bool  # gates multiply what the norm reads
     eps: float
     twice: tuple[Linear, Linear] | None  # Kimi Linear's second projections of gates and steps
+    shared: SharedGroups | None  # of the norm, if there are more ranks than groups of heads that it norms
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +102,18 @@ class RecurrentLayer(TokenMixer):
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
         first, by_sigmoid = weights.gates_first, weights.twice is not None
+        if weights.shared is not None and weights.norm is not None:
+            return self._norm_with_others(out_TN, gate, weights.norm, weights.shared)
         return gated_rms_norm(
             out_TN, gate, weights.norm, weights.eps, group=width, gates_first=first, by_sigmoid=by_sigmoid
         )
+
+    def _norm_with_others(
+        self, out_TN: torch.Tensor, gate_TN: torch.Tensor, norm_N: torch.Tensor, shared: SharedGroups
+    ) -> torch.Tensor:
+        """Return what `gated_rms_norm` does, of groups that other ranks have parts of, too."""
+        out, gate = out_TN.float(), torch.nn.functional.silu(gate_TN.float())
+        if self._weights.gates_first:
+            out = out * gate
+        normed = out * shared.scales(out, self._weights.eps) * norm_N
+        return (normed if self._weights.gates_first else normed * gate).to(out_TN.dtype)
