@@ -300,6 +300,7 @@ def latent_calls() -> Iterator[Callable[[], Any]]:
             sink_logits=torch.empty(heads), scale=0.2,
         )  # fmt: skip
         yield partial(latent_attention_triton, inputs)
+        yield partial(latent_attention_triton, replace(inputs, counts=[2]))
     for dtype in (BF16, F32):
         q, keys = torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 4, 1, 128, dtype=dtype)
         visible = torch.zeros(2, dtype=INT64)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.how_many import ALL_TESTS
 from tests.kernels.paged_case import Shape
@@ -101,19 +102,52 @@ def test_the_operators_give_quantised_caches_to_triton(kv_format: str, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes"),
-    matrix([torch.float32, torch.bfloat16], [(1, 1, 1, 0), (5, 4, 7, 3), (3, 20, 36, 36)], strength=1),
+    ("dtype", "sizes", "counts", "split"),
+    matrix(
+        [torch.float32, torch.bfloat16],
+        [(1, 1, 1, 0), (5, 4, 7, 3), (3, 20, 36, 36)],
+        ["one each", "one sequence", "both"],
+        [1, 16, 128],
+        strength=1,
+    ),
 )
-def test_latent_attention(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+def test_latent_attention(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], counts: str, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one program, and by several that share the rows of a sequence's only query."""
+    monkeypatch.setattr(gpu, "SPLIT_ROWS", split)
     num_queries, heads, window, entries = sizes
     inputs = latent_inputs(num_queries, window, entries, heads=heads, width=20, dtype=dtype)
+    of_sequences = {"one each": [], "one sequence": [num_queries], "both": [1, 0, num_queries - 1]}
+    inputs = replace(inputs, counts=of_sequences[counts])
     out, wanted = latent_attention_triton(inputs), latent_attention_reference(inputs)
     limit = 1e-5 if dtype is torch.float32 else 6e-2
     torch.testing.assert_close(out.float(), wanted.float(), atol=limit, rtol=limit)
 
 
-def test_sinks_of_any_size_and_queries_that_see_nothing() -> None:
+@pytest.mark.parametrize("has_entries", [True, False])
+def test_neither_neighbours_nor_wider_tables_change_a_querys_bits(
+    has_entries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of entries, or of rows where there are no entries, is as wide as the longest sequence of a step wants."""
+    monkeypatch.setattr(gpu, "SPLIT_ROWS", 8)
+    inputs = replace(latent_inputs(6, 20, 9), counts=[1, 1, 3, 1])
+    if not has_entries:
+        inputs = replace(inputs, entry_cache=None, entry_slots=None)
+    together = latent_attention_triton(inputs)
+    for rows, count in ((slice(0, 1), 1), (slice(1, 2), 1), (slice(2, 5), 3), (slice(5, 6), 1)):
+        alone = replace(inputs, q=inputs.q[rows], window_slots=inputs.window_slots[rows], counts=[count])
+        if inputs.entry_slots is None:
+            alone = replace(alone, window_slots=F.pad(alone.window_slots, (0, 29), value=-1))
+        else:
+            alone = replace(alone, entry_slots=F.pad(inputs.entry_slots[rows], (0, 29), value=-1))
+        assert latent_attention_triton(alone).equal(together[rows])
+
+
+@pytest.mark.parametrize("counts", [[], [3]], ids=["split", "whole"])
+def test_sinks_of_any_size_and_queries_that_see_nothing(counts: list[int]) -> None:
     inputs = replace(latent_inputs(3, 9, 5), sink_logits=torch.tensor([float("-inf"), -60.0, 60.0, 0.0, 1.0, 2.0]))
+    inputs = replace(inputs, counts=counts)
     out = latent_attention_triton(inputs)
     torch.testing.assert_close(out[1:], latent_attention_reference(inputs)[1:], atol=1e-5, rtol=1e-5)
     assert out[0].eq(0).all()

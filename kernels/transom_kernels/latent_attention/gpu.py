@@ -4,13 +4,17 @@ Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of
 that are pooled, R tokens per entry, G groups of R tokens that an entry reads.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 
 import torch
 
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two, shared_bytes, split_width
+from transom_kernels.paged_attention.triton.steps import combine
 
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # most memory that the indexer's scores take at a time
@@ -18,6 +22,10 @@ SCORE_ROUNDS = 8  # blocks of keys per program if there are at least MANY_QUERIE
 MANY_QUERIES = 128  # from this many queries on, one program per query fills the device
 # shared memory of seven stages for 16 heads of width 512: more than sm_86, sm_89 and sm_120 have
 SEVEN_STAGES_BYTES = 117_248
+# Rows of a split, for each tile of heads: a query has 16 programs for 2,048 rows, whether a rank has 16 heads of it or 128. Shorter
+# splits would spend more on partial results, a quarter of the bytes of their rows at 128 and 16 heads.
+SPLIT_ROWS = 128
+COMBINED_SPLITS = 4  # that an iteration of `combine` reads
 POOL_CHANNELS = 64  # channels of an entry that a program of `pool` computes
 POOL_ROWS = 16  # rows of an entry that `pool` reads at once
 
@@ -77,27 +85,62 @@ def queries_at_once(num_entries: int) -> int:
 def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
     """Return attention [T, H, D] of `q` [T, H, D]: softmax of (scale q . r over a query's rows r, and sink_logits) times r.
 
-    Caches are [ids, P, 1, D]. The slots [T, W] and [T, K] name each query's rows; negative slots name none.
+    Caches are [ids, P, 1, D]. The slots [T, W] and [T, K] name each query's rows; negative slots name none. Several programs share
+    the rows of a sequence's only query, so that one query fills more of a device; a prompt has queries enough.
     """
-    q, window_cache, window_slots = inputs.q, inputs.window_cache, inputs.window_slots
-    tokens, heads, width = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    entry_cache, entry_slots = inputs.entry_cache, inputs.entry_slots
-    if entry_cache is None or entry_slots is None:
-        entry_cache, entry_slots = window_cache, window_slots[:, :0]
-    config = attend_config(heads, width, q.element_size(), shared_bytes(q.device))
-    d1, d2 = split_width(width)
-    if tokens:
-        attend_rows[(tokens, -(-heads // config.block_h))](
-            q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, out,
-            inputs.scale, heads,
-            window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
-            *window_cache.stride()[:2], *entry_cache.stride()[:2],
-            D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
-            BLOCK_H=config.block_h, D1=d1, D2=d2, BLOCK_N=config.block_n,
-            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
-        )  # fmt: skip
+    out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
+    for rows, is_single in _runs(inputs.counts or [1] * len(out)):
+        _attend(inputs, rows, out[rows], is_split=is_single)
     return out
+
+
+def _runs(counts: Sequence[int]) -> Iterator[tuple[slice, bool]]:
+    """Yield the rows of neighbouring sequences that all have one query, or all several, and whether they have one."""
+    first = 0
+    for is_single, run in groupby(counts, lambda count: count == 1):
+        end = first + sum(run)
+        if end > first:
+            yield slice(first, end), is_single
+        first = end
+
+
+def _attend(inputs: LatentInputs, rows: slice, out: torch.Tensor, *, is_split: bool) -> None:
+    """Write the attention of some rows to `out` [t, H, D]."""
+    q, window_cache, window_slots = inputs.q[rows], inputs.window_cache, inputs.window_slots[rows]
+    tokens, heads, width = q.shape
+    entry_cache, entry_slots = window_cache, window_slots[:, :0]
+    if inputs.entry_cache is not None and inputs.entry_slots is not None:
+        entry_cache, entry_slots = inputs.entry_cache, inputs.entry_slots[rows]
+    config = attend_config(heads, width, q.element_size(), shared_bytes(q.device))
+    head_tiles, (d1, d2) = -(-heads // config.block_h), split_width(width)
+    split = SPLIT_ROWS * head_tiles if is_split else 0
+    splits = sum(-(-slots.shape[1] // split) for slots in (window_slots, entry_slots)) if is_split else 1
+    partial, statistics = out, out
+    if is_split:
+        partial = torch.empty((tokens, splits, heads, width), dtype=torch.float32, device=q.device)
+        statistics = torch.empty((tokens, splits, heads, 2), dtype=torch.float32, device=q.device)
+    attend_rows[(tokens, head_tiles, splits)](
+        q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, partial,
+        statistics, inputs.scale, heads,
+        window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
+        *window_cache.stride()[:2], *entry_cache.stride()[:2],
+        D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
+        BLOCK_H=config.block_h, D1=d1, D2=d2, BLOCK_N=config.block_n, SPLIT=split,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    if is_split:
+        combine[(tokens, heads, 1)](
+            partial, statistics, out, _combine_items(tokens, splits, q.device), inputs.sink_logits, 1,
+            GROUP=heads, E=width, HAS_SINK_LOGITS=True, BLOCK_E=next_power_of_two(width), BLOCK_S=COMBINED_SPLITS,
+        )  # fmt: skip
+
+
+@cache
+def _combine_items(tokens: int, splits: int, device: torch.device) -> torch.Tensor:
+    """Return the combine items [t, 4] of queries with `splits` partial results each (`paged_attention.triton.work_items`)."""
+    token = torch.arange(tokens, dtype=torch.int32, device=device)
+    ones = torch.ones_like(token)
+    return torch.stack([token, ones, token * splits, ones * splits], dim=1)
 
 
 def select_entries_triton(

@@ -1,6 +1,7 @@
 """The Triton kernels of DeepSeek V4's latent attention: `attend_rows`, `score_entries` (indexer) and `pool` (compressor).
 
     attend_rows:    out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r     window rows, entries
+                    or, of SPLIT slots, what `paged_attention.triton.steps.combine` makes that of
     score_entries:  scores[t, n] = sum_h head_weights[t, h] * relu(q[t, h] . key[n]) * scale                -inf for unseen entries
     pool:           out[e, d] = sum over rows of softmax(gate + position_bias) * kv                         per channel d
 
@@ -83,7 +84,8 @@ def attend_rows(
     window_slots,  # [T, W] int64
     entry_slots,  # [T, K] int64
     sink_logits,  # [H] float32
-    out,  # [T, H, D]
+    out,  # [T, H, D]; with SPLIT [T, splits, H, D] float32
+    statistics,  # with SPLIT: [T, splits, H, 2] float32, maximum (base 2) and softmax sum
     scale,
     num_heads,
     num_window,
@@ -102,8 +104,12 @@ def attend_rows(
     D1: tl.constexpr,
     D2: tl.constexpr,  # 0: D is D1
     BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,  # most slots of a program; 0: all
 ):
-    """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, ceil(num_heads / BLOCK_H))."""
+    """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, ceil(num_heads / BLOCK_H), splits).
+
+    Each split is of window slots or of entry slots alone, the window's first.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head, q_rows, d1 = head < num_heads, token * q_stride_t + head * q_stride_h, tl.arange(0, D1)
@@ -114,20 +120,33 @@ def attend_rows(
         d2 = D1 + tl.arange(0, D2)
         q2 = load_queries(q, q_rows, d2, D, is_head, UPCAST)
         acc2 = tl.zeros([BLOCK_H, D2], tl.float32)
-    # The online softmax starts with the sink logit as its maximum, so the sum is that logit's weight, 1. It has no value vector.
-    row_max = tl.load(sink_logits + head, mask=is_head, other=0.0) * LOG2_E
-    row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
+    first_window, first_entry, window_count, entry_count = 0, 0, num_window, num_entries
+    at = token * num_heads + head
+    if SPLIT > 0:  # `combine` adds the sink
+        split, of_window = tl.program_id(2), tl.cdiv(num_window, SPLIT)
+        first_window, window_count = split * SPLIT, tl.minimum(num_window - split * SPLIT, SPLIT)  # below 0: none
+        first_entry = tl.maximum(split - of_window, 0) * SPLIT
+        entry_count = tl.where(split >= of_window, tl.minimum(num_entries - first_entry, SPLIT), 0)
+        at = (token * tl.num_programs(2) + split) * num_heads + head
+        row_max, row_sum = tl.full([BLOCK_H], float("-inf"), tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    else:  # The online softmax starts with the sink logit as its maximum, whose weight is 1. It has no value vector.
+        row_max = tl.load(sink_logits + head, mask=is_head, other=0.0) * LOG2_E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
     # the window's rows, then the entries
     row_max, row_sum, acc1, acc2 = _attend(
-        row_max, row_sum, acc1, acc2, q1, q2, window_cache, window_slots + token * num_window, num_window, window_stride_b,
-        window_stride_p, scale * LOG2_E, D, WINDOW_P, UPCAST, D1, D2, BLOCK_N,
+        row_max, row_sum, acc1, acc2, q1, q2, window_cache, window_slots + token * num_window + first_window, window_count,
+        window_stride_b, window_stride_p, scale * LOG2_E, D, WINDOW_P, UPCAST, D1, D2, BLOCK_N,
     )  # fmt: skip
     row_max, row_sum, acc1, acc2 = _attend(
-        row_max, row_sum, acc1, acc2, q1, q2, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
-        entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, D1, D2, BLOCK_N,
+        row_max, row_sum, acc1, acc2, q1, q2, entry_cache, entry_slots + token * num_entries + first_entry, entry_count,
+        entry_stride_b, entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, D1, D2, BLOCK_N,
     )  # fmt: skip
     inverse_sum = inverse_of(row_sum)
-    out_rows = out + (token * num_heads + head[:, None]) * D
+    if SPLIT > 0:
+        tl.store(statistics + at * 2, row_max, mask=is_head)
+        tl.store(statistics + at * 2 + 1, row_sum, mask=is_head)
+        inverse_sum = tl.full([BLOCK_H], 1.0, tl.float32)
+    out_rows = out + at[:, None] * D
     kept1 = is_head[:, None] & (d1 < D)[None, :]
     tl.store(out_rows + d1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)
     if D2 > 0:

@@ -8,6 +8,7 @@ sequence, P rows per block, E pooled entries, R tokens per entry, G groups of to
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ class LatentInputs:
     scale: float
     entry_cache: torch.Tensor | None = None  # [ids, P, 1, D]
     entry_slots: torch.Tensor | None = None  # [T, K] int64
+    # The number of neighbouring queries of each sequence. Kernels may share out the rows of a sequence's only query; without counts
+    # each query is one.
+    counts: Sequence[int] = ()
 
     @property
     def places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -185,7 +185,11 @@ def test_a_decode_step_and_a_mixed_step_are_captured_and_checked(
     }
     with prefer("interpreted"), caplog.at_level(logging.INFO):
         runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
-    assert runner.info.num_graphs == len(device.graphs) == 2
+    has_mixed = name not in (
+        "deepseek_v32",
+        "glm_moe_dsa",
+    )  # their only queries are split, which mixed graphs cannot tell
+    assert runner.info.num_graphs == len(device.graphs) == 1 + has_mixed
     assert "differs by" not in caplog.text
 
 

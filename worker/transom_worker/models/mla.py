@@ -124,6 +124,7 @@ class MlaAttention(TokenMixer):
                 window_slots=batch.scratch[_SELECTED],
                 sink_logits=self._no_sinks_H,
                 scale=self._mla.scale,
+                counts=batch.count_host,
             )
             return self._expand(latent_attention(rows)[..., : self._mla.latent_rank]).flatten(1)
         is_whole = self._rule == CAUSAL  # tables of windows lack blocks, and their prompts see few keys

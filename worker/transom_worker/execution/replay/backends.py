@@ -47,9 +47,18 @@ _RECORDED_KINDS = (
 
 
 def decode_sizes(
-    config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
+    config: EngineConfig,
+    parallel: Parallel,
+    groups: Sequence[GroupSpec],
+    *,
+    max_model_len: int,
+    device: torch.device,
+    has_indexers: bool,
 ) -> DecodeSizes | None:
-    """Return the sizes of steps to capture as CUDA graphs; None if no graphs are captured."""
+    """Return the sizes of steps to capture as CUDA graphs; None if no graphs are captured.
+
+    With indexers there are none of mixed steps: graphs do not know which queries are a sequence's only ones, whose rows are split.
+    """
     if not _may_record(config, groups) or not parallel.comm.can_capture or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):
@@ -60,6 +69,7 @@ def decode_sizes(
         max_num_seqs=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         max_model_len=max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        has_mixed=not has_indexers,
     )
 
 

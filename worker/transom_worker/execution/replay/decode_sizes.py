@@ -85,7 +85,13 @@ class DecodeSizes:
     """All sizes of decode steps and mixed steps for a model and its settings."""
 
     def __init__(
-        self, groups: Sequence[GroupSpec], *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+        self,
+        groups: Sequence[GroupSpec],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        has_mixed: bool = True,
     ) -> None:
         self._groups, self._max_model_len, self._max_new_tokens = tuple(groups), max_model_len, max_num_batched_tokens
         self._rooms: dict[tuple[DecodeSize, AskedLaunch], Room] = {}
@@ -94,7 +100,7 @@ class DecodeSizes:
         self._mixed = [
             (tokens, num_seqs)
             for tokens in MIXED_TOKENS
-            if tokens <= max_num_batched_tokens
+            if has_mixed and tokens <= max_num_batched_tokens
             for num_seqs in sorted({min(num, max_num_seqs, tokens - 1) for num in (MIXED_SEQS, max_num_seqs)})
         ]
         self.num_levels = next(level for level in range(64) if self.reach_tokens(level) == max_model_len) + 1

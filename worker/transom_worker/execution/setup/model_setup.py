@@ -82,12 +82,14 @@ class ModelSetup:
             ranks_on_host=ranks_on_host,
         )
         self._cache = CacheSetup(config, self._loaded, self._parallel)
+        mla = self._loaded.architecture.mla
         self._decode_sizes = decode_sizes(
             config,
             self._parallel,
             [group.spec for group in self._cache.groups],
             max_model_len=self._cache.max_model_len,
             device=self._loaded.device,
+            has_indexers=mla is not None and mla.indexer is not None,
         )
 
     def pool_bytes(self) -> int:

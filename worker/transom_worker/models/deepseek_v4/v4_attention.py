@@ -87,6 +87,7 @@ class LatentAttention:
             entry_slots=None if compressed is None else self._entries(x_TN, query_TQ, tables, compressed, metadata),
             sink_logits=self._sinks_H,
             scale=self._scale,
+            counts=metadata.batch.groups[group].count_host,
         )
         y_THD = latent_attention(inputs)
         rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
