@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transom_cluster.openai.messages.chat_form import messages_chat
 from transom_cluster.openai.messages.request_body import MessagesRequest

@@ -7,8 +7,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_core.contract import OutputEvent, Request, SamplingParams

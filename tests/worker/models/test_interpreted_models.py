@@ -31,8 +31,7 @@ from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import make_runner
 from tests.worker.models.deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_moe_families import CASES as MIXTURES
-from tests.worker.models.test_moe_families import QUANTISED
+from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED
 from tests.worker.models.test_sharded_families import CASES, FAMILIES, make_folder
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer

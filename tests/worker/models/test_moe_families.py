@@ -16,9 +16,7 @@ from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
-from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_dense_families import DELTA_NET, MAMBA, MLA, NEMOTRON
-from tests.worker.models.test_dense_families import YARN as DENSE_YARN
+from tests.worker.models.test_dense_families import CASES as DENSE, DELTA_NET, MAMBA, MLA, NEMOTRON, YARN as DENSE_YARN
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES

@@ -22,8 +22,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_moe_families import CASES as MIXTURES
-from tests.worker.models.test_moe_families import QUANTISED, draw_corrections
+from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED, draw_corrections
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
