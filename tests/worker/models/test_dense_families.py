@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -59,19 +59,15 @@ FALCON: dict[str, Any] = {
     **{"ssm_multipliers": [0.7, 1.2, 0.4, 0.9, 1.5], "mlp_multipliers": [0.8, 1.3]},
 }
 BIASES = {**{"attention_bias": True, "mlp_bias": True}, **{"mamba_proj_bias": True, "projectors_bias": True}}
-CASES = {
+_CASES = {
     "falcon_h1": FamilyCase(
-        family="falcon_h1",
-        config=FALCON,
-        mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]}),
+        config=FALCON, mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]})
     ),
     "falcon_h1 with norms and biases": FamilyCase(
-        family="falcon_h1",
         config=FALCON | BIASES | {"mamba_rms_norm": True},
         mistakes=({"mamba_norm_before_gate": False}, {"key_multiplier": 1.0}),
     ),
     "nemotron_h": FamilyCase(
-        family="nemotron_h",
         config=NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
         mistakes=({"layer_norm_epsilon": 1e-1}, {"mlp_hidden_act": "silu"}),
     ),
@@ -102,36 +98,29 @@ CASES = {
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},),
     ),
     "smollm3": FamilyCase(
-        family="smollm3",
         config={"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
         mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
     ),
-    "mistral": FamilyCase(family="mistral", config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
+    "mistral": FamilyCase(config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
     "mistral without windows": FamilyCase(
-        family="mistral", config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
+        config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
     ),
     "ministral": FamilyCase(
-        family="ministral",
-        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
-        mistakes=({"sliding_window": 19},),
+        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, mistakes=({"sliding_window": 19},)
     ),
     "qwen2": FamilyCase(
-        family="qwen2",
         config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
         mistakes=({"sliding_window": 17},),
     ),
     "youtu": FamilyCase(
-        family="youtu",
         config=MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False},
         mistakes=({"rope_interleave": True},),
     ),
     "qwen3": FamilyCase(
-        family="qwen3",
         config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
         mistakes=({"sliding_window": 15},),
     ),
     "gemma2": FamilyCase(
-        family="gemma2",
         config={
             "seed": 3,
             "sliding_window": 16,
@@ -195,28 +184,22 @@ CASES = {
         mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
     ),
     "olmo3": FamilyCase(
-        family="olmo3",
         config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
         mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
     ),
     "ministral3": FamilyCase(
-        family="ministral3",
         config={"rope_parameters": MINISTRAL3_ROPE},
         mistakes=({"rope_parameters": MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}}, {"sliding_window": 190}),
     ),
-    "olmo2": FamilyCase(family="olmo2", mistakes=({"rms_norm_eps": 1.0},)),
+    "olmo2": FamilyCase(mistakes=({"rms_norm_eps": 1.0},)),
     "exaone4": FamilyCase(
-        family="exaone4",
         config={"sliding_window": 20, "sliding_window_pattern": 2},
         mistakes=({"sliding_window": 21}, {"layer_types": [SLIDING] * 4}),
     ),
     "exaone4 without windows": FamilyCase(
-        family="exaone4",
-        config={"sliding_window": None, "layer_types": [FULL] * 4},
-        mistakes=({"sliding_window": 190},),
+        config={"sliding_window": None, "layer_types": [FULL] * 4}, mistakes=({"sliding_window": 190},)
     ),
     "lfm2": FamilyCase(
-        family="lfm2",
         config={
             "layer_types": [CONV, CONV, FULL, CONV],
             "conv_L_cache": 4,
@@ -228,24 +211,19 @@ CASES = {
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
     ),
     "granite": FamilyCase(
-        family="granite",
         config=GRANITE | {"seed": 1},
         mistakes=({"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"attention_multiplier": 0.2}),
     ),
     "phi3": FamilyCase(
-        family="phi3",
         config={"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
         mistakes=({"sliding_window": 25}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}),
     ),
     "seed_oss": FamilyCase(
-        family="seed_oss",
-        config={"head_dim": 24, "attention_out_bias": True},
-        mistakes=({"attention_out_bias": False},),
+        config={"head_dim": 24, "attention_out_bias": True}, mistakes=({"attention_out_bias": False},)
     ),
-    "cohere2": FamilyCase(
-        family="cohere2", config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)
-    ),
+    "cohere2": FamilyCase(config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)),
 }
+CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.
