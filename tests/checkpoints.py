@@ -47,15 +47,7 @@ SIZES: dict[str, Any] = {
 ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 # Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
-_GAINS = {
-    "embed_tokens": 0.5,
-    "embeddings": 0.5,
-    "lm_head": 0.5,
-    "q_proj": 1.5,
-    "k_proj": 1.5,
-    "o_proj": 3.0,
-    "down_proj": 3.0,
-}
+_GAINS = dict(embed_tokens=0.5, embeddings=0.5, lm_head=0.5, q_proj=1.5, k_proj=1.5, o_proj=3.0, down_proj=3.0)
 _GAINS |= {"out_proj": 3.0, "w2": 3.0, "output_linear": 3.0}  # LFM2's and Granite 4's
 # Norm weights of queries and keys set how sharply heads look.
 _LOOKING_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")

@@ -11,14 +11,9 @@ from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-}
+YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
+)
 # As published: with 0.5 scores of position 200 grow 2.3 times, and the errors of quantised keys with them.
 MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA3_ROPE = {
@@ -85,12 +80,8 @@ _CASES = {
         family="llama",
         config={
             "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10_000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
+                **{"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
             },
             "attention_bias": True,
             "mlp_bias": True,
@@ -122,10 +113,7 @@ _CASES = {
     ),
     "gemma2": FamilyCase(
         config={
-            "seed": 3,
-            "sliding_window": 16,
-            "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": 4.0,
+            **{"seed": 3, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
             "final_logit_softcapping": 14.0,
         },
         mistakes=(
@@ -138,10 +126,7 @@ _CASES = {
     "gemma3": FamilyCase(
         family="gemma3_text",
         config={
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 1,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 20,
+            **{"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 24, "query_pre_attn_scalar": 20},
             "rope_parameters": GEMMA3_ROPE,
         },
         mistakes=(
@@ -153,33 +138,19 @@ _CASES = {
     "gemma4": FamilyCase(
         family="gemma4_text",
         config={
-            "looking": 0.8,
-            "num_hidden_layers": 8,
-            "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL],
-            "num_kv_shared_layers": 4,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "sliding_window": 20,
-            "final_logit_softcapping": 14.0,
+            **{"looking": 0.8, "num_hidden_layers": 8, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL]},
+            **{"num_kv_shared_layers": 4, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16},
+            **{"vocab_size_per_layer_input": VOCAB_SIZE, "sliding_window": 20, "final_logit_softcapping": 14.0},
         },
         mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
     ),
     "gemma4 with experts": FamilyCase(
         family="gemma4_text",
         config={
-            "looking": 0.8,
-            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 20,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
+            **{"looking": 0.8, "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 32},
+            **{"hidden_size_per_layer_input": 0, "sliding_window": 20, "enable_moe_block": True, "num_experts": 8},
+            **{"top_k_experts": 2, "moe_intermediate_size": 32},
         },
         mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
     ),
@@ -201,12 +172,8 @@ _CASES = {
     ),
     "lfm2": FamilyCase(
         config={
-            "layer_types": [CONV, CONV, FULL, CONV],
-            "conv_L_cache": 4,
-            "conv_bias": True,
-            "block_multiple_of": 16,
-            "block_ffn_dim_multiplier": 1.3,
-            "seed": 2,
+            **{"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16},
+            **{"block_ffn_dim_multiplier": 1.3, "seed": 2},
         },
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
     ),

@@ -175,13 +175,9 @@ def test_a_decode_step_and_a_mixed_step_are_captured_and_checked(
     folder, device = make_folder(tmp_path, name), RecorderDevice()
     monkeypatch.setattr(backends, "capture_device", lambda _: device)
     monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (12,))
-    settings = {
-        "kv_cache_memory_bytes": "4MiB",
-        "block_size": 8,
-        "max_model_len": 24,
-        "max_num_seqs": 1,
-        "num_threads": NUM_THREADS,
-    }
+    settings = dict(
+        kv_cache_memory_bytes="4MiB", block_size=8, max_model_len=24, max_num_seqs=1, num_threads=NUM_THREADS
+    )
     with prefer("interpreted"), caplog.at_level(logging.INFO):
         runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
     assert runner.info.num_graphs == len(device.graphs) == 2
@@ -226,12 +222,7 @@ def test_replayed_steps_of_recurrent_layers_and_indexers(
     config = json.loads((folder / "config.json").read_text())
     if "index_topk" in config:
         (folder / "config.json").write_text(json.dumps(config | {"index_topk": 12}))
-    how: dict[str, Any] = {
-        "lengths": GRAPH_LENGTHS,
-        "situations": ("cold", "hit"),
-        "max_num_seqs": 4,
-        "max_model_len": 32,
-    }
+    how: dict[str, Any] = dict(lengths=GRAPH_LENGTHS, situations=("cold", "hit"), max_num_seqs=4, max_model_len=32)
     monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (8, 16))
     wanted = run_engine(folder, "interpreted", **how)
     with recording():

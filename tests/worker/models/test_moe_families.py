@@ -101,13 +101,7 @@ _CASES = {
     ),
     "jamba": FamilyCase(
         # four heads of channels, which three ranks share unevenly
-        config={
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "mamba_expand": 4,
-        }
+        config=dict(attn_layer_period=3, attn_layer_offset=1, num_experts=6, num_experts_per_tok=2, mamba_expand=4)
         | {"mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 24, "rms_norm_eps": 1e-3, "num_hidden_layers": 5},
         mistakes=({"num_experts_per_tok": 3}, {"rms_norm_eps": 1e-1}),
     ),
@@ -144,10 +138,7 @@ _CASES = {
     ),
     "gpt_oss": FamilyCase(
         config={
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "sliding_window": 16,
-            "swiglu_limit": 1.5,
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 1.5},
             "rope_parameters": YARN | {"truncate": False},
         },
         mistakes=(
@@ -161,12 +152,8 @@ _CASES = {
         family="llama4_text",
         config=LLAMA4
         | {
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 32,
-            "no_rope_layer_interval": 4,
-            "floor_scale": 64,
-            "attn_scale": 0.5,
-            "seed": 5,
+            **{"interleave_moe_layer_step": 2, "attention_chunk_size": 32, "no_rope_layer_interval": 4},
+            **{"floor_scale": 64, "attn_scale": 0.5, "seed": 5},
         },
         mistakes=(
             {"attention_chunk_size": 31},
@@ -179,24 +166,15 @@ _CASES = {
         family="llama4_text",
         config=LLAMA4
         | {
-            "num_experts_per_tok": 2,
-            "attention_chunk_size": 16,
-            "no_rope_layers": [1, 0, 1, 0],
-            "use_qk_norm": False,
-            "attn_temperature_tuning": False,
+            **{"num_experts_per_tok": 2, "attention_chunk_size": 16, "no_rope_layers": [1, 0, 1, 0]},
+            **{"use_qk_norm": False, "attn_temperature_tuning": False},
         },
         mistakes=({"attention_chunk_size": 17},),
     ),
     "mimo_v2_flash": FamilyCase(
         config={
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 1,
-            "head_dim": 24,
-            "v_head_dim": 16,
-            "sliding_window": 17,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **{"num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16},
+            **{"sliding_window": 17, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
             "routed_scaling_factor": 1.5,
         },
         mistakes=(
