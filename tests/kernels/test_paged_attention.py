@@ -83,15 +83,9 @@ MIXED = [
     Sequence(start=6, count=15),
 ]
 MASKS = [
-    {},
-    {"window": 1},
-    {"window": 5},
-    {"chunk": 4},
-    {"chunk": 5},
-    {"window": 3, "num_sink_tokens": 2},
-    {"window": 4, "num_sink_tokens": 5},
-    {"chunk": 6, "window": 4, "num_sink_tokens": 1},
-]
+    {}, {"window": 1}, {"window": 5}, {"chunk": 4}, {"chunk": 5}, {"window": 3, "num_sink_tokens": 2},
+    {"window": 4, "num_sink_tokens": 5}, {"chunk": 6, "window": 4, "num_sink_tokens": 1},
+]  # fmt: skip
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft_cap": {"soft_cap": 1.5},

@@ -124,16 +124,9 @@ def check_equal(got: Run, wanted: Run, tolerance: float) -> None:
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 WINDOW = 6  # so small that lost windows of short prompts are cheaper to repair than to compute anew
 SEVERAL_RANKS = (
-    "gpt_oss",
-    "gpt_oss in MXFP4",
-    "gemma4",
-    "gemma4 with experts",
-    "llama4",
-    "olmo3",
-    "deepseek_v3",
-    "glm_moe_dsa",
+    "gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts", "llama4", "olmo3", "deepseek_v3", "glm_moe_dsa",
     "deepseek_v4",
-)
+)  # fmt: skip
 # Engines that replay their decode steps as CUDA graphs.
 SHORT_TOKENS = 16  # so that levels differ
 GRAPH_LENGTHS = (9, 5, 26)  # three sequences in a graph for four
