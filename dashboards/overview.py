@@ -2,8 +2,7 @@
 
 from dashboards import kv_cache, router, service_levels
 from dashboards.board import Board, firing, to_board
-from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
-from dashboards.colors import ERRORS as ERROR_COLORS
+from dashboards.colors import BREAKS, ENDPOINTS, ENDS, ERRORS as ERROR_COLORS, STATUSES
 from dashboards.panels import areas, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import API, ROUTER, WORKER, happening, or_zero, quantile, rate, ratio, seen, split, total
 from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
-from grafana_foundation_sdk.models import common as shapes
-from grafana_foundation_sdk.models import heatmap as heatmaps
+from grafana_foundation_sdk.models import common as shapes, heatmap as heatmaps
 from grafana_foundation_sdk.models.dashboard import (
     DashboardSpecialValueMapOptions,
     DataSourceRef,

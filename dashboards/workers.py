@@ -2,8 +2,7 @@
 
 from dashboards import hosts, worker_machines, worker_requests
 from dashboards.board import Board
-from dashboards.colors import PARTS as PART_COLORS
-from dashboards.colors import PHASES
+from dashboards.colors import PARTS as PART_COLORS, PHASES
 from dashboards.panels import Panel, areas, lines, number
 from dashboards.queries import WORKER, each_of, mean, quantiles, rate, split
 

@@ -30,32 +30,16 @@ LENGTHS = (1, 5, 40, 202)  # the last one's whole blocks end within a chunk, so 
 MIN_MARGIN = 1e-3
 MIN_CHOICE_MARGIN = 2e-5  # rounding moves the scores of these models' experts by up to 1.1e-5 of the largest score
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 # Families that transformers has under another name -> that name.
 ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 # Standard deviation times sqrt(columns): 1 keeps the size of what goes in.
-_GAINS = {
-    "embed_tokens": 0.5,
-    "embeddings": 0.5,
-    "lm_head": 0.5,
-    "q_proj": 1.5,
-    "k_proj": 1.5,
-    "o_proj": 3.0,
-    "down_proj": 3.0,
-}
+_GAINS = dict(embed_tokens=0.5, embeddings=0.5, lm_head=0.5, q_proj=1.5, k_proj=1.5, o_proj=3.0, down_proj=3.0)
 _GAINS |= {"out_proj": 3.0, "w2": 3.0, "output_linear": 3.0}  # LFM2's and Granite 4's
 # Norm weights of queries and keys set how sharply heads look.
 _LOOKING_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")

@@ -39,12 +39,8 @@ START_S = 90.0  # for the imports of a child, on top of its first job
 LAST_LINES = 12
 # What an error says after which every later call of the process fails.
 FATAL = (
-    "illegal memory access",
-    "device-side assert",
-    "misaligned address",
-    "unspecified launch failure",
-    "CUDA error",
-)
+    "illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure", "CUDA error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

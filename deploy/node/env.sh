@@ -27,7 +27,9 @@ export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=2
 # Routers and workers run on Serve's event loop, so that no message changes threads.
 export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0
 # Ray gives its workers niceness 15, which leaves the grammar checks that must yield to them nothing to yield with.
-export RAY_worker_niceness=0 MALLOC_ARENA_MAX=2
+export RAY_worker_niceness=0
+# glibc gives freed pages back; Python's own allocator only MiB that are wholly free, so that processes grow for hours.
+export PYTHONMALLOC=malloc MALLOC_ARENA_MAX=2
 # The production token path, a quarter of the CPU per token: HAProxy instead of Serve's own proxies.
 # A client that sends nothing of a request that it has begun, or reads nothing, is disconnected after 60 s; Serve's own have no limit.
 # export RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S=60

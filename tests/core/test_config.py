@@ -92,14 +92,10 @@ def test_wrong_settings_name_themselves(values: dict[str, object], message: str)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("4096", 4096),
-        ("512MiB", 512 << 20),
-        ("1.5GiB", 3 << 29),
-        ("2GB", 2_000_000_000),
-        ("7 k", 7000),
+        ("4096", 4096), ("512MiB", 512 << 20), ("1.5GiB", 3 << 29), ("2GB", 2_000_000_000), ("7 k", 7000),
         ("1TiB", 1 << 40),
     ],
-)
+)  # fmt: skip
 def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text, name="x") == expected
     assert Settings.parse(model="m", kv_cache_memory_bytes=text).kv_cache_memory_bytes == expected

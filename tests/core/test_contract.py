@@ -13,36 +13,24 @@ from transom_core.contract import ErrorInfo, Logprob, LogprobTable, SamplingPara
 NUM_TOP = 20
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n", 0),
-        ("max_tokens", 0),
-        ("min_tokens", 17),
-        ("temperature", float("nan")),
-        ("top_p", 0.0),
-        ("top_k", -2),
-        ("repetition_penalty", 0.0),
-        ("frequency_penalty", -3.0),
-        ("stop", ("",)),
-        ("stop", tuple("abcdefghijklmnopq")),
-        ("logprobs", 21),
-        ("logit_bias", {1: 101.0}),
-        ("logit_bias", {"hello": 1.0}),
-        ("logit_bias", [7]),
-        ("max_tokens", 1.5),
-        ("top_k", 0.5),
-        ("seed", 2**64),
-        ("seed", -(2**63) - 1),
-        ("temperature", None),
-        ("temperature", 10**400),
-        ("logit_bias", {3: 10**400}),
-        ("temperature", "hot"),
-        ("stop", (5,)),
-        ("stop", 5),
-        ("stop_token_ids", ("5",)),
-    ],
-)
+WRONG = {
+    "n": (0,),
+    "max_tokens": (0, 1.5),
+    "min_tokens": (17,),
+    "temperature": (float("nan"), None, 10**400, "hot"),
+    "top_p": (0.0,),
+    "top_k": (-2, 0.5),
+    "repetition_penalty": (0.0,),
+    "frequency_penalty": (-3.0,),
+    "stop": (("",), tuple("abcdefghijklmnopq"), (5,), 5),
+    "stop_token_ids": (("5",),),
+    "logprobs": (21,),
+    "logit_bias": ({1: 101.0}, {"hello": 1.0}, [7], {3: 10**400}),
+    "seed": (2**64, -(2**63) - 1),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_wrong_parameters_name_themselves(field: str, value: object) -> None:
     with pytest.raises(errors.RequestError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]

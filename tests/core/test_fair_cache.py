@@ -1,7 +1,6 @@
 """A cache that clients share: a client's entries go before anybody else's once it has more than its part."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transom_core.fair_cache import FairCache
 

@@ -19,12 +19,9 @@ from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.worker.models.test_dense_families import DELTA_NET
 
 BLOCK, TURNS = 16, num_examples(daily=12, exhaustive=30)
-SETTINGS: dict[str, Any] = {
-    "block_size": BLOCK,
-    "max_model_len": 2048,
-    "kv_cache_memory_bytes": "32MiB",
-    "window_repair": False,
-}
+SETTINGS: dict[str, Any] = dict(
+    block_size=BLOCK, max_model_len=2048, kv_cache_memory_bytes="32MiB", window_repair=False
+)
 MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "max_position_embeddings": 2048}
 KINDS: dict[str, dict[str, Any]] = {"windows": {"window": 48, "window_pattern": "SF"}, "convolutions": {}, "states": {}}

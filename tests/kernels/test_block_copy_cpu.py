@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from transom_kernels.block_copy import block_copy, block_copy_between
 from transom_kernels.block_copy.op import ITEM_BYTES, block_copy_reference

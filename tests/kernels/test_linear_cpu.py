@@ -192,13 +192,10 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        ("int8", torch.float32),
-        ("int8", torch.bfloat16),
-        ("int8_min", torch.float32),
-        ("int4", torch.float32),
+        ("int8", torch.float32), ("int8", torch.bfloat16), ("int8_min", torch.float32), ("int4", torch.float32),
         ("int4_min", torch.float32),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shape", QUANTISED_SHAPES, ids=str)
 def test_the_product_is_the_reference(format, dtype, shape):
     rows, width, columns = shape

@@ -18,8 +18,7 @@ from tests.kernels.test_linear_recurrence import (
     recurrence_case,
     step_of,
 )
-from tests.kernels.test_short_convolution import check as check_convolution
-from tests.kernels.test_short_convolution import convolution_case
+from tests.kernels.test_short_convolution import check as check_convolution, convolution_case
 from tests.matrices import matrix
 from transom_kernels.linear_recurrence import gpu
 from transom_kernels.linear_recurrence.gpu import gated_rms_norm_triton, linear_recurrence_triton

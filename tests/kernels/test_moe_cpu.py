@@ -94,16 +94,12 @@ class MoeTests:
         matrix(
             list(RULES),
             [
-                (0, 2, 1, 8, 8),
-                (1, 4, 2, 20, 36),
-                (1, 1, 1, 1, 2),
-                (9, 3, 1, 31, 65),
-                (20, 2, 2, 33, 63),
+                (0, 2, 1, 8, 8), (1, 4, 2, 20, 36), (1, 1, 1, 1, 2), (9, 3, 1, 31, 65), (20, 2, 2, 33, 63),
                 (5, 17, 3, 32, 64),
             ],
             [False, True],
         ),
-    )
+    )  # fmt: skip
     def test_sizes(
         self, kernel: Kernel, dtype: torch.dtype, rule: str, sizes: tuple[int, ...], scales_input: bool
     ) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.cpu_threads import kernel_threads
 from tests.how_many import ALL_TESTS, num_examples
@@ -84,15 +83,9 @@ MIXED = [
     Sequence(start=6, count=15),
 ]
 MASKS = [
-    {},
-    {"window": 1},
-    {"window": 5},
-    {"chunk": 4},
-    {"chunk": 5},
-    {"window": 3, "num_sink_tokens": 2},
-    {"window": 4, "num_sink_tokens": 5},
-    {"chunk": 6, "window": 4, "num_sink_tokens": 1},
-]
+    {}, {"window": 1}, {"window": 5}, {"chunk": 4}, {"chunk": 5}, {"window": 3, "num_sink_tokens": 2},
+    {"window": 4, "num_sink_tokens": 5}, {"chunk": 6, "window": 4, "num_sink_tokens": 1},
+]  # fmt: skip
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft_cap": {"soft_cap": 1.5},

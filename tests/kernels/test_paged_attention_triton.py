@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
@@ -200,10 +199,5 @@ def test_anything(
     cap: bool,
 ) -> None:
     shape = Shape(heads=heads[0], kv_heads=heads[1], size=size, block_size=block)
-    options: dict[str, Any] = {
-        "window": window,
-        "num_sink_tokens": sinks,
-        "chunk": chunk,
-        "soft_cap": 2.0 if cap else None,
-    }
+    options: dict[str, Any] = dict(window=window, num_sink_tokens=sinks, chunk=chunk, soft_cap=2.0 if cap else None)
     check(make_case(found, shape), **options, sink_logits=torch.linspace(-1, 1, heads[0]) if cap else None)

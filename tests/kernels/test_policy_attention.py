@@ -14,8 +14,7 @@ from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import some_daily
 from transom_kernels.launch import prefer
-from transom_kernels.paged_attention import paged_attention
-from transom_kernels.paged_attention import reference as paged_reference
+from transom_kernels.paged_attention import paged_attention, reference as paged_reference
 from transom_kernels.policy_attention import PolicyBatch, PolicyInputs, add_block_mass, policy_attention
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
 

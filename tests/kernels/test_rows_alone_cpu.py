@@ -14,8 +14,7 @@ from tests.kernels.test_lora import lora_weights
 from tests.kernels.test_moe_cpu import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.test_sample_cpu import random_params, sample_cpu, some_rows
 from transom_kernels import layer_norm as layer_norm_kernel
-from transom_kernels.gated_mlp import gated_activation
-from transom_kernels.gated_mlp import op as gated_mlp_kernel
+from transom_kernels.gated_mlp import gated_activation, op as gated_mlp_kernel
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre
 from transom_kernels.kv_write import Preparation, QkvInputs
 from transom_kernels.kv_write.cpu import prepare_qkv_cpu
@@ -29,8 +28,7 @@ from transom_kernels.lora import add_lora_
 from transom_kernels.lora.cpu import BLOCK_ROWS
 from transom_kernels.moe import moe, pack_experts
 from transom_kernels.quantised_linear import Format, pack, quantise
-from transom_kernels.rms_norm import op as rms_norm_kernel
-from transom_kernels.rms_norm import rms_norm
+from transom_kernels.rms_norm import op as rms_norm_kernel, rms_norm
 from transom_kernels.rotary import rotary_, rotary_tables
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from tests.matrices import matrix, some_daily
-from transom_kernels import layer_norm as layer_norms
-from transom_kernels import position_scale as position_scales
-from transom_kernels.gated_mlp import Activation, activated_product, gated_activation
-from transom_kernels.gated_mlp import op as gated_mlp
+from transom_kernels import layer_norm as layer_norms, position_scale as position_scales
+from transom_kernels.gated_mlp import Activation, activated_product, gated_activation, op as gated_mlp
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.layer_norm import layer_norm, layer_norm_reference
 from transom_kernels.logprobs import RowLogprobs, logprobs, logprobs_reference
 from transom_kernels.position_scale import position_scale, position_scale_reference
-from transom_kernels.rms_norm import op as rms_norms
-from transom_kernels.rms_norm import rms_norm
+from transom_kernels.rms_norm import op as rms_norms, rms_norm
 from transom_kernels.rms_norm.op import rms_norm_reference
-from transom_kernels.rotary import op as rotary
-from transom_kernels.rotary import rotary_, rotary_tables
+from transom_kernels.rotary import op as rotary, rotary_, rotary_tables
 from transom_kernels.rotary.op import rotary_reference
 
 

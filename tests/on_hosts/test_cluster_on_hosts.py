@@ -32,13 +32,7 @@ RESUMED = re.compile(r'^transom_router_failovers_total\{[^}]*outcome="resumed"[^
 CHANGE_TIMEOUT_S, ANSWER_TIMEOUT_S = 300.0, 120.0  # for machines that are busy
 # The first worker fits on host `one`, the second has room for one of its ranks there and for the other on host `two`.
 SLOTS = {ONE: '--num-cpus=3 --resources={"slot":3}', TWO: '--num-cpus=1 --resources={"slot":1}'}
-SETTINGS = {
-    "replicas": 2,
-    "tensor_parallel_size": 2,
-    "dtype": "float32",
-    "num_threads": 1,
-    "kv_cache_memory_bytes": "64MiB",
-}
+SETTINGS = dict(replicas=2, tensor_parallel_size=2, dtype="float32", num_threads=1, kv_cache_memory_bytes="64MiB")
 BOTH = {"Router": 1, "Worker": 2}
 RANK = {"CPU": 0.25, "slot": 1}
 WORKER = {

@@ -65,12 +65,9 @@ def test_deep_json_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 TEXT_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

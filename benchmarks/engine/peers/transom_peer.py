@@ -29,13 +29,9 @@ def transom(name: str, model: str, num_threads: int, variables: Mapping[str, str
         name=name,
         python=sys.executable,
         module=__name__,
-        settings={
-            "model": model,
-            "dtype": "bfloat16",
-            "device": "cpu",
-            "kv_cache_memory_bytes": KV_CACHE_MEMORY,
-            "num_threads": num_threads,
-        },
+        settings=dict(
+            model=model, dtype="bfloat16", device="cpu", kv_cache_memory_bytes=KV_CACHE_MEMORY, num_threads=num_threads
+        ),
         environment=clean_environment(**{**kept, **variables}),
     )
 

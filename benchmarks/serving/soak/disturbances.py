@@ -23,15 +23,8 @@ from transom_cluster.commands.process_tree import is_running
 BURST_CLIENTS, BURST_S = 16, 10.0
 PAUSE_S = 20.0  # mean pause between two disturbances
 KINDS = {  # weights
-    "worker": 6,
-    "router": 4,
-    "rank": 5,
-    "chat template": 1,
-    "two": 3,
-    "hang": 2,
-    "folder": 3,
-    "burst": 3,
-}
+    "worker": 6, "router": 4, "rank": 5, "chat template": 1, "two": 3, "hang": 2, "folder": 3, "burst": 3,
+}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -24,13 +24,8 @@ PROMISED_503 = ("worker_unavailable", "overloaded")
 RETRY_S = 0.5
 NUM_FILLING_ATTACKS = 80  # of each kind
 BEHAVIOURS: dict[str, int] = {  # weights
-    "single": 40,
-    "conversation": 30,
-    "leave": 10,
-    "slow": 5,
-    "bad": 8,
-    "rude": 7,
-}
+    "single": 40, "conversation": 30, "leave": 10, "slow": 5, "bad": 8, "rude": 7,
+}  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,6 +58,8 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # of Serve's processes; Ray's 15 gives any other program most of a core
     # glibc has up to 8 arenas for each core, one for each thread, and what is freed in an arena serves only its threads.
     "MALLOC_ARENA_MAX": "2",
+    # Python's own allocator gives memory back in MiB that are wholly free, so processes grow for hours; malloc gives back pages.
+    "PYTHONMALLOC": "malloc",
     # Serve replaces a proxy that is not ready after three times this period; this process would then wait for the old one.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }

@@ -17,8 +17,7 @@ from transom_cluster.router.request_queue import RequestQueue
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Lost, Opened, Received, WorkerConnection
 from transom_cluster.routing.placer import Placer
-from transom_cluster.telemetry.request_events import HandedOver
-from transom_cluster.telemetry.request_events import Lost as LostEvent
+from transom_cluster.telemetry.request_events import HandedOver, Lost as LostEvent
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import stack_of
 from transom_core.config import FailoverConfig

@@ -232,19 +232,10 @@ async def test_files_need_no_key_and_data_does():
 @pytest.mark.parametrize(
     "name",
     [
-        "../routes.py",
-        "..%2froutes.py",
-        "..",
-        ".",
-        "%2e%2e",
-        "nothing.js",
-        "frames.js%00",
-        "frames.JS",
-        ".hidden.js",
-        "a/b.js",
-        "",
+        "../routes.py", "..%2froutes.py", "..", ".", "%2e%2e", "nothing.js", "frames.js%00", "frames.JS", ".hidden.js",
+        "a/b.js", "",
     ],
-)
+)  # fmt: skip
 async def test_only_the_pages_own_files_are_served(api: Api, name: str):
     for path in (name, unquote(name)):  # as a client sends it: nothing between tidies it up
         call = StreamCall(api, f"/blocks/assets/{path}")

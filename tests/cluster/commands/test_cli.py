@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from transom_cluster.cli import app
-from transom_cluster.commands import local_ray
-from transom_cluster.commands import serve as serve_command
+from transom_cluster.commands import local_ray, serve as serve_command
 from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
 from transom_core import __version__
 from transom_core.errors import ConfigError

@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, example, given, settings, strategies as st
 
 from tests.cluster.engine_server import EngineServer, engine_server
 from tests.how_many import num_examples

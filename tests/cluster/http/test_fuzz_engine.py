@@ -22,8 +22,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.parameters import ParameterLocation
@@ -231,12 +230,7 @@ def check_all_operations(
 @pytest.fixture(scope="module")
 def guarded(tiny_model: Path) -> Iterator[EngineServer]:
     """A real engine whose cache holds two of the longest sequences; no request or block is left at the end."""
-    settings: dict[str, Any] = {
-        "max_model_len": 160,
-        "kv_cache_memory_bytes": "256KiB",
-        "max_num_seqs": 6,
-        "num_threads": 1,
-    }
+    settings: dict[str, Any] = dict(max_model_len=160, kv_cache_memory_bytes="256KiB", max_num_seqs=6, num_threads=1)
     with engine_server(tiny_model, server={"api_keys": (KEY,)}, **settings) as running:
         yield running
         asyncio.run(running.until_quiet())

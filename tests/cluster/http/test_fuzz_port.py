@@ -3,8 +3,7 @@
 import json
 import socket
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.cluster.conftest import HttpServer, num_in_flight, until
 from tests.cluster.http.test_fuzz_engine import FUZZ

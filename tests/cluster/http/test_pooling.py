@@ -27,12 +27,9 @@ Scores = Callable[[Sequence[str]], list[float]]
 
 @pytest.fixture(scope="module")
 def served(tiny_model) -> Iterator[EngineServer]:
-    limits: dict[str, Any] = {
-        "kv_cache_memory_bytes": "8MiB",
-        "num_threads": 1,
-        "max_num_batched_tokens": 16,
-        "dtype": "float32",
-    }
+    limits: dict[str, Any] = dict(
+        kv_cache_memory_bytes="8MiB", num_threads=1, max_num_batched_tokens=16, dtype="float32"
+    )
     with engine_server(tiny_model, **limits) as running:
         yield running
 

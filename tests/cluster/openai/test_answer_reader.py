@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID, AnswerReader

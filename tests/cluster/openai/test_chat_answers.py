@@ -19,8 +19,7 @@ from tests.cluster.conftest import Api, running_api, stream_events
 from tests.cluster.openai.published_document import check_published
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
 from tests.cluster.stub_worker import ByteTokenizer, logprobs_of
-from transom_cluster.openai.answer import json_pieces as pieces
-from transom_cluster.openai.answer import response_types
+from transom_cluster.openai.answer import json_pieces as pieces, response_types
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transom_cluster.openai.messages.chat_form import messages_chat
 from transom_cluster.openai.messages.request_body import MessagesRequest
@@ -119,17 +118,10 @@ LIMITS = ModelLimits(max_model_len=2**22, vocab_size=1000)  # so that the model'
 PARSERS: dict[str, Any] = {path: BodyParser(model, rules) for path, (model, rules, _) in POST_ENDPOINTS.items()}
 CASES = {name: (path, make(MORE_BYTES.get(name, BODY_BYTES))) for name, (path, make) in BODIES.items()} | SMALL_BODIES
 GOOD = {
-    "prompt: one text",
-    "prompt: lists of ids",
-    "prompt: wide characters",
-    "content: one text",
-    "content: braces and quotes",
-    "blocks: one text",
-    "metadata: numbers",
-    "tokens: ids",
-    "tokenize: one text",
+    "prompt: one text", "prompt: lists of ids", "prompt: wide characters", "content: one text",
+    "content: braces and quotes", "blocks: one text", "metadata: numbers", "tokens: ids", "tokenize: one text",
     *SMALL_BODIES,
-} - {"60,000 strings"}
+} - {"60,000 strings"}  # fmt: skip
 
 
 def read(path: str, body: bytes) -> object:

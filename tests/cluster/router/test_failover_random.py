@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cluster.conftest import make_router, num_in_flight, timings

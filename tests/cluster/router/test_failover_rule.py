@@ -6,8 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.cluster.conftest import PATIENT, Api, running_api, sample, sent_events, timings, until
 from tests.cluster.stub_worker import LETTERS, StubWorker

@@ -5,8 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import make_router, num_in_flight, running_api, stream_events, timings, until

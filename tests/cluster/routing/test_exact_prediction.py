@@ -11,14 +11,9 @@ from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_core.contract.kv_events import KvUpdate
 
 HYBRIDS = (
-    ("full",),
-    ("full", "window"),
-    ("full", "sinks_window"),
-    ("full", "window", "ragged_chunk"),
-    ("full", "convolution"),
-    ("full", "snapshot"),
-    ("latent", "compressed16", "window"),
-)
+    ("full",), ("full", "window"), ("full", "sinks_window"), ("full", "window", "ragged_chunk"),
+    ("full", "convolution"), ("full", "snapshot"), ("latent", "compressed16", "window"),
+)  # fmt: skip
 NUM_REQUESTS = num_examples(daily=100, exhaustive=460)
 NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests are aborted before their first token
 

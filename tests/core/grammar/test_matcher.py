@@ -5,8 +5,7 @@ import json
 import random
 
 import pytest
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models
 
 from tests.core.grammar.hostile_schemas import LARGE, grammar
 from tests.core.grammar.vocabularies import PERSON, allowed, tiny, tiny_vocabulary, walk

@@ -4,8 +4,7 @@
 """
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from tests.core.kv_cache.window_repair_model import FULL, RULES, Layout, chunk, inexact_live, make_groups, state, window
 from tests.how_many import num_examples

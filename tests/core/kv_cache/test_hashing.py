@@ -1,5 +1,4 @@
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.prefix_chains import chain_of
 from transom_core.kv_cache.hashing import chain_root, extend_chain

@@ -2,8 +2,7 @@
 
 from hashlib import blake2b
 
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from tests.core.kv_cache.window_repair_model import COMPRESSED, RULES, Layout, make_groups
 from tests.how_many import num_examples

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transom_core.config import CoreShare
 from transom_core.machine import cores

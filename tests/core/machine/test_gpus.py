@@ -27,16 +27,11 @@ DRIVER = driver_of(H100, L4)
 @pytest.mark.parametrize(
     "driver",
     [
-        NO_DRIVER,
-        driver_of(),
-        driver_of(H100, L4, T4),
-        driver_of(LOST, H100, L4),
-        driver_of(UNIFIED),
-        driver_of(DIVIDED, L4),
-        driver_of(WITHOUT_PARTS),
+        NO_DRIVER, driver_of(), driver_of(H100, L4, T4), driver_of(LOST, H100, L4), driver_of(UNIFIED),
+        driver_of(DIVIDED, L4), driver_of(WITHOUT_PARTS),
         replace(NO_DRIVER, error="RM has detected an NVML/RM version mismatch."),
     ],
-)
+)  # fmt: skip
 def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver) -> None:
     """A GPU that is lost, or a driver that does not answer, hides nothing else."""
     install(driver, monkeypatch.setattr)

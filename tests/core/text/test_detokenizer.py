@@ -1,9 +1,7 @@
 """Text one token at a time equals the text of all tokens at once."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer as RustTokenizer, decoders, models
 
 from tests.how_many import num_examples
 from transom_core.text.detokenizer import Detokenizer

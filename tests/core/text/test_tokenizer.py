@@ -8,8 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from tests.tiny_checkpoints import tiny_tokenizer

@@ -6,10 +6,8 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
+from hypothesis import assume, given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.how_many import num_examples
 from transom_core.text.chat_template import MAX_CACHE_MARKS, ChatTemplate, Prompt, read_messages

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.adapter_folders import make_adapter, write_adapter
 from tests.engine_driver import drain, make_engine, make_request, num_active

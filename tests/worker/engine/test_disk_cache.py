@@ -28,14 +28,9 @@ from transom_worker.scheduling.step import StepResult
 pytestmark = pytest.mark.usefixtures("fast_reads")
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "block_size": 8,
-    "kv_cache_memory_bytes": 600 << 10,
-    "swap_space": "400KiB",
-    "max_model_len": 512,
-    "max_num_seqs": 4,
-    "disk_space": "64MiB",
-}
+    "dtype": "float32", "block_size": 8, "kv_cache_memory_bytes": 600 << 10, "swap_space": "400KiB",
+    "max_model_len": 512, "max_num_seqs": 4, "disk_space": "64MiB",
+}  # fmt: skip
 WINDOWS: dict[str, Any] = {"window": 40, "window_pattern": "SF"}
 
 

@@ -7,8 +7,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_core.contract import OutputEvent, Request, SamplingParams
@@ -108,12 +107,9 @@ def test_the_models_length_bounds_the_output() -> None:
 def test_a_replay_goes_on_where_the_first_stopped(
     text: str, stops: list[str], min_tokens: int, include: bool, cut: int
 ) -> None:
-    params: dict[str, Any] = {
-        "stop": tuple(stops),
-        "min_tokens": min_tokens,
-        "include_stop_str_in_output": include,
-        "max_tokens": 18,
-    }
+    params: dict[str, Any] = dict(
+        stop=tuple(stops), min_tokens=min_tokens, include_stop_str_in_output=include, max_tokens=18
+    )
     whole, events = running_request(**params), []
     for token in ids(text):
         events.append(push(whole, token))

@@ -14,13 +14,7 @@ from transom_core.errors import RequestError
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import ExecutorInfo
 
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "block_size": 8,
-    "window": 24,
-    "window_pattern": "SF",
-    "steps_in_flight": 2,
-}
+SETTINGS: dict[str, Any] = dict(dtype="float32", block_size=8, window=24, window_pattern="SF", steps_in_flight=2)
 FIRST, SECOND = prompt(50), prompt(41)
 NUM_BEFORE = 5  # tokens of a stream before the update
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind, GroupSpec

@@ -38,17 +38,10 @@ SPECS: dict[str, dict[str, Any]] = {
     "state16": dict(kind=GroupKind.COMPRESSOR_STATE, ratio=16),
 }
 MIXES = (
-    ("full",),
-    ("window",),
-    ("full", "window"),
-    ("full", "sinks_window"),
-    ("full", "chunk"),
-    ("full", "convolution"),
-    ("full", "window", "ragged_chunk"),
-    ("sinks_window", "window1"),
-    ("full", "snapshot"),
+    ("full",), ("window",), ("full", "window"), ("full", "sinks_window"), ("full", "chunk"), ("full", "convolution"),
+    ("full", "window", "ragged_chunk"), ("sinks_window", "window1"), ("full", "snapshot"),
     ("full", "window", "snapshot"),
-)
+)  # fmt: skip
 ENTRY_MIXES = (  # with blocks of several units
     ("latent", "compressed16", "window"),
     ("window", "indexer8", "state8"),

@@ -3,8 +3,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.eviction import return_times

@@ -7,7 +7,7 @@ and values are tested on several ranks (`test_sharded_families`), small pools in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,15 @@ BLOCK = 8
 class FamilyCase:
     """A family's config, and mistakes (changes to the config) that must show in what transformers computes."""
 
-    family: str
+    family: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     mistakes: tuple[dict[str, Any], ...] = ()
     records: bool = True  # whether its decode steps are recorded
+
+
+def by_name(cases: dict[str, FamilyCase]) -> dict[str, FamilyCase]:
+    """The cases by their names. The first word of a name is the family, where the case has none."""
+    return {name: replace(case, family=case.family or name.split()[0]) for name, case in cases.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,18 +7,13 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-}
+YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
+)
 # As published: with 0.5 scores of position 200 grow 2.3 times, and the errors of quantised keys with them.
 MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA3_ROPE = {
@@ -59,19 +54,15 @@ FALCON: dict[str, Any] = {
     **{"ssm_multipliers": [0.7, 1.2, 0.4, 0.9, 1.5], "mlp_multipliers": [0.8, 1.3]},
 }
 BIASES = {**{"attention_bias": True, "mlp_bias": True}, **{"mamba_proj_bias": True, "projectors_bias": True}}
-CASES = {
+_CASES = {
     "falcon_h1": FamilyCase(
-        family="falcon_h1",
-        config=FALCON,
-        mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]}),
+        config=FALCON, mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]})
     ),
     "falcon_h1 with norms and biases": FamilyCase(
-        family="falcon_h1",
         config=FALCON | BIASES | {"mamba_rms_norm": True},
         mistakes=({"mamba_norm_before_gate": False}, {"key_multiplier": 1.0}),
     ),
     "nemotron_h": FamilyCase(
-        family="nemotron_h",
         config=NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
         mistakes=({"layer_norm_epsilon": 1e-1}, {"mlp_hidden_act": "silu"}),
     ),
@@ -89,12 +80,8 @@ CASES = {
         family="llama",
         config={
             "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10_000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
+                **{"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
             },
             "attention_bias": True,
             "mlp_bias": True,
@@ -102,41 +89,31 @@ CASES = {
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},),
     ),
     "smollm3": FamilyCase(
-        family="smollm3",
         config={"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
         mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
     ),
-    "mistral": FamilyCase(family="mistral", config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
+    "mistral": FamilyCase(config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
     "mistral without windows": FamilyCase(
-        family="mistral", config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
+        config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
     ),
     "ministral": FamilyCase(
-        family="ministral",
-        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
-        mistakes=({"sliding_window": 19},),
+        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, mistakes=({"sliding_window": 19},)
     ),
     "qwen2": FamilyCase(
-        family="qwen2",
         config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
         mistakes=({"sliding_window": 17},),
     ),
     "youtu": FamilyCase(
-        family="youtu",
         config=MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False},
         mistakes=({"rope_interleave": True},),
     ),
     "qwen3": FamilyCase(
-        family="qwen3",
         config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
         mistakes=({"sliding_window": 15},),
     ),
     "gemma2": FamilyCase(
-        family="gemma2",
         config={
-            "seed": 3,
-            "sliding_window": 16,
-            "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": 4.0,
+            **{"seed": 3, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
             "final_logit_softcapping": 14.0,
         },
         mistakes=(
@@ -149,10 +126,7 @@ CASES = {
     "gemma3": FamilyCase(
         family="gemma3_text",
         config={
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 1,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 20,
+            **{"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 24, "query_pre_attn_scalar": 20},
             "rope_parameters": GEMMA3_ROPE,
         },
         mistakes=(
@@ -164,88 +138,59 @@ CASES = {
     "gemma4": FamilyCase(
         family="gemma4_text",
         config={
-            "looking": 0.8,
-            "num_hidden_layers": 8,
-            "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL],
-            "num_kv_shared_layers": 4,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "sliding_window": 20,
-            "final_logit_softcapping": 14.0,
+            **{"looking": 0.8, "num_hidden_layers": 8, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL]},
+            **{"num_kv_shared_layers": 4, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16},
+            **{"vocab_size_per_layer_input": VOCAB_SIZE, "sliding_window": 20, "final_logit_softcapping": 14.0},
         },
         mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
     ),
     "gemma4 with experts": FamilyCase(
         family="gemma4_text",
         config={
-            "looking": 0.8,
-            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 20,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
+            **{"looking": 0.8, "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 32},
+            **{"hidden_size_per_layer_input": 0, "sliding_window": 20, "enable_moe_block": True, "num_experts": 8},
+            **{"top_k_experts": 2, "moe_intermediate_size": 32},
         },
         mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
     ),
     "olmo3": FamilyCase(
-        family="olmo3",
         config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
         mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
     ),
     "ministral3": FamilyCase(
-        family="ministral3",
         config={"rope_parameters": MINISTRAL3_ROPE},
         mistakes=({"rope_parameters": MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}}, {"sliding_window": 190}),
     ),
-    "olmo2": FamilyCase(family="olmo2", mistakes=({"rms_norm_eps": 1.0},)),
+    "olmo2": FamilyCase(mistakes=({"rms_norm_eps": 1.0},)),
     "exaone4": FamilyCase(
-        family="exaone4",
         config={"sliding_window": 20, "sliding_window_pattern": 2},
         mistakes=({"sliding_window": 21}, {"layer_types": [SLIDING] * 4}),
     ),
     "exaone4 without windows": FamilyCase(
-        family="exaone4",
-        config={"sliding_window": None, "layer_types": [FULL] * 4},
-        mistakes=({"sliding_window": 190},),
+        config={"sliding_window": None, "layer_types": [FULL] * 4}, mistakes=({"sliding_window": 190},)
     ),
     "lfm2": FamilyCase(
-        family="lfm2",
         config={
-            "layer_types": [CONV, CONV, FULL, CONV],
-            "conv_L_cache": 4,
-            "conv_bias": True,
-            "block_multiple_of": 16,
-            "block_ffn_dim_multiplier": 1.3,
-            "seed": 2,
+            **{"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16},
+            **{"block_ffn_dim_multiplier": 1.3, "seed": 2},
         },
         mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
     ),
     "granite": FamilyCase(
-        family="granite",
         config=GRANITE | {"seed": 1},
         mistakes=({"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"attention_multiplier": 0.2}),
     ),
     "phi3": FamilyCase(
-        family="phi3",
         config={"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
         mistakes=({"sliding_window": 25}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}),
     ),
     "seed_oss": FamilyCase(
-        family="seed_oss",
-        config={"head_dim": 24, "attention_out_bias": True},
-        mistakes=({"attention_out_bias": False},),
+        config={"head_dim": 24, "attention_out_bias": True}, mistakes=({"attention_out_bias": False},)
     ),
-    "cohere2": FamilyCase(
-        family="cohere2", config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)
-    ),
+    "cohere2": FamilyCase(config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)),
 }
+CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.

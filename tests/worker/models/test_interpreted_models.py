@@ -31,8 +31,7 @@ from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import make_runner
 from tests.worker.models.deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_moe_families import CASES as MIXTURES
-from tests.worker.models.test_moe_families import QUANTISED
+from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED
 from tests.worker.models.test_sharded_families import CASES, FAMILIES, make_folder
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
@@ -125,16 +124,9 @@ def check_equal(got: Run, wanted: Run, tolerance: float) -> None:
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 WINDOW = 6  # so small that lost windows of short prompts are cheaper to repair than to compute anew
 SEVERAL_RANKS = (
-    "gpt_oss",
-    "gpt_oss in MXFP4",
-    "gemma4",
-    "gemma4 with experts",
-    "llama4",
-    "olmo3",
-    "deepseek_v3",
-    "glm_moe_dsa",
+    "gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts", "llama4", "olmo3", "deepseek_v3", "glm_moe_dsa",
     "deepseek_v4",
-)
+)  # fmt: skip
 # Engines that replay their decode steps as CUDA graphs.
 SHORT_TOKENS = 16  # so that levels differ
 GRAPH_LENGTHS = (9, 5, 26)  # three sequences in a graph for four
@@ -176,13 +168,9 @@ def test_a_decode_step_and_a_mixed_step_are_captured_and_checked(
     folder, device = make_folder(tmp_path, name), RecorderDevice()
     monkeypatch.setattr(backends, "capture_device", lambda _: device)
     monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (12,))
-    settings = {
-        "kv_cache_memory_bytes": "4MiB",
-        "block_size": 8,
-        "max_model_len": 24,
-        "max_num_seqs": 1,
-        "num_threads": NUM_THREADS,
-    }
+    settings = dict(
+        kv_cache_memory_bytes="4MiB", block_size=8, max_model_len=24, max_num_seqs=1, num_threads=NUM_THREADS
+    )
     with prefer("interpreted"), caplog.at_level(logging.INFO):
         runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
     has_mixed = name not in (
@@ -231,12 +219,7 @@ def test_replayed_steps_of_recurrent_layers_and_indexers(
     config = json.loads((folder / "config.json").read_text())
     if "index_topk" in config:
         (folder / "config.json").write_text(json.dumps(config | {"index_topk": 12}))
-    how: dict[str, Any] = {
-        "lengths": GRAPH_LENGTHS,
-        "situations": ("cold", "hit"),
-        "max_num_seqs": 4,
-        "max_model_len": 32,
-    }
+    how: dict[str, Any] = dict(lengths=GRAPH_LENGTHS, situations=("cold", "hit"), max_num_seqs=4, max_model_len=32)
     monkeypatch.setattr(decode_sizes, "MIXED_TOKENS", (8, 16))
     wanted = run_engine(folder, "interpreted", **how)
     with recording():

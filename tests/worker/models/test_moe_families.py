@@ -14,11 +14,9 @@ from tests.checkpoints import make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
-from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_dense_families import DELTA_NET, MAMBA, MLA, NEMOTRON
-from tests.worker.models.test_dense_families import YARN as DENSE_YARN
+from tests.worker.models.test_dense_families import CASES as DENSE, DELTA_NET, MAMBA, MLA, NEMOTRON, YARN as DENSE_YARN
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
@@ -39,9 +37,8 @@ KIMI = {
     **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"rms_norm_eps": 1e-3, "pad_token_id": 0},
 }
-CASES = {
+_CASES = {
     "deepseek_v2": FamilyCase(
-        family="deepseek_v2",
         config=MLA
         | EXPERTS
         | GROUPS
@@ -50,7 +47,6 @@ CASES = {
         mistakes=({"topk_method": "greedy"}, {"rope_parameters": STRETCHED | {"mscale_all_dim": 0.7}}),
     ),
     "deepseek_v3": FamilyCase(
-        family="deepseek_v3",
         config=MLA
         | EXPERTS
         | GROUPS
@@ -58,47 +54,38 @@ CASES = {
         mistakes=({"topk_group": 1}, {"rope_interleave": False}, {"routed_scaling_factor": 1.0}),
     ),
     "deepseek_v32": FamilyCase(
-        family="deepseek_v32",
         config=INDEXED | GROUPS | {"routed_scaling_factor": 1.5, "rope_parameters": STRETCHED, "seed": 11},
         mistakes=({"index_topk": 39}, {"index_topk": 2000}, {"topk_group": 1}),
     ),
     "glm_moe_dsa": FamilyCase(
-        family="glm_moe_dsa",
         config=INDEXED
         | {"indexer_types": ["full", "shared", "full", "shared"], "index_topk": 48, "n_group": 1, "topk_group": 1}
         | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 2},
         mistakes=({"indexer_types": ["full", "shared", "shared", "shared"]}, {"rms_norm_eps": 1e-1}),
     ),
     "kimi_linear": FamilyCase(
-        family="kimi_linear",
         config=KIMI | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
         mistakes=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"rms_norm_eps": 1e-1}),
     ),
     "kimi_k2": FamilyCase(
-        family="kimi_k2",
         config=MLA
         | EXPERTS
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8},
         mistakes=({"norm_topk_prob": False},),
     ),
     "glm4_moe_lite": FamilyCase(
-        family="glm4_moe_lite",
         # 20 heads, as published: more than share a KV head
         config=MLA | EXPERTS | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 1},
         mistakes=({"rms_norm_eps": 1e-1}, {"norm_topk_prob": False}),
     ),
     "mixtral": FamilyCase(
-        family="mixtral",
-        config={"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3},
-        mistakes=({"num_experts_per_tok": 1},),
+        config={"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3}, mistakes=({"num_experts_per_tok": 1},)
     ),
     "mixtral with windows": FamilyCase(
-        family="mixtral",
         config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
         mistakes=({"sliding_window": 25},),
     ),
     "qwen3_next": FamilyCase(
-        family="qwen3_next",
         config=DELTA_NET | SHARED | {"mlp_only_layers": [1]},
         mistakes=({"norm_topk_prob": False}, {"rope_parameters": MIMO_ROPE}),
     ),
@@ -113,65 +100,45 @@ CASES = {
         mistakes=({"num_experts_per_tok": 3}, {"position_embedding_type": "nope"}),
     ),
     "jamba": FamilyCase(
-        family="jamba",
         # four heads of channels, which three ranks share unevenly
-        config={
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "mamba_expand": 4,
-        }
+        config=dict(attn_layer_period=3, attn_layer_offset=1, num_experts=6, num_experts_per_tok=2, mamba_expand=4)
         | {"mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 24, "rms_norm_eps": 1e-3, "num_hidden_layers": 5},
         mistakes=({"num_experts_per_tok": 3}, {"rms_norm_eps": 1e-1}),
     ),
     "nemotron_h with experts": FamilyCase(
-        family="nemotron_h",
         config=NEMOTRON
         | {"hybrid_override_pattern": "MEM*E*-ME", "moe_intermediate_size": 40, "mlp_bias": True}
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
         | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "use_conv_bias": False, "seed": 2},
         mistakes=({"norm_topk_prob": False}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}),
     ),
-    "qwen2_moe": FamilyCase(
-        family="qwen2_moe", config=SHARED | {"mlp_only_layers": [0]}, mistakes=({"norm_topk_prob": True},)
-    ),
+    "qwen2_moe": FamilyCase(config=SHARED | {"mlp_only_layers": [0]}, mistakes=({"norm_topk_prob": True},)),
     "glm4_moe": FamilyCase(
-        family="glm4_moe",
         config=EXPERTS
         | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}
         | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
         mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
     ),
     "lfm2_moe": FamilyCase(
-        family="lfm2_moe",
         config=SIX
         | {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"], "num_hidden_layers": 5}
         | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
         mistakes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}),
     ),
     "minimax_m2": FamilyCase(
-        family="minimax_m2",
         config={"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1},
         mistakes=({"num_experts_per_tok": 1},),
     ),
     "qwen3_moe": FamilyCase(
-        family="qwen3_moe",
-        config=EIGHT | {"mlp_only_layers": [1], "norm_topk_prob": True},
-        mistakes=({"norm_topk_prob": False},),
+        config=EIGHT | {"mlp_only_layers": [1], "norm_topk_prob": True}, mistakes=({"norm_topk_prob": False},)
     ),
     "qwen3_moe as it is": FamilyCase(
-        family="qwen3_moe",
         config=EIGHT | {"decoder_sparse_step": 2, "attention_bias": True, "seed": 8},
         mistakes=({"norm_topk_prob": True},),
     ),
     "gpt_oss": FamilyCase(
-        family="gpt_oss",
         config={
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "sliding_window": 16,
-            "swiglu_limit": 1.5,
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 1.5},
             "rope_parameters": YARN | {"truncate": False},
         },
         mistakes=(
@@ -185,12 +152,8 @@ CASES = {
         family="llama4_text",
         config=LLAMA4
         | {
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 32,
-            "no_rope_layer_interval": 4,
-            "floor_scale": 64,
-            "attn_scale": 0.5,
-            "seed": 5,
+            **{"interleave_moe_layer_step": 2, "attention_chunk_size": 32, "no_rope_layer_interval": 4},
+            **{"floor_scale": 64, "attn_scale": 0.5, "seed": 5},
         },
         mistakes=(
             {"attention_chunk_size": 31},
@@ -203,25 +166,15 @@ CASES = {
         family="llama4_text",
         config=LLAMA4
         | {
-            "num_experts_per_tok": 2,
-            "attention_chunk_size": 16,
-            "no_rope_layers": [1, 0, 1, 0],
-            "use_qk_norm": False,
-            "attn_temperature_tuning": False,
+            **{"num_experts_per_tok": 2, "attention_chunk_size": 16, "no_rope_layers": [1, 0, 1, 0]},
+            **{"use_qk_norm": False, "attn_temperature_tuning": False},
         },
         mistakes=({"attention_chunk_size": 17},),
     ),
     "mimo_v2_flash": FamilyCase(
-        family="mimo_v2_flash",
         config={
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 1,
-            "head_dim": 24,
-            "v_head_dim": 16,
-            "sliding_window": 17,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **{"num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16},
+            **{"sliding_window": 17, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
             "routed_scaling_factor": 1.5,
         },
         mistakes=(
@@ -232,6 +185,7 @@ CASES = {
         ),
     ),
 }
+CASES = by_name(_CASES)
 DEEPSEEK_V4 = FamilyCase(
     family="deepseek_v4",
     mistakes=({"sliding_window": 15}, {"index_topk": 4}, {"hc_sinkhorn_iters": 1}, {"swiglu_limit": 2.5}),

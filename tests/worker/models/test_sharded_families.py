@@ -22,8 +22,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_moe_families import CASES as MIXTURES
-from tests.worker.models.test_moe_families import QUANTISED, draw_corrections
+from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED, draw_corrections
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
@@ -38,13 +37,7 @@ from transom_worker.models.weights.load import load_weights
 TOLERANCE = 1e-4
 NUM_TOKENS = 6
 LENGTHS = (5, 41, 90)
-NINE_HEADS = {
-    "hidden_size": 72,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
+NINE_HEADS = dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, attention_bias=True, mlp_bias=True)
 # At the sharpness of its other tests one rank's own logits move by more than the tolerance when its chunks are cut otherwise.
 BLUNT = FamilyCase(family="gemma4_text", config=DENSE["gemma4"].config | {"looking": 0.5})
 NINE = FamilyCase(family="llama", config=NINE_HEADS)

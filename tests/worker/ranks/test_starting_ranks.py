@@ -22,9 +22,7 @@ from transom_core.config import EngineConfig
 from transom_core.errors import ModelError, RankLost
 from transom_core.settings.settings import Settings
 from transom_worker import LLM
-from transom_worker.execution.ranks import channel
-from transom_worker.execution.ranks import rank_startup as startup
-from transom_worker.execution.ranks import ranks_executor as executor
+from transom_worker.execution.ranks import channel, rank_startup as startup, ranks_executor as executor
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import (

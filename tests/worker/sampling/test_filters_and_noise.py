@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2, gumbel, kept, random_bits

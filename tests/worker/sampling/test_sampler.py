@@ -5,8 +5,7 @@ memory. A sharded vocabulary gives the same tokens as a whole one, and the same 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.late_uploads import PromptUploads

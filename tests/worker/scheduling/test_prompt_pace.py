@@ -6,8 +6,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates

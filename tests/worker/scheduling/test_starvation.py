@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request

@@ -22,13 +22,6 @@ from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
 __all__ = [
-    "MAX_GRAMMAR_BYTES",
-    "CheckedGrammar",
-    "CompiledGrammar",
-    "GrammarChecker",
-    "GrammarCompiler",
-    "GrammarMasks",
-    "GrammarMatcher",
-    "GrammarVocabulary",
-    "compile_grammar",
-]
+    "MAX_GRAMMAR_BYTES", "CheckedGrammar", "CompiledGrammar", "GrammarChecker", "GrammarCompiler", "GrammarMasks",
+    "GrammarMatcher", "GrammarVocabulary", "compile_grammar",
+]  # fmt: skip

@@ -26,8 +26,7 @@ from transom_core.errors import RequestError
 from transom_core.fair_cache import CLIENT_SHARE, FairCache
 from transom_core.grammar.compile_grammar import compile_grammar
 from transom_core.grammar.compile_queue import CompileJob, CompileQueue
-from transom_core.grammar.grammars_in_use import MAX_BYTES as IN_USE_BYTES
-from transom_core.grammar.grammars_in_use import GrammarsInUse
+from transom_core.grammar.grammars_in_use import MAX_BYTES as IN_USE_BYTES, GrammarsInUse
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 

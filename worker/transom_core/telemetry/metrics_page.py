@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.openmetrics.exposition import ALLOWUTF8
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.exposition import ALLOWUTF8, generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from transom_core.config import MetricsCompat

@@ -27,8 +27,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import AddedToken, Tokenizer as RustTokenizer
 
 from transom_core.errors import ModelError, RequestError
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids

@@ -86,16 +86,9 @@ def resolve_for_device(config: EngineConfig) -> EngineConfig:
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
 _COLUMNS = (
-    "group",
-    "layers",
-    "keep",
-    "format",
-    "bytes per token",
-    "block",
-    "bytes per block",
-    "per page",
+    "group", "layers", "keep", "format", "bytes per token", "block", "bytes per block", "per page",
     "at most per sequence",
-)
+)  # fmt: skip
 
 
 def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig, transfers: bool = False) -> str:

@@ -21,12 +21,9 @@ import torch
 from transom_core.errors import LossCause, StepFailed, WorkerLost
 
 _TEXTS = (
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "out of memory",
+    "not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory",
     "cublas_status_alloc_failed",
-)
+)  # fmt: skip
 # Signals that other processes or the kernel's OOM killer send; a process that crashes ends by other signals, such as SIGSEGV.
 _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DEVICE_WORDS = ("CUDA error", "cuBLAS error", "CUBLAS_STATUS", "NCCL error", "device-side assert")

@@ -24,8 +24,7 @@ ms, so it may take 30 ms. A needs 1.4 of the 15 beside the fixed time, and B get
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterable, Sequence as Sequences
 from dataclasses import dataclass, field
 from heapq import nsmallest
 

@@ -52,17 +52,9 @@ class EngineTimeline(Timeline):
     """One request at this worker: its events, and the figures of its spans and its log line. A time is 0 before the event."""
 
     __slots__ = (
-        "admitted_s",
-        "first_token_s",
-        "num_output_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "phase",
-        "queued_s",
-        "sequence",
-        "tokens",
-        "trace_parent",
-    )
+        "admitted_s", "first_token_s", "num_output_tokens", "num_preemptions", "num_prompt_tokens", "phase", "queued_s",
+        "sequence", "tokens", "trace_parent",
+    )  # fmt: skip
 
     def __init__(self, sequence: Sequence, queued_s: float) -> None:
         request = sequence.request

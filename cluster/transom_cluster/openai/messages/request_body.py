@@ -157,15 +157,9 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)]
 
 
-_IGNORED = (
-    "cache_control",
-    "diagnostics",
-    "inference_geo",
-    "metadata",
-    "prompt_cache_key",
-    "service_tier",
-    "speed",
-)  # every prefix is cached
+_IGNORED = (  # caching among them: every prefix is cached
+    "cache_control", "diagnostics", "inference_geo", "metadata", "prompt_cache_key", "service_tier", "speed",
+)  # fmt: skip
 MESSAGES_RULES = FieldRules(
     ignored=frozenset((*_IGNORED, "user_profile_id", "workspace_id")), refused={"container": (), "mcp_servers": ([],)}
 )

@@ -28,21 +28,11 @@ _ROLES = ("user", "assistant", *_SYSTEM_ROLES)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _HOSTED_ITEMS = frozenset(  # records of what OpenAI's hosted tools did; another model cannot use them
     {
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "image_generation_call",
-        "computer_call",
-        "computer_call_output",
-        "mcp_list_tools",
-        "mcp_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "tool_search_call",
-        "tool_search_output",
-        "compaction",
+        "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+        "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+        "tool_search_call", "tool_search_output", "compaction",
     }
-)
+)  # fmt: skip
 
 Message = dict[str, Any]
 

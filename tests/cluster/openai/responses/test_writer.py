@@ -29,23 +29,13 @@ PARSER = BodyParser(ResponsesRequest, RESPONSES_RULES)
 CLIENT_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
 ANSWER: list[AnswerPart] = [
-    ReasoningText("The user"),
-    ReasoningText(" adds."),
+    ReasoningText("The user"), ReasoningText(" adds."),
     MessageText("Let me \u2028 see."),
-    CallBegin(0, "add"),
-    CallArguments(0, '{"a":'),
-    CallArguments(0, " 1}"),
-    CallEnd(0, True),
-    CallBegin(1, "shell__run"),
-    CallArguments(1, "{}"),
-    CallEnd(1, True),
-    CallBegin(2, "patch"),
-    CallArguments(2, '{"input": "a\\n'),
-    CallArguments(2, 'b"}'),
-    CallEnd(2, True),
-    MessageText("Done"),
-    MessageText("."),
-]
+    CallBegin(0, "add"), CallArguments(0, '{"a":'), CallArguments(0, " 1}"), CallEnd(0, True),
+    CallBegin(1, "shell__run"), CallArguments(1, "{}"), CallEnd(1, True),
+    CallBegin(2, "patch"), CallArguments(2, '{"input": "a\\n'), CallArguments(2, 'b"}'), CallEnd(2, True),
+    MessageText("Done"), MessageText("."),
+]  # fmt: skip
 
 
 class ScriptedReader(AnswerReader):

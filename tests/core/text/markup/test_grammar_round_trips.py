@@ -50,14 +50,8 @@ class Family(NamedTuple):
 THINK = ("<think>", "</think>")
 GLM = (*THINK, *["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
 SECTIONS = (
-    *THINK,
-    *[
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-    ],
+    *(*THINK, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
 )
 KIMI_K2 = (
     *(*THINK, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, all_text, random_chunks, read_answer
 from tests.how_many import num_examples

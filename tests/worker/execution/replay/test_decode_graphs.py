@@ -35,15 +35,9 @@ from transom_worker.scheduling.step import NO_ADAPTER
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 SIZE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
 SETTINGS: dict[str, Any] = {
-    "kv_cache_memory_bytes": "1MiB",
-    "block_size": 4,
-    "num_threads": 1,
-    "max_num_batched_tokens": 8,
-    "dtype": "float32",
-    "window": 5,
-    "sinks": 2,
-    "window_pattern": "SF",
-}
+    "kv_cache_memory_bytes": "1MiB", "block_size": 4, "num_threads": 1, "max_num_batched_tokens": 8, "dtype": "float32",
+    "window": 5, "sinks": 2, "window_pattern": "SF",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
@@ -211,21 +210,11 @@ def test_sequences_come_in_few_sizes() -> None:
 @pytest.mark.parametrize(
     ("lengths", "size"),
     [
-        ([1], (0, 1)),
-        ([1024], (0, 1)),
-        ([1025], (1, 1)),
-        ([5, 1024, 9], (0, 4)),
-        ([5, 1025, 9], (1, 4)),
-        ([8193], (2, 1)),
-        ([131_072], (3, 1)),
-        ([131_072] + [10] * 63, (3, 64)),
-        ([3000] * 64, (1, 64)),
-        ([9000] * 64, (2, 64)),
-        ([30_000] * 64, (2, 64)),
-        ([131_073], None),
-        ([10] * 65, None),
+        ([1], (0, 1)), ([1024], (0, 1)), ([1025], (1, 1)), ([5, 1024, 9], (0, 4)), ([5, 1025, 9], (1, 4)),
+        ([8193], (2, 1)), ([131_072], (3, 1)), ([131_072] + [10] * 63, (3, 64)), ([3000] * 64, (1, 64)),
+        ([9000] * 64, (2, 64)), ([30_000] * 64, (2, 64)), ([131_073], None), ([10] * 65, None),
     ],
-)
+)  # fmt: skip
 def test_the_smallest_size_is_taken(lengths: list[int], size: tuple[int, int] | None) -> None:
     found = sizes().smallest_for(need(lengths))
     assert found == (None if size is None else DecodeSize(level=size[0], num_seqs=size[1]))
@@ -331,20 +320,11 @@ def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, grou
 @pytest.mark.parametrize(
     ("counts", "shape"),
     [
-        ([2], (128, 32)),
-        ([1, 127], (128, 32)),
-        ([1, 128], (256, 32)),
-        ([1] * 33 + [50], (128, 127)),
-        ([1] * 126 + [2], (128, 127)),
-        ([1] * 200 + [312], (512, 256)),
-        ([1, 512], None),
-        ([1] * 255 + [2], (384, 256)),
-        ([1] * 257 + [2], None),
-        ([2] * FEW_SEQS, (128, 32)),
-        ([2] * (FEW_SEQS + 1), None),
-        ([2] * 200, None),
+        ([2], (128, 32)), ([1, 127], (128, 32)), ([1, 128], (256, 32)), ([1] * 33 + [50], (128, 127)),
+        ([1] * 126 + [2], (128, 127)), ([1] * 200 + [312], (512, 256)), ([1, 512], None), ([1] * 255 + [2], (384, 256)),
+        ([1] * 257 + [2], None), ([2] * FEW_SEQS, (128, 32)), ([2] * (FEW_SEQS + 1), None), ([2] * 200, None),
     ],
-)
+)  # fmt: skip
 def test_mixed_steps_at_the_edges_of_sizes(counts: list[int], shape: tuple[int, ...] | None) -> None:
     """Tokens and sequences, and the level where it is not 0."""
     keys, arrays = launch_keys(4, 2), mixed_step([7] * len(counts), counts)

@@ -14,8 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from transom_core.contract.kv_transfer import PIECE_BYTES
@@ -23,8 +22,7 @@ from transom_core.errors import StepFailed
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.execution.executor import DiskUsage
-from transom_worker.execution.tiers import disk_blocks as disk_tier
-from transom_worker.execution.tiers import rank_tiers
+from transom_worker.execution.tiers import disk_blocks as disk_tier, rank_tiers
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
 from transom_worker.execution.tiers.rank_tiers import RankTiers
 from transom_worker.execution.tiers.slabs import TierMemory, block_rows

@@ -24,12 +24,8 @@ NEVER_S = 600.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # What ranks import: a forked one has it.
 PRELOADED = [
-    "pytest",
-    "torch.distributed",
-    "transom_worker.execution.setup.model_setup",
-    "tests.tiny_checkpoints",
-    "triton",
-]
+    "pytest", "torch.distributed", "transom_worker.execution.setup.model_setup", "tests.tiny_checkpoints", "triton",
+]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 Body = Callable[[Communicator, int, Connection], Any]

@@ -27,13 +27,9 @@ MXFP4 = {"quant_method": "mxfp4"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 32]}
 ALL = slice(None)
 PARTS = [
-    (ALL, ALL),
-    (slice(3, 21),),
-    (slice(16, 32), slice(128, 256)),
-    (ALL, slice(32, 96)),
-    (slice(5, 6), slice(31, 70)),
+    (ALL, ALL), (slice(3, 21),), (slice(16, 32), slice(128, 256)), (ALL, slice(32, 96)), (slice(5, 6), slice(31, 70)),
     (ALL, slice(96, 250)),
-]
+]  # fmt: skip
 
 
 def packed(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -19,8 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf, write_small_gguf
 from tests.tiny_checkpoints import load_reference, tiny_llama
-from tests.worker.models.test_moe_families import CASES as MIXTURES
-from tests.worker.models.test_moe_families import YARN
+from tests.worker.models.test_moe_families import CASES as MIXTURES, YARN
 from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture

@@ -62,22 +62,16 @@ _TOOLS: Mapping[str, ToolMarkup] = {
     "qwen3_xml": Qwen3CoderTools(),
     "seed_oss": Qwen3CoderTools("seed:tool_call", line_end=""),
 }
+_THINK_PARSERS = (
+    *("qwen3", "deepseek_v3", "deepseek_v4", "deepseek_v41", "glm45", "glm47", "kimi_k2", "mimo", "minimax_m2"),
+    *("nemotron_v3", "olmo3"),
+)
 _REASONING: Mapping[str, ReasoningMarkup] = {
+    **dict.fromkeys(_THINK_PARSERS, THINK),
     "cohere_command3": COHERE,
     "cohere_command4": COHERE,
-    "qwen3": THINK,
     "deepseek_r1": ASSUMED_THINK,
-    "deepseek_v3": THINK,
-    "deepseek_v4": THINK,
-    "deepseek_v41": THINK,
     "gemma4": GEMMA4,
-    "glm45": THINK,
-    "glm47": THINK,
-    "kimi_k2": THINK,
-    "mimo": THINK,
-    "minimax_m2": THINK,
-    "nemotron_v3": THINK,
-    "olmo3": THINK,
     "seed_oss": SEED_OSS,
     "granite": GRANITE,
     "mistral": MISTRAL,

@@ -20,17 +20,9 @@ _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy 
 _MAX_ALTERNATIVES = 32  # kinds of objects of one schema; nested choices multiply, and each kind becomes a rule
 _MAX_DEPTH = 8  # how deeply choices may be inside choices
 _NOT_HELD = (
-    "not",
-    "if",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-    "maxProperties",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-)
+    "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,9 @@ WORKSPACE_BYTES = 32 * 2**20
 FLOAT_BYTES = 4
 
 _RECORDED_KINDS = (
-    GroupKind.FULL,
-    GroupKind.LATENT,
-    GroupKind.WINDOW,
-    GroupKind.CHUNK,
-    GroupKind.SINKS_WINDOW,
-    GroupKind.CONVOLUTION,
+    GroupKind.FULL, GroupKind.LATENT, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.SINKS_WINDOW, GroupKind.CONVOLUTION,
     GroupKind.STATE,
-)
+)  # fmt: skip
 
 
 def decode_sizes(

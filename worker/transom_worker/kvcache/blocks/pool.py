@@ -200,13 +200,8 @@ class GroupPool:
 
         A block without a reference, a pin and a digest becomes free.
         """
-        refs, pins, published, stride, page_bytes = (
-            self.refs,
-            self.pins,
-            self.published,
-            self._stride,
-            self._page_bytes,
-        )
+        refs, pins, published = self.refs, self.pins, self.published
+        stride, page_bytes = self._stride, self._page_bytes
         cached = []
         page: int | None = None  # the page that the collected changes are for
         active = pinned = evictable = free = 0

@@ -17,8 +17,7 @@ from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
-from transom_worker.scheduling.sequence import SequenceStatus
+from transom_worker.scheduling.sequence import Sequence as ScheduledSequence, SequenceStatus
 from transom_worker.telemetry.blockmap.log import BlockMapLog, MapEvent
 
 SWAPPED_PHASE = "swapped"

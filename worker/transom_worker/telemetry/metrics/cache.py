@@ -17,14 +17,8 @@ from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 # it.
 HIT_OUTCOMES = ("hit", "repaired", "missed")
 MISS_REASONS = (
-    "never_seen",
-    "full_evicted",
-    "window_evicted",
-    "state_not_kept",
-    "below_alignment",
-    "last_token",
-    "policy",
-)
+    "never_seen", "full_evicted", "window_evicted", "state_not_kept", "below_alignment", "last_token", "policy",
+)  # fmt: skip
 EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")
 HOST_MOVES = ("spilled", "swapped", "imported", "loaded")  # counts of `HostGroupStats`
 HOST_EVICTION_REASONS = ("own_group", "other_group", "reset")
