@@ -15,6 +15,7 @@ from transom_kernels.latent_attention.kernel import attend_rows, pool, score_ent
 from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.launch import INTERPRETED, MAX_REGISTERS, next_power_of_two, shared_bytes, split_width
 from transom_kernels.paged_attention.triton.steps import combine
+from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES
 
 MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # most memory that the indexer's scores take at a time
@@ -22,8 +23,8 @@ SCORE_ROUNDS = 8  # blocks of keys per program if there are at least MANY_QUERIE
 MANY_QUERIES = 128  # from this many queries on, one program per query fills the device
 # shared memory of seven stages for 16 heads of width 512: more than sm_86, sm_89 and sm_120 have
 SEVEN_STAGES_BYTES = 117_248
-# Rows of a split, for each tile of heads: a query has 16 programs for 2,048 rows, whether a rank has 16 heads of it or 128. Shorter
-# splits would spend more on partial results, a quarter of the bytes of their rows at 128 and 16 heads.
+# Rows of a split, for each tile of heads: a query has 16 programs for 2,048 rows, whether a rank has 16 of its heads or 128. Rows of
+# a split are 147,456 bytes (128 of 576 numbers), and 16 heads' partial results 36,864: shorter splits would spend more on these.
 SPLIT_ROWS = 128
 COMBINED_SPLITS = 4  # that an iteration of `combine` reads
 POOL_CHANNELS = 64  # channels of an entry that a program of `pool` computes
@@ -90,7 +91,13 @@ def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
     """
     out = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     for rows, is_single in _runs(inputs.counts or [1] * len(out)):
-        _attend(inputs, rows, out[rows], is_split=is_single)
+        at_once = rows.stop - rows.start
+        if is_single:  # partial results of all heads and splits, whose rows are SPLIT_ROWS or more
+            slots = sum(slots.shape[1] for _, slots in inputs.places)
+            at_once = max(1, MAX_PARTIAL_BYTES // (4 * out[0].numel() * (slots // SPLIT_ROWS + 2)))
+        for first in range(rows.start, rows.stop, at_once):
+            part = slice(first, min(first + at_once, rows.stop))
+            _attend(inputs, part, out[part], is_split=is_single)
     return out
 
 
@@ -106,11 +113,11 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[slice, bool]]:
 
 def _attend(inputs: LatentInputs, rows: slice, out: torch.Tensor, *, is_split: bool) -> None:
     """Write the attention of some rows to `out` [t, H, D]."""
-    q, window_cache, window_slots = inputs.q[rows], inputs.window_cache, inputs.window_slots[rows]
+    q, window_cache, window_slots = inputs.q[rows], inputs.window_cache, _aligned(inputs.window_slots[rows])
     tokens, heads, width = q.shape
     entry_cache, entry_slots = window_cache, window_slots[:, :0]
     if inputs.entry_cache is not None and inputs.entry_slots is not None:
-        entry_cache, entry_slots = inputs.entry_cache, inputs.entry_slots[rows]
+        entry_cache, entry_slots = inputs.entry_cache, _aligned(inputs.entry_slots[rows])
     config = attend_config(heads, width, q.element_size(), shared_bytes(q.device))
     head_tiles, (d1, d2) = -(-heads // config.block_h), split_width(width)
     split = SPLIT_ROWS * head_tiles if is_split else 0
@@ -120,7 +127,7 @@ def _attend(inputs: LatentInputs, rows: slice, out: torch.Tensor, *, is_split: b
         partial = torch.empty((tokens, splits, heads, width), dtype=torch.float32, device=q.device)
         statistics = torch.empty((tokens, splits, heads, 2), dtype=torch.float32, device=q.device)
     attend_rows[(tokens, head_tiles, splits)](
-        q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, partial,
+        q, window_cache, entry_cache, window_slots, entry_slots, inputs.sink_logits, partial,
         statistics, inputs.scale, heads,
         window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
         *window_cache.stride()[:2], *entry_cache.stride()[:2],
@@ -133,6 +140,11 @@ def _attend(inputs: LatentInputs, rows: slice, out: torch.Tensor, *, is_split: b
             partial, statistics, out, _combine_items(tokens, splits, q.device), inputs.sink_logits, 1,
             GROUP=heads, E=width, HAS_SINK_LOGITS=True, BLOCK_E=next_power_of_two(width), BLOCK_S=COMBINED_SPLITS,
         )  # fmt: skip
+
+
+def _aligned(slots: torch.Tensor) -> torch.Tensor:
+    """Return slots that are contiguous, at a multiple of 16 bytes: Triton compiles another kernel for other addresses."""
+    return slots.contiguous() if slots.data_ptr() % 16 == 0 else slots.clone()
 
 
 @cache

@@ -1,7 +1,7 @@
 """The Triton kernels of DeepSeek V4's latent attention: `attend_rows`, `score_entries` (indexer) and `pool` (compressor).
 
     attend_rows:    out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r     window rows, entries
-                    or, of SPLIT slots, what `paged_attention.triton.steps.combine` makes that of
+                    with SPLIT partial results, which `paged_attention.triton.steps.combine` merges
     score_entries:  scores[t, n] = sum_h head_weights[t, h] * relu(q[t, h] . key[n]) * scale                -inf for unseen entries
     pool:           out[e, d] = sum over rows of softmax(gate + position_bias) * kv                         per channel d
 

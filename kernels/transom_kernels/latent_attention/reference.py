@@ -54,6 +54,8 @@ class LatentInputs:
                 raise ValueError(
                     f"slots {tuple(slots.shape)} do not fit {len(q)} queries: give a row of them for each."
                 )
+        if self.counts and sum(self.counts) != len(q):
+            raise ValueError(f"counts add up to {sum(self.counts)}; there are {len(q)} queries.")
         if sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32:
             raise ValueError(
                 f"sink_logits {tuple(sinks.shape)} {sinks.dtype}: give one float32 for each of {q.shape[1]} heads."

@@ -12,7 +12,6 @@ from transom_core.kv_cache.layout import GroupLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_worker.models.expanded_prompts import MOST_BYTES
 
 STATM = Path("/proc/self/statm")
 
@@ -63,17 +62,7 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
     mixer = max(_mixer_width(layer) for layer in architecture.layers)
     per_token = (4 * architecture.hidden_size + mixer + _feed_forward_width(architecture)) * dtype.itemsize
     logits = scheduler.max_num_seqs * architecture.vocab_size * 4
-    return scheduler.max_num_batched_tokens * per_token + 2 * logits + _expanded_bytes(architecture, dtype)
-
-
-def _expanded_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values that prompts of a model with latent rows expand at once, twice, since parts of them are
-    there twice while they are computed."""
-    mla, layer = architecture.mla, architecture.layers[-1]
-    if mla is None or mla.indexer is not None:
-        return 0
-    token = layer.num_heads * (mla.plain_size + mla.rope_size + mla.value_size) * dtype.itemsize
-    return 2 * min(MOST_BYTES, architecture.max_position * token)
+    return scheduler.max_num_batched_tokens * per_token + 2 * logits
 
 
 def _mixer_width(layer: LayerAttention) -> int:

@@ -6,7 +6,8 @@ With L numbers of a latent and R rotated ones, P plain numbers of a key and V of
     expanded   P + R + V  numbers for a query and a key that it sees, and   L (P + V)   for a key of the sequence, cached or new
 
 DeepSeek V3: 1,088 against 320 for a query and a key, and 131,072 for a row of the matrices. So a whole prompt is expanded, and a
-prompt after a long cached prefix from 171 new tokens on. The choice depends on the sequence alone.
+prompt after a long cached prefix from 171 new tokens on. The choice depends on the sequence's cached tokens and its new ones in the
+step.
 
 Legend: B sequences, n blocks, N block table columns.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mla import Mla
 from transom_kernels.paged_attention.inputs import PagedBatch
 
@@ -41,6 +43,24 @@ def is_expanded(mla: Mla, start: int, count: int) -> bool:
     absorbed = seen * (2 * mla.latent_rank + mla.rope_size) + count * matrices
     expanded = seen * (mla.plain_size + mla.rope_size + mla.value_size) + (start + count) * matrices
     return expanded < absorbed
+
+
+def may_expand(architecture: Architecture) -> bool:
+    """Return whether a layer of the model expands prompts: layers with a window do not, since their queries see few keys."""
+    mla, layers = architecture.mla, architecture.layers
+    has_whole = any(layer.latent and layer.window is None and layer.chunk is None for layer in layers)
+    return mla is not None and mla.indexer is None and has_whole
+
+
+def expanded_bytes(architecture: Architecture, num_heads: int, max_model_len: int, itemsize: int) -> int:
+    """Return the bytes that expanding takes at once: gathered rows of the longest sequence, and keys and values, parts of which are
+    there twice while they are computed. A rank has `num_heads` heads."""
+    mla = architecture.mla
+    if mla is None or not may_expand(architecture):
+        return 0
+    head = max_model_len * (mla.plain_size + mla.rope_size + mla.value_size) * itemsize
+    rows = max_model_len * (mla.latent_rank + mla.rope_size) * itemsize
+    return rows + 2 * min(num_heads * head, max(head, MOST_BYTES))
 
 
 def pieces_of(batch: PagedBatch, mla: Mla, token_bytes: int) -> tuple[Piece, ...]:
@@ -83,16 +103,19 @@ def _cut(batch: PagedBatch, mla: Mla, token_bytes: int) -> list[Piece]:
 
 
 def _part(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
-    """Return the batch of the sequences `begin` to `end`, whose rows count from 0. Nothing waits for the device."""
+    """Return the batch of the sequences `begin` to `end`, whose rows count from 0. Nothing waits for the device.
+
+    Tensors are copied, since views of them begin at addresses for which Triton would compile other kernels.
+    """
     return PagedBatch(
         block_size=batch.block_size,
-        block_table=batch.block_table[begin:end],
+        block_table=batch.block_table[begin:end].clone(),
         query_offset=batch.query_offset[begin : end + 1] - batch.query_offset[begin],
-        start=batch.start[begin:end],
+        start=batch.start[begin:end].clone(),
         count_host=batch.count_host[begin:end],
         num_sink_blocks=0,
-        first_block=batch.first_block[begin:end],
-        attend_from=batch.attend_from[begin:end],
+        first_block=batch.first_block[begin:end].clone(),
+        attend_from=batch.attend_from[begin:end].clone(),
         slots=batch.slots[:0],  # nothing is written
         block_table_host=batch.block_table_host[begin:end],
         first_block_host=batch.first_block_host[begin:end],

@@ -150,7 +150,7 @@ class MlaAttention(TokenMixer):
         return self._expand(paged_attention(inputs))
 
     def _attend_piece(self, q_THS: torch.Tensor, cache: LayerCache, piece: Piece, out_THV: torch.Tensor) -> None:
-        """Write the outputs of all heads to `out_THV`; expand keys and values of some heads after another, if the piece says so."""
+        """Write the outputs of all heads to `out_THV`; expand keys and values, if the piece says so, of a few heads at a time."""
         if piece.blocks is None:
             out_THV.copy_(self._attend_absorbed(q_THS, cache, piece.batch))
             return

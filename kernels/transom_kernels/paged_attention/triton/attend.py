@@ -40,7 +40,7 @@ from transom_kernels.quantised_kv.triton_rows import load_numbers
 from transom_kernels.triton_math import LOG2_E, tanh
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_kv_heads"])
 def attend(
     q,  # [T, H, D]
     k_cache,  # [ids, P, KVH, D]

@@ -133,7 +133,8 @@ def _layer_kernels(inputs: PagedInputs) -> LayerKernels:
     """Return the kernels for inputs of these shapes and options. The cache's key is all that `LayerKernels` reads or checks."""
     q, batch = inputs.q, inputs.batch
     tensors = (inputs.k_cache, inputs.v_cache, inputs.sink_logits, inputs.k_scale, inputs.v_scale)
-    caches = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    # without the number of blocks, since prompts whose latent rows are expanded have their own
+    caches = [None if tensor is None else (tensor.shape[1:], tensor.stride(), tensor.dtype) for tensor in tensors]
     key = (
         *(q.shape[1:], q.stride(), q.dtype, q.device, *caches, inputs.scale, inputs.soft_cap),
         *(inputs.rule, inputs.most_kv_heads, batch.block_size, batch.num_sink_blocks),

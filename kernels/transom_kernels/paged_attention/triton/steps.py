@@ -74,7 +74,7 @@ def inverse_of(row_sum):
     return tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_heads"])
 def combine(
     partial_out,  # [partials, H, E] float32
     partial_stats,  # [partials, H, 2] float32: maximum (base 2) and softmax sum

@@ -25,7 +25,7 @@ from transom_worker.execution.replay.graph_inputs import (
     plan_work_by_key,
     size_of,
 )
-from transom_worker.models.expanded_prompts import is_expanded
+from transom_worker.models.expanded_prompts import is_expanded, may_expand
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
@@ -105,7 +105,7 @@ class DecodeGraphs(DecodeReplay):
     def _may_replay_mixed(self, arrays: StepArrays) -> bool:
         """Return whether a mixed step may fit a size, so that it is worth planning. Graphs do not expand latent rows, and what a
         prompt gets must not depend on whether its step has a graph."""
-        mla, rows = self._model.architecture.mla, arrays.rows
+        mla, rows = self._model.architecture.mla if may_expand(self._model.architecture) else None, arrays.rows
         if len(arrays.token_ids) > self.sizes.most_mixed_tokens or len(arrays.logit_rows) > len(rows.start_host):
             return False
         sequences = zip(rows.start_host, rows.count_host, strict=True)

@@ -77,11 +77,8 @@ def prompt_steps(
     if compiles_by_rows:
         steps += [(0, count) for count in COMPILED_TOKENS if count <= min(max_tokens, max_model_len)]
     if compiles:
-        counts = (
-            WARM_UP_TOKENS,
-            3,
-            1,
-        )  # models with latent rows compute the first as they do no prompt without a context
+        # Layers with latent rows compute the first absorbed, and prompts without a context expanded.
+        counts = (WARM_UP_TOKENS, 3, 1)
         context = min(LONG_CONTEXT_TOKENS, max_model_len - max(counts))
         steps += [(context, count) for count in counts if context > 0 and count <= max_tokens]
     return steps

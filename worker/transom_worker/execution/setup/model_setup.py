@@ -19,6 +19,7 @@ from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.architecture import kv_policy_obstacle
+from transom_core.model_config.sharding import head_share
 from transom_core.model_files.content import ContentPart
 from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
 from transom_kernels.paged_attention.triton.tuning import MAX_PARTIAL_BYTES
@@ -37,6 +38,7 @@ from transom_worker.execution.tiers.nixl_agent import open_agent
 from transom_worker.execution.tiers.rank_tiers import RankTiers, open_disk_folder
 from transom_worker.execution.tiers.remote_reads import RemoteReads
 from transom_worker.execution.tiers.slabs import TierMemory, allocate_host_slab, allocate_slab
+from transom_worker.models.expanded_prompts import expanded_bytes
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.planner.blocks import rank_layout
 from transom_worker.planner.pages import make_layout
@@ -107,10 +109,19 @@ class ModelSetup:
             max_useful_bytes=self._cache.max_useful_bytes,
             ranks_on_host=self._ranks_on_host,
             run_worst_case=lambda: self._run_worst_case(small),
-            # The worst case has no long context; with one, an eager step also writes partial results of attention.
+            # The worst case has no long context; with one, an eager step also has partial results of attention and expanded rows.
             graph_bytes=MAX_PARTIAL_BYTES
+            + self._expanded_bytes
             + graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype, loaded.device),
         )
+
+    @property
+    def _expanded_bytes(self) -> int:
+        """Return the bytes for the keys and values of prompts that layers with latent rows expand."""
+        architecture, dtype = self._loaded.architecture, getattr(torch, self._loaded.dtype)
+        last = architecture.num_layers - 1
+        heads = head_share(architecture, last, self._parallel.rank, self._parallel.size).num_queries
+        return expanded_bytes(architecture, heads, self._cache.max_model_len, dtype.itemsize)
 
     @property
     def contents(self) -> tuple[ContentPart, ...]:
@@ -161,7 +172,8 @@ class ModelSetup:
             memory=MemoryReport(
                 device=str(loaded.device),
                 weight_bytes=loaded.model.weight_bytes,
-                activation_bytes=memory.activation_bytes(loaded.architecture, self._config.scheduler, dtype),
+                activation_bytes=memory.activation_bytes(loaded.architecture, self._config.scheduler, dtype)
+                + self._expanded_bytes,
                 kv_bytes=layout.slab_bytes,
             ),
             dtype=loaded.dtype,

@@ -20,7 +20,7 @@ class LayerCache:
 
     Quantised keys and values have scales, [num_block_ids, block_size, num_kv_heads] float32. If `hadamard`, the keys are stored
     multiplied by a Hadamard matrix (`transom_kernels.kv_write.Preparation` says why). Of a recurrent layer, `k` are its states,
-    [num_block_ids, 1, num_key_heads, numbers], and `v` its convolution's last inputs, [num_block_ids, rows, channels].
+    [num_block_ids, 1, num_heads, numbers], and `v` its convolution's last inputs, [num_block_ids, rows, channels].
     """
 
     k: torch.Tensor

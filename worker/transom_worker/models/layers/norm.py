@@ -70,7 +70,7 @@ class AllHeadsQkNorm:
 class SharedGroups:
     """Normalises groups of neighbouring heads that several ranks divide, each group alone: an all-reduce sums their squares."""
 
-    own: slice  # the groups of which this rank has a part, equal parts if it has several
+    own: slice  # the group of which this rank has a part
     count: int  # all groups
     width: int  # numbers of a whole group
     comm: Communicator
