@@ -163,10 +163,11 @@ class MlaAttention(TokenMixer):
             rows_CHW = rows_C1W.expand(-1, heads.stop - begin, -1)
             latents_CHL = rows_CHW[..., :rank]
             keys_CHS = torch.cat([self._keys(latents_CHL, heads), rows_CHW[..., rank:]], dim=2)
+            values_CHV = self._expand(latents_CHL, heads)
             inputs = PagedInputs(
                 q=q_THS[:, heads],
-                k_cache=keys_CHS.unflatten(0, (-1, block_size)),
-                v_cache=self._expand(latents_CHL, heads).unflatten(0, (-1, block_size)),
+                k_cache=keys_CHS.view(-1, block_size, *keys_CHS.shape[1:]),
+                v_cache=values_CHV.view(-1, block_size, *values_CHV.shape[1:]),
                 batch=piece.batch,
                 scale=self._mla.scale,
                 rule=self._rule,
@@ -176,7 +177,7 @@ class MlaAttention(TokenMixer):
 
     def _token_bytes(self, itemsize: int) -> int:
         """Return the bytes of a token's keys and values of this rank's heads."""
-        return self._num_heads * (self._mla.plain_size + self._mla.rope_size + self._mla.value_size) * itemsize
+        return int(self._num_heads * (self._mla.plain_size + self._mla.rope_size + self._mla.value_size) * itemsize)
 
     def _prepare(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Write this step's rows to the cache; return the rotated queries, [T, H, S] with S = P + R.

@@ -132,7 +132,7 @@ def test_a_prompt_whose_latent_rows_are_expanded_has_no_graph(tmp_path: Path, mo
     monkeypatch.setattr(expanded_prompts, "LEAST_TOKENS", 6)
     case = CASES["kimi_k2"]
     make_checkpoint(tmp_path, case.family, **case.config | {"num_hidden_layers": 2, "first_k_dense_replace": 2})
-    lengths = {"max_num_seqs": 1, "max_model_len": 12, "max_num_batched_tokens": 10}
+    lengths: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 12, "max_num_batched_tokens": 10}
     with runner_of(tmp_path, RecorderDevice(), mixed_tokens=(10,), **lengths) as runner:
         hand = HandScheduler(runner.info.layout)
         for seq_id, (count, replayed) in enumerate(((5, 1), (6, 0), (10, 0))):

@@ -77,7 +77,7 @@ class SharedGroups:
 
     def scales(self, x_TN: torch.Tensor, eps: float) -> torch.Tensor:
         """Return, for each number of this rank, what it is multiplied by: 1 / root(mean of its group's squares + eps), [T, N]."""
-        parts_TGP = x_TN.unflatten(1, (self.own.stop - self.own.start, -1))
+        parts_TGP = x_TN.view(len(x_TN), self.own.stop - self.own.start, -1)
         mean_TG = x_TN.new_zeros(len(x_TN), self.count)
         mean_TG[:, self.own] = parts_TGP.square().sum(dim=2) / self.width
         scale_TG = self.comm.all_reduce_(mean_TG).add_(eps).rsqrt_()[:, self.own]
