@@ -24,7 +24,7 @@ MANY_QUERIES = 128  # from this many queries on, one program per query fills the
 # shared memory of seven stages for 16 heads of width 512: more than sm_86, sm_89 and sm_120 have
 SEVEN_STAGES_BYTES = 117_248
 # Rows of a split, for each tile of heads: a query has 16 programs for 2,048 rows, whether a rank has 16 of its heads or 128.
-# Rows of a split are 147,456 bytes (128 of 576 numbers), 16 heads' partial results 36,864: shorter splits would spend more on these.
+# Its rows are 147,456 bytes (128 of 576 numbers), 16 heads' partial results 36,864: shorter splits would spend more on these.
 SPLIT_ROWS = 128
 COMBINED_SPLITS = 4  # that an iteration of `combine` reads
 POOL_CHANNELS = 64  # channels of an entry that a program of `pool` computes
