@@ -134,8 +134,7 @@ def test_window_group_whose_old_blocks_are_gone(sinks):
         Sequence(start=17, count=16, first_key=17 - 6),
         Sequence(start=2, count=3),
     ]
-    shape = Shape(num_sink_blocks=-(-sinks // 4))
-    check(make_case(sequences, shape), window=7, num_sink_tokens=sinks)
+    check(make_case(sequences, Shape(num_sink_blocks=-(-sinks // 4))), window=7, num_sink_tokens=sinks)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -104,8 +104,7 @@ BY_ID = "".join(f'[TOOL_CALLS]f[CALL_ID]abcdefgh{i}[ARGS]{{"city": "é", "n": {i
 )
 def test_chats(tmp_path: Path, version: str, tools: tuple[str, str], calls: str, results: tuple[str, str]) -> None:
     extra = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-    prompt = load(tmp_path, version).apply_chat_template(CHAT, add_generation_prompt=True, extra=extra)
-    assert prompt.text == (
+    assert load(tmp_path, version).apply_chat_template(CHAT, add_generation_prompt=True, extra=extra).text == (
         f"<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]{tools[0]}[INST]Hi[/INST]{calls}</s>"
         f"[TOOL_RESULTS]{results[0]}[/TOOL_RESULTS][TOOL_RESULTS]{results[1]}[/TOOL_RESULTS]Wet.</s>{tools[1]}[INST]Now?[/INST]"
     )
