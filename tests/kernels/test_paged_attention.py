@@ -76,12 +76,7 @@ def check(case: Case, *, brute: bool = True, **options) -> None:
         torch.testing.assert_close(attend(case, **options), expected, atol=limit, rtol=limit)
 
 
-MIXED = [
-    Sequence(start=0, count=1),
-    Sequence(start=9, count=1),
-    Sequence(start=0, count=7),
-    Sequence(start=6, count=15),
-]
+MIXED = [Sequence(start=start, count=count) for start, count in ((0, 1), (9, 1), (0, 7), (6, 15))]
 MASKS = [
     {}, {"window": 1}, {"window": 5}, {"chunk": 4}, {"chunk": 5}, {"window": 3, "num_sink_tokens": 2},
     {"window": 4, "num_sink_tokens": 5}, {"chunk": 6, "window": 4, "num_sink_tokens": 1},

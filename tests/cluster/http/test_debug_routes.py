@@ -267,15 +267,10 @@ async def test_answers(logged, stream):
 async def test_refused_fields_and_bodies(logged, path):
     good = CHAT if "chat" in path else {"tokens": list(MARK.encode())} if path == "/detokenize" else {"prompt": MARK}
     names = ("model", "prompt", "messages", "tokens", "max_tokens", "temperature", "stop", "logit_bias", "tools", MARK)
+    values = (MARK, [MARK], {MARK: MARK}, [{"role": MARK}], [{"role": "user", "content": [{"type": MARK}]}])
     async with unseen(logged) as api:
         for name in names:
-            for value in (
-                MARK,
-                [MARK],
-                {MARK: MARK},
-                [{"role": MARK}],
-                [{"role": "user", "content": [{"type": MARK}]}],
-            ):
+            for value in values:
                 assert (await api.client.post(path, json={**good, name: value})).status_code in (200, 400, 404)
         for content in (f'{{"prompt": "{MARK}', f'["{MARK}"]', f'"{MARK}"', MARK, f'{{"prompt": "{MARK}\\ud800"}}'):
             assert (await api.client.post(path, content=content.encode())).status_code == 400

@@ -87,6 +87,7 @@ CHAT: list[dict[str, Any]] = [
 TOOLS = '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f"}}][/AVAILABLE_TOOLS]'
 OBJECTS = ", ".join(f'{{"name": "f", "arguments": {{"city": "é", "n": {i}}}, "id": "abcdefgh{i}"}}' for i in (1, 2))
 BY_ID = "".join(f'[TOOL_CALLS]f[CALL_ID]abcdefgh{i}[ARGS]{{"city": "é", "n": {i}}}' for i in (1, 2))
+WITHOUT_IDS = BY_ID.replace("[CALL_ID]abcdefgh1", "").replace("[CALL_ID]abcdefgh2", "")
 
 
 @pytest.mark.parametrize(
@@ -94,12 +95,7 @@ BY_ID = "".join(f'[TOOL_CALLS]f[CALL_ID]abcdefgh{i}[ARGS]{{"city": "é", "n": {i
     [
         ("v7", ("", TOOLS), f"[TOOL_CALLS][{OBJECTS}]", ("abcdefgh2[TOOL_CONTENT]sun", "abcdefgh1[TOOL_CONTENT]rain")),
         ("v11", ("", TOOLS), BY_ID, ("abcdefgh1[TOOL_CONTENT]rain", "abcdefgh2[TOOL_CONTENT]sun")),
-        (
-            "v13",
-            (TOOLS, ""),
-            BY_ID.replace("[CALL_ID]abcdefgh1", "").replace("[CALL_ID]abcdefgh2", ""),
-            ("rain", "sun"),
-        ),
+        ("v13", (TOOLS, ""), WITHOUT_IDS, ("rain", "sun")),
     ],
 )
 def test_chats(tmp_path: Path, version: str, tools: tuple[str, str], calls: str, results: tuple[str, str]) -> None:
