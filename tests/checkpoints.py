@@ -85,8 +85,7 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
         elif weight.dim() == 1:
             weight.normal_(0.0, 0.3)
         else:
-            gain = next((g for key, g in _GAINS.items() if key in name), 1.0)
-            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+            weight.normal_(0.0, next((g for key, g in _GAINS.items() if key in name), 1.0) * weight.shape[-1] ** -0.5)
     if model.config.model_type.startswith("gemma"):  # these multiply what they look up
         model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
     for name, buffer in model.named_buffers():

@@ -122,12 +122,8 @@ def _missing(path: str) -> str:
 
 
 def _entry(name: str, content: bytes) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "type": "file",
-        "path": name,
-        "size": len(content),
-        "oid": hashlib.sha1(content).hexdigest(),
-    }
+    digest = hashlib.sha1(content).hexdigest()
+    entry: dict[str, object] = {"type": "file", "path": name, "size": len(content), "oid": digest}
     if name.endswith(".safetensors"):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry

@@ -93,8 +93,7 @@ def _scale(model: LlamaForCausalLM) -> None:
         if weight.dim() == 1:
             weight.uniform_(0.8, 1.2)
         else:
-            gain = next((g for key, g in _GAINS.items() if key in name), 1.0)
-            weight.normal_(0.0, gain * weight.shape[1] ** -0.5)
+            weight.normal_(0.0, next((g for key, g in _GAINS.items() if key in name), 1.0) * weight.shape[1] ** -0.5)
     model.model.norm.weight.mul_(LOGIT_STD / _GAINS["embed_tokens"])
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())

@@ -161,8 +161,7 @@ class Asking:
         if self._local is not None:
             return None, self._local.answer(job, about)
         if child is None:
-            given = [*self._given, "--child"]
-            child = Child(self._part.name, sys.executable, self._part.module, os.environ, given)
+            child = Child(self._part.name, sys.executable, self._part.module, os.environ, [*self._given, "--child"])
         try:
             limit_s = min(left_s, self._part.job_s + start_s)
             answer = child.call("answer", timeout_s=limit_s, job=job, about=about)

@@ -106,8 +106,7 @@ def measure(run: Any) -> list[tuple[str, float]]:
         launches.append(("after the last", time.perf_counter()))
         times_s = [begin_s, *(launched_s for _, launched_s in launches)]
         rows.append([1e6 * (end_s - start_s) for start_s, end_s in pairwise(times_s)])
-    names = [name for name, _ in launches]
-    return list(zip(names, map(statistics.median, zip(*rows, strict=True)), strict=True))
+    return list(zip([name for name, _ in launches], map(statistics.median, zip(*rows, strict=True)), strict=True))
 
 
 def main() -> None:

@@ -29,8 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has passed."""
-    done = [item for item in items if item.nodeid in _passed]
-    config.hook.pytest_deselected(items=done)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in _passed])
     items[:] = [item for item in items if item.nodeid not in _passed]
 
 

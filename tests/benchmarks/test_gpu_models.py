@@ -62,8 +62,7 @@ def test_bytes_of_a_step() -> None:
     gpt_oss = read_architecture(config_json(geometry("gpt_oss")))
     experts, table = 17 * 24 * 3 * 2880 * 2880, 2 * 201_088 * 2880  # 32 experts, 17 / 32 bytes a weight
     cached = 12 * 2 * 2 * 8 * 64 * (1000 + 128)
-    read = step_bytes(gpt_oss, experts + table, 1, 1000)
-    assert read == pytest.approx(experts * 4 / 32 + cached, rel=1e-9)
+    assert step_bytes(gpt_oss, experts + table, 1, 1000) == pytest.approx(experts * 4 / 32 + cached, rel=1e-9)
 
 
 def test_predictions_count_the_weights_as_published() -> None:

@@ -108,8 +108,7 @@ ANSWERS = {
 def test_reading_does_not_depend_on_how_packets_were_cut(answer, sizes):
     ends = [*itertools.accumulate(sizes, initial=0), len(answer)]
     pieces = [answer[begin:end] for begin, end in itertools.pairwise(ends)]
-    packets = [(float(i), piece) for i, piece in enumerate(pieces) if piece]
-    found = read_answer(RawAnswer(packets=packets))
+    found = read_answer(RawAnswer(packets=[(float(i), piece) for i, piece in enumerate(pieces) if piece]))
     assert (found.num_output_tokens, len(found.gaps_s)) == (5, 1)
     assert 0 <= found.first_token_s <= found.first_token_s + found.gaps_s[0] <= found.end_to_end_s
 

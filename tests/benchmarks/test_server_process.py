@@ -9,8 +9,7 @@ from benchmarks.server_process import ServerError, ServerProcess
 
 
 def test_processes_are_counted_and_ended() -> None:
-    code = "import subprocess; subprocess.Popen(['sleep', '600']).wait()"
-    server = ServerProcess([sys.executable, "-c", code])
+    server = ServerProcess([sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '600']).wait()"])
     try:
         server.wait_until(lambda: len(server.processes()) == 2, 60)
         with pytest.raises(ServerError, match="not ready after 0 s"):

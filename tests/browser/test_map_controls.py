@@ -80,8 +80,7 @@ def test_a_click_on_a_blocks_request_selects_it(block_map: MapPage, worker: Fake
 
 
 def test_the_group_filter_dims_and_the_worker_filter_hides(block_map: MapPage, worker: FakeWorker) -> None:
-    other = FakeWorker(worker="w1")
-    block_map.show(worker, other)
+    block_map.show(worker, FakeWorker(worker="w1"))
     block_map.page.select_option("#group-filter", "window(128)")
     assert lit(block_map, worker) == [False, False, False, False, True, True]
     block_map.page.select_option("#group-filter", "")

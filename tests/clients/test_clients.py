@@ -63,8 +63,7 @@ def served() -> Iterator[EngineServer]:
 
 def checks_of(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> list[str]:
     """What a program says has held."""
-    lines = run(*command, cwd=cwd, env=env).splitlines()
-    return [json.loads(line)["check"] for line in lines]
+    return [json.loads(line)["check"] for line in run(*command, cwd=cwd, env=env).splitlines()]
 
 
 def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
@@ -82,13 +81,11 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -
 
 
 def test_openai_agents(clients: Path, served: EngineServer, tmp_path: Path) -> None:
-    program = PROGRAMS / "agents_turns.py"
-    assert len(checks_of(clients / "bin/python", program, served.url, cwd=tmp_path)) == 6
+    assert len(checks_of(clients / "bin/python", PROGRAMS / "agents_turns.py", served.url, cwd=tmp_path)) == 6
 
 
 def test_langchain_openai(clients: Path, served: EngineServer, tmp_path: Path) -> None:
-    program = PROGRAMS / "langchain_calls.py"
-    assert len(checks_of(clients / "bin/python", program, served.url, cwd=tmp_path)) == 14
+    assert len(checks_of(clients / "bin/python", PROGRAMS / "langchain_calls.py", served.url, cwd=tmp_path)) == 14
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,7 @@ def test_equal_values_in_several_forms_are_read_alike() -> None:
 )
 def test_errors_keep_their_class_and_details_between_processes(error: errors.TransomError) -> None:
     back = pickle.loads(pickle.dumps(ErrorInfo.of(error))).error()
-    again = pickle.loads(pickle.dumps(error))
-    for one in (back, again):
+    for one in (back, pickle.loads(pickle.dumps(error))):
         assert type(one) is type(error)
         assert str(one) == str(error)
         assert getattr(one, "param", None) == getattr(error, "param", None)

@@ -69,8 +69,7 @@ def test_a_patient_task_yields_to_a_parent_that_has_little_left_to_yield_with(mo
 
 def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:
     children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0)
-    answer = children.ask({"numbers": [1], "stops": True})
-    assert answer == {"killed": "its process did not answer for 1 s"}
+    assert children.ask({"numbers": [1], "stops": True}) == {"killed": "its process did not answer for 1 s"}
     assert not children.pids
     children.close()
 

@@ -52,8 +52,7 @@ class Router(BaseHTTPRequestHandler):
 @pytest.fixture
 def router() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -48,8 +48,7 @@ def test_nothing_else_is_sent_to_the_builder() -> None:
 
 def test_the_last_stage_runs_as_a_user() -> None:
     names = [name for name, _ in instructions()]
-    users = [arguments for name, arguments in instructions() if name == "USER"]
-    assert users == ["1000"]
+    assert [arguments for name, arguments in instructions() if name == "USER"] == ["1000"]
     assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("FROM", "RUN", "COPY"))
 
 

@@ -49,8 +49,7 @@ def test_hosts_install_what_was_tested_and_what_triton_needs(config: dict[str, A
 def test_autoscaler_limits_hold_together(path: Path) -> None:
     cloud = document(path)
     types = validate(cloud)["available_node_types"]
-    head = types.pop(cloud["head_node_type"])
-    assert head["resources"] == {"CPU": 0, "GPU": 0}
+    assert types.pop(cloud["head_node_type"])["resources"] == {"CPU": 0, "GPU": 0}
     for host in types.values():
         assert 0 <= host["min_workers"] <= host["max_workers"] <= cloud["max_workers"]
         assert host["resources"]["GPU"] >= 1

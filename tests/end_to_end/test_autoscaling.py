@@ -31,8 +31,7 @@ async def num_workers(client: httpx.AsyncClient, *, becomes: int) -> int:
     """The number of workers that take requests, as soon as it is `becomes`, or at last."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
-        workers = (await client.get("/")).json()["workers"]
-        count = sum(worker["state"] == "open" for worker in workers)
+        count = sum(worker["state"] == "open" for worker in (await client.get("/")).json()["workers"])
         if count == becomes or time.monotonic() > give_up_s:
             return count
         await asyncio.sleep(0.1)

@@ -202,8 +202,7 @@ def test_resident_memory_stays_within_a_sum_whatever_clients_send(server: Server
 def merged(server: Server, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The server has loaded an adapter; a checkpoint into which it is merged."""
     adapter, merged = adapt_checkpoint(tiny_model, tmp_path_factory.mktemp("adapted"))
-    body = {"lora_name": ADAPTER, "lora_path": adapter.path}
-    reply = HTTP.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    reply = HTTP.post(f"{server.url}/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": adapter.path})
     assert reply.text == f"Success: LoRA adapter '{ADAPTER}' added successfully."
     return merged
 

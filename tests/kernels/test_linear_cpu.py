@@ -39,8 +39,7 @@ def test_linear(dtype, shape):
     packed, biased = pack_weight(weight), pack_weight(weight, bias)
     torch.testing.assert_close(linear(x, packed), linear_reference(x, weight), **limit(dtype))
     wanted = linear_reference(x, weight, bias.float(), residual)
-    got = linear(x, biased, residual)
-    torch.testing.assert_close(got, wanted, **limit(dtype))
+    torch.testing.assert_close(linear(x, biased, residual), wanted, **limit(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -228,8 +227,7 @@ def test_gated_weights(format, activation):
     gate, up = (quantise(part, format) for part in torch.randn(2, 37, 70) / 4)
     x, biases = torch.randn(5, 70).bfloat16(), (torch.randn(37), torch.randn(37))
     for weight in (pack_gated(gate, up), pack_gated(gate, up, biases)):
-        got = gated_linear(x, weight, activation)
-        assert_close(got, in_torch(gated_linear, x, weight, activation))
+        assert_close(gated_linear(x, weight, activation), in_torch(gated_linear, x, weight, activation))
 
 
 def test_logits():

@@ -188,8 +188,7 @@ def check_padding(kind: str, compute: Recurrence, num_tokens: int = 70) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_step_reads_its_blocks_anew(kind: str) -> None:
     steps = [(3, 1), (0, 1), (9, 1)]
-    case = recurrence_case(kind, (4, 2, 12, 20, 4), steps)
-    inputs = middle_step(case, steps)
+    inputs = middle_step(recurrence_case(kind, (4, 2, 12, 20, 4), steps), steps)
     gate, weight = torch.randn(3, 80), torch.randn(20)
 
     def step() -> torch.Tensor:

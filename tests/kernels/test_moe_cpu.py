@@ -147,11 +147,8 @@ def test_mxfp4_values_and_scales() -> None:
 
 
 def test_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, x, (which, weights) = (
-        pack_experts(plain_experts(4, 20, 36, torch.float32)),
-        torch.randn(40, 36),
-        routes(40, 2, 4),
-    )
+    packed, x = pack_experts(plain_experts(4, 20, 36, torch.float32)), torch.randn(40, 36)
+    which, weights = routes(40, 2, 4)
     whole = moe(x, which, weights, packed, GPT_OSS)
     monkeypatch.setattr(cpu, "MAX_PAIRS", 26)
     assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)

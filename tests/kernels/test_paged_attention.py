@@ -76,12 +76,7 @@ def check(case: Case, *, brute: bool = True, **options) -> None:
         torch.testing.assert_close(attend(case, **options), expected, atol=limit, rtol=limit)
 
 
-MIXED = [
-    Sequence(start=0, count=1),
-    Sequence(start=9, count=1),
-    Sequence(start=0, count=7),
-    Sequence(start=6, count=15),
-]
+MIXED = [Sequence(start=start, count=count) for start, count in ((0, 1), (9, 1), (0, 7), (6, 15))]
 MASKS = [
     {}, {"window": 1}, {"window": 5}, {"chunk": 4}, {"chunk": 5}, {"window": 3, "num_sink_tokens": 2},
     {"window": 4, "num_sink_tokens": 5}, {"chunk": 6, "window": 4, "num_sink_tokens": 1},
@@ -134,8 +129,7 @@ def test_window_group_whose_old_blocks_are_gone(sinks):
         Sequence(start=17, count=16, first_key=17 - 6),
         Sequence(start=2, count=3),
     ]
-    shape = Shape(num_sink_blocks=-(-sinks // 4))
-    check(make_case(sequences, shape), window=7, num_sink_tokens=sinks)
+    check(make_case(sequences, Shape(num_sink_blocks=-(-sinks // 4))), window=7, num_sink_tokens=sinks)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -150,8 +150,7 @@ def test_groups_widths_and_block_sizes(heads, kv_heads, size, v_size, block_size
     some_daily([(name, dtype) for name in FORMATS_BY_NAME for dtype in DTYPES[:2]], daily=[("int4", torch.bfloat16)]),
 )
 def test_quantised_caches(name, dtype):
-    case = make_policy_case(SEQUENCES, replace(ODD, dtype=dtype))
-    check(case, with_sink_query=True, kv_format=name)
+    check(make_policy_case(SEQUENCES, replace(ODD, dtype=dtype)), with_sink_query=True, kv_format=name)
 
 
 def compact(case: Case, window: int, sinks: int) -> PolicyBatch:

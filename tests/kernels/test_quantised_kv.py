@@ -99,8 +99,7 @@ def test_rows_come_back_within_half_a_step(name: str) -> None:
 
 
 def test_the_bytes_of_each_format() -> None:
-    row = torch.tensor([7.0, -7.0, 0.4, 3.6, -0.6, 0.0])
-    elements, scale = quantise_rows(row, INT4)
+    elements, scale = quantise_rows(torch.tensor([7.0, -7.0, 0.4, 3.6, -0.6, 0.0]), INT4)
     assert [f"{byte:02x}" for byte in elements.tolist()] == ["1f", "c8", "87"]  # 15 and 1, 8 and 12, 7 and 8
     assert float(scale) == 1.0
     assert dequantise_rows(elements, scale).tolist() == [7.0, -7.0, 0.0, 4.0, -1.0, 0.0]

@@ -163,8 +163,7 @@ def test_the_product_is_in_float32() -> None:
     weight[1] = weight[0]
     weight[1, :8] += torch.tensor([1, -1] * 4)
     found, _ = route_reference(x, weight, Routing(num_chosen=5))
-    wanted = (x.double() @ weight.double().T).sort(descending=True, stable=True).indices
-    assert found.equal(wanted)
+    assert found.equal((x.double() @ weight.double().T).sort(descending=True, stable=True).indices)
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,8 @@ def activations() -> Rows:
 
 def rotations() -> Rows:
     """Of more heads than an item has, and of narrower tables."""
-    x, positions, frequency, sign = (
-        torch.randn(40, 60, 50),
-        torch.randint(0, 5000, (40,)),
-        torch.rand(48),
-        torch.ones(48),
-    )
+    x, positions = torch.randn(40, 60, 50), torch.randint(0, 5000, (40,))
+    frequency, sign = torch.rand(48), torch.ones(48)
 
     def compute(rows: slice) -> Sequence[torch.Tensor]:
         tables, turned = rotary_tables(positions[rows], frequency, sign, F32), x[rows].clone()
@@ -221,13 +217,8 @@ OPERATORS: dict[str, Callable[[], Rows]] = {
 def test_a_row_has_the_same_bits_in_any_batch_and_for_any_number_of_threads(name: str) -> None:
     operator = OPERATORS[name]()
     num_rows, whole = len(operator.x), operator.compute(slice(None))
-    for first, last in (
-        (0, 1),
-        (num_rows - 1, num_rows),
-        (num_rows // 2, num_rows // 2 + 1),
-        (1, 5),
-        (0, num_rows // 2),
-    ):
+    spans = ((0, 1), (num_rows - 1, num_rows), (num_rows // 2, num_rows // 2 + 1), (1, 5), (0, num_rows // 2))
+    for first, last in spans:
         alone = operator.compute(slice(first, last))
         assert all(one.equal(every[first:last]) for one, every in zip(alone, whole, strict=True)), (first, last)
     assert all(len(part) == 0 for part in operator.compute(slice(0, 0)))

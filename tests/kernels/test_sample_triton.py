@@ -75,8 +75,7 @@ def test_as_many_candidates_as_are_compared_and_one_more(highs: int, monkeypatch
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     logits, params = torch.randn(len(KINDS), 700) * 3, all_kinds()
-    together = sample_triton(logits.clone(), params).tolist()
-    for row, token in enumerate(together):
+    for row, token in enumerate(sample_triton(logits.clone(), params).tolist()):
         alone = some_rows(params, slice(row, row + 1))
         assert sample_triton(logits[row : row + 1].clone(), alone).tolist() == [token]
 
@@ -125,5 +124,4 @@ def test_the_best_of_a_slice(first_id: int, num_ids: int) -> None:
         torch.testing.assert_close(scores, expected_scores)
     winner = torch.stack([scores for scores, _ in found]).max(0, keepdim=True).indices
     best = torch.stack([ids for _, ids in found]).gather(0, winner)[0]
-    whole = sample_reference(logits.clone(), params)
-    assert best.tolist() == whole.tolist()
+    assert best.tolist() == sample_reference(logits.clone(), params).tolist()

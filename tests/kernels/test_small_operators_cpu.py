@@ -231,8 +231,7 @@ def check_logprobs(logits: torch.Tensor, num_top: int) -> RowLogprobs:
 )
 def test_logprobs(vocabulary: int, num_top: int) -> None:
     logits = strided(6, vocabulary, F32) * 4
-    got = check_logprobs(logits, num_top)
-    assert torch.equal(got.ids[:, 1:], logits.topk(min(num_top, vocabulary)).indices)
+    assert torch.equal(check_logprobs(logits, num_top).ids[:, 1:], logits.topk(min(num_top, vocabulary)).indices)
     logits[torch.rand(logits.shape) < 0.7] = -math.inf
     logits[:, 0] = 1.0
     check_logprobs(logits, num_top)
@@ -240,8 +239,7 @@ def test_logprobs(vocabulary: int, num_top: int) -> None:
 
 def test_equal_logits_are_listed_by_id_and_share_a_rank() -> None:
     logits = torch.randn(6, 3000).round()
-    got = check_logprobs(logits, 20)
-    for row, values in zip(got.ids.tolist(), logits, strict=True):
+    for row, values in zip(check_logprobs(logits, 20).ids.tolist(), logits, strict=True):
         assert row[1:] == sorted(range(3000), key=lambda token: (-float(values[token]), token))[:20]
 
 

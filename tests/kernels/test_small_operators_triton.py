@@ -99,8 +99,7 @@ def test_numbers_of_blocks_are_where_the_kernel_runs(to_host: bool, monkeypatch:
 
     monkeypatch.setattr(block_copy_gpu, "copy_words", TakesNote())
     host, device = torch.empty(4, 64, dtype=torch.uint8), torch.empty(4, 64, dtype=torch.uint8, device="meta")
-    copy = block_copy_gpu.copy_blocks_triton
-    copy(*((device, host) if to_host else (host, device)), [(0, 1), (2, 3)])
+    block_copy_gpu.copy_blocks_triton(*((device, host) if to_host else (host, device)), [(0, 1), (2, 3)])
     assert [(ids.shape, ids.device.type) for ids in seen] == [((2,), "meta")] * 2
 
 

@@ -25,13 +25,8 @@ async def main(url: str, key: str, num_streams: int, max_tokens: int) -> None:
 
 async def stream(client: httpx.AsyncClient, begun: asyncio.Barrier, index: int, max_tokens: int) -> dict[str, Any]:
     """One greedy answer: its text, how it ended, and whether the stream was whole."""
-    body = {
-        "prompt": f"Story number {index}:",
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    prompt = f"Story number {index}:"
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     text, events, end, whole = "", 0, None, False
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:

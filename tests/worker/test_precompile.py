@@ -46,8 +46,7 @@ def test_a_start_after_compiling_compiles_nothing(tiny_model: Path, tmp_path: Pa
 
 
 def test_the_first_start_says_what_compiling_took(tiny_model: Path, tmp_path: Path) -> None:
-    served = run(tmp_path, "-c", SERVED, str(tiny_model))
-    assert "kernels compiled for this CPU (compiling them took " in served
+    assert "kernels compiled for this CPU (compiling them took " in run(tmp_path, "-c", SERVED, str(tiny_model))
 
 
 STARTED_ON_GPU = """

@@ -84,8 +84,7 @@ async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerRepli
         assert first.kv.whole
         assert await replica.submit(router, [request(f"{router}{i}") for i in range(3)]) == [None] * 3
     for router, stream in streams.items():
-        events = await collect(stream, {f"{router}{i}" for i in range(3)})
-        for got in events.values():
+        for got in (await collect(stream, {f"{router}{i}" for i in range(3)})).values():
             assert [event.position for event in got] == list(range(8))
             assert got[-1].finish_reason == "length"
             assert got[-1].usage is not None
@@ -156,10 +155,8 @@ async def test_an_id_in_use_is_refused_and_its_running_request_continues(
                 assert fine is None
                 assert error is not None
                 assert error.param == "request_id"
-            twice = await replica.submit("b", [request("twice"), request("twice")])
-            assert all(error is not None for error in twice)
-        events = (await collect(stream, {"same"}))["same"]
-        assert [event.position for event in events] == list(range(50))
+            assert all(error is not None for error in await replica.submit("b", [request("twice"), request("twice")]))
+        assert [event.position for event in (await collect(stream, {"same"}))["same"]] == list(range(50))
     assert replica.num_requests == 0
 
 

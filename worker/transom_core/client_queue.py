@@ -71,8 +71,7 @@ class ClientQueue(Generic[Item]):
 
     def in_turn(self) -> list[Item]:
         """Return the first item of each client, those of clients with less service first."""
-        waiting = sorted(self._clients.values(), key=lambda one: one.service)
-        return [next(iter(one.items)) for one in waiting]
+        return [next(iter(one.items)) for one in sorted(self._clients.values(), key=lambda one: one.service)]
 
     def begin_turn(self, client: str) -> None:
         """Note that a client that waits has its turn."""

@@ -181,15 +181,9 @@ class LimitedChildren:
     def _start(self, is_patient: bool) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path for path in sys.path if path)
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        limits = map(str, (self._cpu_s, self._memory_bytes, int(is_patient)))
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-S",
-                "-m",
-                __name__,
-                self._module,
-                *map(str, (self._cpu_s, self._memory_bytes, int(is_patient))),
-            ],
+            [sys.executable, "-S", "-m", __name__, self._module, *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**kept, "PYTHONPATH": paths, "PYTHONUTF8": "1"},

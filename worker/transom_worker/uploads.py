@@ -68,8 +68,7 @@ class PinnedUploads:
 
     def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """Return the arrays on the device."""
-        fields = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        parts, num_bytes = _layout(fields)
+        parts, num_bytes = _layout({name: (array.shape, array.dtype) for name, array in arrays.items()})
         buffer = next(self._buffers)
         if buffer.read is not None:
             buffer.read.synchronize()

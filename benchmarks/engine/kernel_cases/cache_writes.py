@@ -141,8 +141,7 @@ def _host_copies(num_blocks: int, block_bytes: int, is_load: bool, device: torch
         return (target.clone(),)
 
     def check(out: Tensors) -> list[Check]:
-        wanted = source[sources.to(source.device)]
-        return [Check(got=out[0][targets.to(target.device)], wanted=wanted, limit=0.0)]
+        return [Check(got=out[0][targets.to(target.device)], wanted=source[sources.to(source.device)], limit=0.0)]
 
     return Prepared(
         run=run,

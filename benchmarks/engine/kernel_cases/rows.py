@@ -84,8 +84,7 @@ def _gated(shape: Rows, device: torch.device) -> Prepared:
 
     def check(out: Tensors) -> list[Check]:
         gate, up = _ends(gate_up).float().chunk(2, dim=-1)
-        wanted = activated_product_reference(gate, up, "silu")
-        return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
+        return [Check(got=_ends(out[0]), wanted=activated_product_reference(gate, up, "silu"), limit=ERROR_LIMIT)]
 
     return Prepared(
         run=lambda: (gated_activation_triton(gate_up, "silu"),), check=check, num_bytes=gate_up.nbytes * 3 // 2

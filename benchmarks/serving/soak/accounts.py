@@ -79,8 +79,7 @@ def check_page(page: Page, journal: Journal) -> None:
     """Sums within each process of an idle cluster."""
     for worker in page.labels("transom_kv_pool_bytes", "worker"):
         for wrong in wrong_sums(page, worker):
-            promise = promises.BLOCKS if "pages" in wrong else promises.SUMS
-            journal.broke(promise, f"worker {worker}: {wrong}")
+            journal.broke(promises.BLOCKS if "pages" in wrong else promises.SUMS, f"worker {worker}: {wrong}")
 
 
 def wrong_sums(page: Page, worker: str) -> Iterator[str]:

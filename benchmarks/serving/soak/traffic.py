@@ -117,8 +117,7 @@ class Traffic:
             given: list[str] = []
             replies = self._known.replies.setdefault(conversation.name, given)
             for turn in range(len(conversation.turns)):
-                answer = await self._keep(conversation.case(replies[:turn]))
-                given.append(answer.choices[0].text)
+                given.append((await self._keep(conversation.case(replies[:turn]))).choices[0].text)
 
     async def _keep(self, case: Case) -> Answer:
         answer = await ask(self._quick, case, stream=False)

@@ -170,8 +170,7 @@ class GenerationResponse(Response):
                     if len(event.token_ids) >= MANY_TOKENS:
                         yield OTHERS_TURN
                 except Exception as bug:
-                    details = traceback_lines(bug, with_messages=self._router.config.log_prompts)
-                    self._log_break("".join(details))
+                    self._log_break("".join(traceback_lines(bug, with_messages=self._router.config.log_prompts)))
                     error = wire_error(bug)
             if error is not None:
                 yield error

@@ -77,8 +77,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
     @api.get("/metrics/sd", summary="Every process as a target, for Prometheus' HTTP service discovery")
     async def service_discovery(request: Request) -> list[dict[str, Any]]:
-        names = await process_names(router)
-        return discovery(names, request, model=router.config.served_model_name)
+        return discovery(await process_names(router), request, model=router.config.served_model_name)
 
     @api.get(
         PROCESS_PATH, summary="Prometheus metrics of one process that /metrics/sd names", responses=_PROCESS_ERRORS
@@ -88,8 +87,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
         if len(name) > MAX_NAME_CHARS:
             raise _unknown_process(name)
         collect = functools.partial(process_page, router, name, openmetrics=openmetrics)
-        page = await pages.get((name, openmetrics), collect)
-        return await page_response(request, page, openmetrics=openmetrics)
+        return await page_response(request, await pages.get((name, openmetrics), collect), openmetrics=openmetrics)
 
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
@@ -104,8 +102,7 @@ async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
     dropped = router.metrics.dropped_scrapes
     dropped.of("worker").inc(sum(page is None for page in workers))
     dropped.of("router").inc(sum(not isinstance(page, str) for page in routers))
-    pages = [query(router), *routers, *workers]
-    texts = [page for page in pages if isinstance(page, str)]
+    texts = [page for page in [query(router), *routers, *workers] if isinstance(page, str)]
     return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # on a thread, so that no stream waits
 
 

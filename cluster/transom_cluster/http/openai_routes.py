@@ -151,8 +151,7 @@ class OpenAiRoutes:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of the prompt that a request to /v1/messages with this body would have."""
         asked = PromptRequest(self._router, self._threads, request)
-        body = await asked.parse(_COUNT_TOKENS)
-        converted = await self._messages_chat(asked, body)
+        converted = await self._messages_chat(asked, await asked.parse(_COUNT_TOKENS))
         limits = self._router.limits.current
         with converted.named_errors():
             check_tokenize_bytes(sum(one.num_chars for one in converted.chat.messages), limits, param="messages")

@@ -96,8 +96,7 @@ class AdapterLoader:
         """
         self._check_is_on()
         if self._registry.get(name) is None:
-            message = f"The LoRA adapter {name!r} cannot be found."
-            raise HttpError(404, message, param="lora_name", code="not_found")
+            raise HttpError(404, f"The LoRA adapter {name!r} cannot be found.", param="lora_name", code="not_found")
         await self._change(name, None)
 
     def _check_is_on(self) -> None:

@@ -178,8 +178,7 @@ class InFlightRequest:
     def send(self) -> None:
         """Note that the worker may compute the attempt from now on."""
         self._move(AttemptState.SENT)
-        waited_s = time.monotonic() - self.queued_s
-        self.events.report(Sent(choice=self.index, worker=self.worker_id, waited_s=waited_s))
+        self.events.report(Sent(choice=self.index, worker=self.worker_id, waited_s=time.monotonic() - self.queued_s))
 
     def accept(self) -> None:
         """Note that the worker has replied to the submission and accepted it. The first event may have come before the reply."""

@@ -100,8 +100,7 @@ class OutputStream:
 
 def error_event(request_id: str, position: int, error: Exception) -> OutputEvent:
     """Return the last event of a choice that an error has ended."""
-    info = ErrorInfo.of(error)
-    return OutputEvent(request_id=request_id, position=position, finish_reason="error", error=info)
+    return OutputEvent(request_id=request_id, position=position, finish_reason="error", error=ErrorInfo.of(error))
 
 
 def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:

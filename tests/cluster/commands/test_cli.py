@@ -112,8 +112,7 @@ def test_offline_figures_as_json(tiny_model, monkeypatch):
     sizes = ("--batches", "1,2", "--output-tokens", "3", "--repeats", "1", "--json")
     result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "20", *sizes)
     assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout.splitlines()[-1])
-    assert [point["batch"] for point in figures["decode"]] == [1, 2]
+    assert [point["batch"] for point in json.loads(result.stdout.splitlines()[-1])["decode"]] == [1, 2]
     result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "5000", *sizes)
     assert result.exit_code == 2
     assert "5000 prompt" in result.output

@@ -60,5 +60,4 @@ async def test_the_route_asks_the_target() -> None:
         asked: dict[str, Any] = {"source": "w0", "target": "w1", "bytes": 1000, "wire": "ray"}
         assert (await api.client.post("/transfers/measure", params=asked)).json() == {"w1": ["w0", 1000, "ray"]}
         for name, wrong, status in (("source", "x", 404), ("source", "w1", 400), ("bytes", 2**40, 400)):
-            response = await api.client.post("/transfers/measure", params={**asked, name: wrong})
-            assert response.status_code == status
+            assert (await api.client.post("/transfers/measure", params={**asked, name: wrong})).status_code == status

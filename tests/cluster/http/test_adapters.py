@@ -42,8 +42,7 @@ async def test_an_adapter_is_a_model_from_loading_to_unloading(api: Api, tmp_pat
     answers = [await api.complete(model="sql", n=2), await api.chat(model="sql"), await api.complete()]
     assert [answer.json()["model"] for answer in answers] == ["sql", "sql", "stub"]
     assert [one.adapter for one in api.worker.submitted] == [adapter] * 3 + [None]
-    tokens = await api.client.post("/tokenize", json={"model": "sql", "prompt": "a"})
-    assert tokens.json()["tokens"] == [97]
+    assert (await api.client.post("/tokenize", json={"model": "sql", "prompt": "a"})).json()["tokens"] == [97]
     assert await unload(api, "sql") == (200, "Success: LoRA adapter 'sql' removed successfully.")
     assert ((await api.complete(model="sql")).status_code, (await unload(api, "sql"))[0]) == (404, 404)
     assert [one["id"] for one in (await api.client.get("/v1/models")).json()["data"]] == ["stub"]

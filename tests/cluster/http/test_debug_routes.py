@@ -67,13 +67,11 @@ async def test_a_timeline_from_arrival_to_the_end(api: Api) -> None:
 
 async def test_a_request_is_found_by_its_x_request_id_too(api: Api) -> None:
     """As Ray Serve gives one to every request, and answers with it by itself."""
-    headers = {"x-request-id": "my-own-1"}
-    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "my-own-1"})
     assert "x-request-id" not in response.headers
     timeline = await timeline_of(api, "my-own-1")
     assert (timeline["id"], timeline["x_request_id"]) == (response.json()["id"], "my-own-1")
-    slashed = {"x-request-id": "job/7/a"}
-    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=slashed)
+    response = await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "job/7/a"})
     for path in ("job/7/a", "job%2F7%2Fa"):
         assert (await timeline_of(api, path))["id"] == response.json()["id"]
     await api.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 1000})
@@ -128,8 +126,7 @@ def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
 
 async def test_a_worker_that_dies_in_mid_stream() -> None:
     workers = (StubWorker(worker="w0", max_events=3), StubWorker(worker="w1", max_events=3))
-    failover = FailoverConfig(wait_s=120.0)
-    async with running_api(*workers, routing_policy="round_robin", failover=failover) as api:
+    async with running_api(*workers, routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)) as api:
         call = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 6, "stream": True})
         await until(lambda: any(worker.num_silent for worker in workers))
         first, second = sorted(workers, key=lambda worker: -worker.num_silent)
@@ -183,8 +180,7 @@ async def test_clients_see_their_own_requests_only() -> None:
     mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
     async with running_api(StubWorker(), api_keys=("mine", "yours")) as api:
         body = {"prompt": MARK, "max_tokens": 2, "cache_salt": MARK, "user": MARK}
-        response = await api.client.post("/v1/completions", json=body, headers=mine)
-        request_id = response.json()["id"]
+        request_id = (await api.client.post("/v1/completions", json=body, headers=mine)).json()["id"]
         assert await lines_of(api, **yours) == []
         assert (await api.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
         for headers in (yours, mine):  # both choose the same id
@@ -271,17 +267,11 @@ async def test_answers(logged, stream):
 async def test_refused_fields_and_bodies(logged, path):
     good = CHAT if "chat" in path else {"tokens": list(MARK.encode())} if path == "/detokenize" else {"prompt": MARK}
     names = ("model", "prompt", "messages", "tokens", "max_tokens", "temperature", "stop", "logit_bias", "tools", MARK)
+    values = (MARK, [MARK], {MARK: MARK}, [{"role": MARK}], [{"role": "user", "content": [{"type": MARK}]}])
     async with unseen(logged) as api:
         for name in names:
-            for value in (
-                MARK,
-                [MARK],
-                {MARK: MARK},
-                [{"role": MARK}],
-                [{"role": "user", "content": [{"type": MARK}]}],
-            ):
-                response = await api.client.post(path, json={**good, name: value})
-                assert response.status_code in (200, 400, 404)
+            for value in values:
+                assert (await api.client.post(path, json={**good, name: value})).status_code in (200, 400, 404)
         for content in (f'{{"prompt": "{MARK}', f'["{MARK}"]', f'"{MARK}"', MARK, f'{{"prompt": "{MARK}\\ud800"}}'):
             assert (await api.client.post(path, content=content.encode())).status_code == 400
         assert (await api.client.post(path, json={**good, "prompt": MARK * 100})).status_code in (200, 400)

@@ -141,8 +141,7 @@ async def test_a_body_that_is_no_json_object(api, body):
 
 async def test_any_content_type_is_read_as_json(api):
     form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends
-    response = await api.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)
-    assert response.status_code == 200
+    assert (await api.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)).status_code == 200
 
 
 async def test_the_error_of_a_too_long_prompt_has_both_lengths(api):

@@ -117,8 +117,7 @@ async def test_other_apis_have_quality_in_their_usage(path: str, fields, stream:
     async with running_api(StubWorker(max_events=0)) as api:
         body = fields | {"kv_policy": WINDOW, "kv_quality": True, "stream": stream}
         answer = asyncio.create_task(api.client.post(path, json=body))
-        quality = KvQuality(num_tokens=2, kl=0.3, max_kl=0.2, num_agreeing=1, dropped_mass=0.6)
-        await push_quality(api, quality)
+        await push_quality(api, KvQuality(num_tokens=2, kl=0.3, max_kl=0.2, num_agreeing=1, dropped_mass=0.6))
         text = (await answer).text
         told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")] or [json.loads(text)]
         *_, usage = (found for event in told if (found := event.get("response", event).get("usage")))

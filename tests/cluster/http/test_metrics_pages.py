@@ -132,13 +132,11 @@ async def test_discovery_has_a_target_for_each_process_at_the_address_asked() ->
             assert group["targets"] == ["door.example:8443"]
             assert all(isinstance(value, str) for value in labels.values())
             assert not labels.keys() & {"worker", "router", "model"}
-            path = f"{labels['__metrics_path__']}?name={labels['__param_name']}"
-            page = await get(api, path)
+            page = await get(api, f"{labels['__metrics_path__']}?name={labels['__param_name']}")
             assert page.status_code == 200
             kind, _, process_id = labels["instance"].partition("/")
             assert (labels["__meta_transom_kind"], labels["__meta_transom_id"]) == (kind, process_id)
-            own = {s.labels.get(kind) for family in parse_text(page.text) for s in family.samples}
-            assert own == {process_id}
+            assert {s.labels.get(kind) for family in parse_text(page.text) for s in family.samples} == {process_id}
         names = [group["labels"]["instance"] for group in document]
         assert names == ["router/r0", "router/r1", "router/r2", "worker/w0", "worker/w1"]
 

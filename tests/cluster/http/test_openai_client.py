@@ -67,8 +67,7 @@ def test_chat_logprobs(client):
 
 
 def test_completion_of_token_ids(client, server):
-    one = client.completions.create(model="stub", prompt=[104, 105], max_tokens=1)
-    assert one.usage.prompt_tokens == 2
+    assert client.completions.create(model="stub", prompt=[104, 105], max_tokens=1).usage.prompt_tokens == 2
     ids = client.completions.create(model="stub", prompt=[[1, 2], [3]], max_tokens=1)
     assert [r.prompt_token_ids for r in server.worker.submitted[-2:]] == [(1, 2), (3,)]
     assert len(ids.choices) == 2

@@ -97,8 +97,7 @@ async def test_an_app_that_is_mounted_below_a_prefix_has_the_same_rules(admins: 
     transport = httpx.ASGITransport(app=build_api(router), root_path="/llm")
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for path in SHARED:
-            wanted = {"authorization": "Bearer k"}
-            assert (await client.get(f"/llm{path}", headers=wanted)).status_code == 403
+            assert (await client.get(f"/llm{path}", headers={"authorization": "Bearer k"})).status_code == 403
         assert (await client.get("/llm/health")).status_code == 503  # no worker is ready, and no key is wanted
         assert (await client.get("/llm/version")).status_code == 401
     counts = router.metrics.text()

@@ -72,8 +72,7 @@ async def test_every_route_needs_a_key_except_the_documented_ones():
 )
 async def test_wrong_authorization_headers_are_refused(authorization):
     async with running_api(api_keys=KEYS) as api:
-        headers = {b"authorization": authorization.encode()}
-        assert refused(await api.client.get("/v1/models", headers=headers))
+        assert refused(await api.client.get("/v1/models", headers={b"authorization": authorization.encode()}))
 
 
 async def test_any_of_the_keys_opens():
@@ -164,8 +163,7 @@ async def salts_of(api, key: str, **body) -> list[Any]:
     api.worker.submitted.clear()
     fields = {"prompt": "hi", "max_tokens": 1, **body}
     assert (await api.client.post("/v1/completions", json=fields, headers=bearer(key))).status_code == 200
-    messages = [{"role": "user", "content": "hi"}]
-    fields = {"messages": messages, "max_tokens": 1, **body}
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **body}
     assert (await api.client.post("/v1/chat/completions", json=fields, headers=bearer(key))).status_code == 200
     return [request.cache_salt for request in api.worker.submitted]
 

@@ -78,8 +78,7 @@ async def test_gets_have_limits_of_their_own_but_at_open_paths():
         api.client.headers["authorization"] = "Bearer a"
         paths = ("/v1/models", "/nothing", "/debug/requests", "/v1/models")
         assert [(await api.client.get(path)).status_code for path in paths] == [200, 404, 200, 429]
-        error = problem(await api.client.get("/metrics"), 429)
-        assert "3 GET requests a minute" in error["message"]
+        assert "3 GET requests a minute" in problem(await api.client.get("/metrics"), 429)["message"]
         assert (await api.client.get("/metrics")).headers["retry-after"] == "20"
         for path in ("/health", "/blocks"):
             assert [(await api.client.get(path)).status_code for _ in range(5)] == [200] * 5
@@ -89,8 +88,7 @@ async def test_gets_have_limits_of_their_own_but_at_open_paths():
 
 
 async def test_gets_and_block_map_streams_of_one_client_are_bounded():
-    limits = LimitsConfig(concurrent_get_requests=3, block_map_streams=2)
-    async with running_api(limits=limits) as api:
+    async with running_api(limits=LimitsConfig(concurrent_get_requests=3, block_map_streams=2)) as api:
         streams = [api.call("/blocks/stream", {}, method="GET") for _ in range(2)]
         for stream in streams:
             await stream.begun()
@@ -277,8 +275,7 @@ async def test_sequences_of_a_client_are_bounded_whatever_the_requests():
         api.worker.max_events = 0  # they run for ever
         running = asyncio.create_task(api.complete(prompt=["x"] * 3))
         await api.worker.until(lambda: len(api.worker.submitted) == 3)
-        error = problem(await api.complete(n=2), 429)
-        assert "3 concurrent sequences" in error["message"]
+        assert "3 concurrent sequences" in problem(await api.complete(n=2), 429)["message"]
         assert problem(await api.complete(n=5), 400)["param"] == "n"
         last = asyncio.create_task(api.complete())
         await api.worker.until(lambda: len(api.worker.submitted) == 4)
@@ -357,8 +354,7 @@ async def test_the_choices_of_a_request_are_configurable():
             ("/v1/completions", {"prompt": ["x"] * 2, "n": 2}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 4}),
         ):
-            error = problem(await api.client.post(path, json=fields), 400)
-            assert "at most 3 choices a request" in error["message"]
+            assert "at most 3 choices a request" in problem(await api.client.post(path, json=fields), 400)["message"]
 
 
 async def test_who_comes_back_at_once_waits_for_further_refusals(monkeypatch):

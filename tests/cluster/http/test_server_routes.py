@@ -72,8 +72,7 @@ async def test_a_preflight_works_without_a_key_and_the_request_with_one():
         assert "authorization" in asked.headers["access-control-allow-headers"]
         assert "POST" in asked.headers["access-control-allow-methods"]
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream": True}
-        headers = {"origin": PAGE, "authorization": "Bearer secret"}
-        answer = await api.client.post(CHAT, json=body, headers=headers)
+        answer = await api.client.post(CHAT, json=body, headers={"origin": PAGE, "authorization": "Bearer secret"})
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
@@ -105,8 +104,7 @@ async def test_origins_have_permission_only_where_the_server_names_them(origins,
 async def test_head_answers_as_get_does(api, path):
     head, got = await api.client.head(path), await api.client.get(path)
     assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
-    allow = (await api.client.options(path)).headers["allow"]
-    assert {"GET", "HEAD", "OPTIONS"} <= set(allow.split(", "))
+    assert {"GET", "HEAD", "OPTIONS"} <= set((await api.client.options(path)).headers["allow"].split(", "))
 
 
 def test_head_has_no_body_and_leaves_the_connection_usable(server):

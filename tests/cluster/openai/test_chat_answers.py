@@ -261,8 +261,7 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
     assert b"content-length" not in headers
     if not stream:
         assert headers[b"content-type"] == b"application/json"
-        choices = json.loads(call.text)["choices"]
-        assert choices == [{**alone, "index": index} for index in range(8)]
+        assert json.loads(call.text)["choices"] == [{**alone, "index": index} for index in range(8)]
         return
     for index in range(8):
         parts = [one for chunk in stream_events(call.text) for one in chunk["choices"] if one["index"] == index]
@@ -286,8 +285,7 @@ def writers(num_tokens: int, n: int) -> list[ResponseWriter]:
         end = OutputEvent(request_id="r", position=0, finish_reason="length", prompt_logprobs=None if index else table)
         completion.add(index, end)
         for position in range(num_tokens):
-            token = OutputEvent(request_id="r", position=position, text="a", logprobs=(logprobs_of(97, 20),))
-            chat.add(index, token)
+            chat.add(index, OutputEvent(request_id="r", position=position, text="a", logprobs=(logprobs_of(97, 20),)))
         chat.add(index, end)
     return [completion, chat]
 

@@ -76,15 +76,8 @@ def test_reasoning_has_the_names_that_templates_know() -> None:
 
 
 def test_results_need_not_belong_to_calls() -> None:
-    chat = [
-        {"role": "user", "content": "x"},
-        {"role": "tool", "content": "rain"},
-        {"role": "tool", "tool_call_id": "z"},
-    ]
-    assert converted(*chat)[1:] == [
-        {"role": "tool", "content": "rain"},
-        {"role": "tool", "tool_call_id": "z", "content": ""},
-    ]
+    rain, empty = {"role": "tool", "content": "rain"}, {"role": "tool", "tool_call_id": "z"}
+    assert converted({"role": "user", "content": "x"}, rain, empty)[1:] == [rain, {**empty, "content": ""}]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +100,8 @@ def test_a_wrong_message_is_named(message: dict[str, Any], param: str) -> None:
 
 
 def chat_call(call_id: str | None, name: str) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, "arguments": {}},
-        **({} if call_id is None else {"id": call_id}),
-    }
+    own_id = {} if call_id is None else {"id": call_id}
+    return {"type": "function", "function": {"name": name, "arguments": {}}, **own_id}
 
 
 CHAT: list[dict[str, Any]] = [

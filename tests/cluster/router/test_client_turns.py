@@ -209,8 +209,7 @@ async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkey
 
 async def test_retries_during_a_sweep_do_not_keep_it_from_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """They began again at the first request, so that those after the first 100 or so were never tried."""
-    failover = FailoverConfig(wait_s=3600)
-    async with running_api(failover=failover, timings=timings(retry_s=3600.0)) as api:
+    async with running_api(failover=FailoverConfig(wait_s=3600), timings=timings(retry_s=3600.0)) as api:
         queue = api.router.queue
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)

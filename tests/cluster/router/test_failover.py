@@ -214,8 +214,7 @@ async def test_a_deadline_goes_on_counting() -> None:
     async with running_api(*stub_workers(1, max_events=3), **values) as api:
         answer = asyncio.create_task(api.complete(max_tokens=8))
         await kill_one(api)
-        response = await answer
-        assert response.status_code == 408
+        assert (await answer).status_code == 408
         assert len(api.router.queue) == 0
 
 
@@ -302,8 +301,7 @@ async def test_windows_are_handed_over_whether_they_are_the_deployments_or_the_r
 ) -> None:
     """What depends on a request's history is computed where it decodes."""
     async with running_api(*pair(), **PATIENT, kv_policy=default) as api:
-        answer = await api.complete(prompt=LONG, max_tokens=10, **body)
-        assert answer.status_code == 200
+        assert (await api.complete(prompt=LONG, max_tokens=10, **body)).status_code == 200
         assert ran(api) == ({"p": [(0, True)], "d": [(1, False)]} if moves else {"p": [], "d": [(0, False)]})
 
 
@@ -317,8 +315,7 @@ async def test_a_stream_goes_on_at_its_prefill_worker_when_the_decode_workers_ar
     prefill, decode = pair()
     decode.max_running = 0
     async with running_api(prefill, decode, **PATIENT) as api:
-        answer = await api.complete(prompt=LONG, max_tokens=26)
-        assert answer.json()["choices"][0]["text"] == LETTERS
+        assert (await api.complete(prompt=LONG, max_tokens=26)).json()["choices"][0]["text"] == LETTERS
         assert ran(api)["p"] == [(0, True), (1, False)]
 
 

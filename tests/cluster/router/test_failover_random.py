@@ -135,8 +135,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(max_tokens=st.integers(1, 26), num_choices=st.integers(1, 3))
     def ask(self, max_tokens: int, num_choices: int) -> None:
         def send() -> None:
-            answer = asyncio.create_task(self.read(f"r{next(self.numbers)}", max_tokens, num_choices))
-            self.answers.append(answer)
+            self.answers.append(asyncio.create_task(self.read(f"r{next(self.numbers)}", max_tokens, num_choices)))
 
         self.on_loop(send)
 

@@ -226,8 +226,7 @@ async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
     first, second, third, last = (
         StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
     )
-    config = FailoverConfig(wait_s=120.0, max_lost_workers=2)
-    async with running_api(first, failover=config) as api:
+    async with running_api(first, failover=FailoverConfig(wait_s=120.0, max_lost_workers=2)) as api:
         innocent, poison = (asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in ("innocent", "poison!"))
         await until(lambda: first.num_silent == 2 and first.is_read)
         first.kill("exception")

@@ -73,8 +73,7 @@ async def test_a_stream_whose_model_is_gone_ends_with_a_clear_error() -> None:
 async def test_a_stream_whose_worker_is_lost_after_an_update_of_its_weights_goes_on_and_says_so(path, fields) -> None:
     first, other = v1("w0", max_events=2), v1("w1")
     async with running_api(first, **PATIENT) as api:
-        body = {"max_tokens": 6, **fields}
-        answer = asyncio.create_task(api.client.post(f"/v1/{path}", json=body))
+        answer = asyncio.create_task(api.client.post(f"/v1/{path}", json={"max_tokens": 6, **fields}))
         await until(lambda: first.num_silent and first.is_read)
         await add(api, other)
         for identity in ("2" * 32, "3" * 32):
@@ -128,8 +127,7 @@ async def test_choices_wait_for_the_model_that_has_the_others_while_another_mode
     """The first 32 choices are placed at once, and the new model's worker has no room for more of them."""
     old, new = v1("w0"), v2("w1", max_running=32)
     async with running_api(old, new, **PATIENT) as api:
-        response = await api.complete(n=40)
-        assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 40
+        assert [choice["text"] for choice in (await api.complete(n=40)).json()["choices"]] == ["abc"] * 40
         assert not old.submitted
 
 

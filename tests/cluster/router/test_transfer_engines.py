@@ -92,8 +92,7 @@ async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -
     told = fetch_of(pair.target, "fetch")
     assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
     registry = pair.target.engine.metrics.registry
-    labels = {"model": "tiny", "worker": "w1"}
-    full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", labels)
+    full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", {"model": "tiny", "worker": "w1"})
     assert told["bytes"] < 0.7 * (full or 0)  # the windows' live blocks alone
     await pair.until_quiet()
 
@@ -120,8 +119,7 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
 
 async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair, wire: str) -> None:
     evict_all(*pair.replicas)
-    nothing = await pair.target.measure_fetch("w0", 1000, wire)
-    assert nothing["outcome"] == "not_found"
+    assert (await pair.target.measure_fetch("w0", 1000, wire))["outcome"] == "not_found"
     await at_worker(pair.source, request("warm to measure"))
     sizes = [group.block_bytes for group in pair.source.engine.scheduler.cache.layout.groups]
     told = await pair.target.measure_fetch("w0", 5 * sizes[0] - 1, wire)

@@ -177,8 +177,7 @@ async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_th
 async def test_a_worker_without_a_heartbeat_is_lost_and_its_stream_is_opened_again():
     worker = StubWorker(max_events=1)
     async with running_api(worker, timings=timings(silence_s=0.1, first_reconnect_pause_s=0.01), **NO_FAILOVER) as api:
-        response = await api.complete()
-        assert response.status_code == 503
+        assert (await api.complete()).status_code == 503
         await until(lambda: worker.num_streams >= 3)  # silent again each time
 
 

@@ -34,8 +34,7 @@ async def test_a_request_waits_for_the_first_worker() -> None:
 
 
 async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request_may_take() -> None:
-    limits = LimitsConfig(request_timeout_s=0.05)
-    async with running_api(StubWorker(can_open=False), limits=limits, **PATIENT) as api:
+    async with running_api(StubWorker(can_open=False), limits=LimitsConfig(request_timeout_s=0.05), **PATIENT) as api:
         async with asyncio.timeout(120):
             response = await api.complete()
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -43,14 +42,12 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
 
 async def test_a_batch_larger_than_any_queue_is_spread() -> None:
     async with running_api(*stub_workers(3, max_running=4)) as api:
-        response = await api.complete(n=10)
-        assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 10
+        assert [choice["text"] for choice in (await api.complete(n=10)).json()["choices"]] == ["abc"] * 10
 
 
 async def test_admission_is_all_or_nothing() -> None:
     async with running_api(*stub_workers(3, max_running=4, max_events=1)) as api:
-        response = await api.complete(n=13, stream=True)
-        assert response.status_code == 503
+        assert (await api.complete(n=13, stream=True)).status_code == 503
         await until(lambda: not any(worker.num_running for worker in api.workers))
         assert num_in_flight(api.router) == len(api.router.queue) == 0
 

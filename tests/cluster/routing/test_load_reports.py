@@ -118,8 +118,7 @@ def test_two_routers_know_the_queue_up_to_what_is_no_news_and_what_has_not_arriv
         while arrivals and arrivals[0][0] < now_s - NEWS_PERIOD_S - 2 * DELAY_S - STEP_S:
             arrivals.popleft()
         for router in routers:
-            going = sum(num_tokens for _, _, num_tokens in router.going)
-            true = worker.waiting_tokens + going
+            true = worker.waiting_tokens + sum(num_tokens for _, _, num_tokens in router.going)
             unheard = sum(num_tokens for _, owner, num_tokens in arrivals if owner is not router)
             computed = STEP_TOKENS * (NEWS_PERIOD_S + DELAY_S + STEP_S) / STEP_S  # since the last report
             assert true - unheard - max(TOKENS, TOKENS_SHARE * true) * 1.2 - 950 <= router.believed

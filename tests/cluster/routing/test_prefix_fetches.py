@@ -232,8 +232,7 @@ def test_a_worker_does_both_where_no_other_role_is_there(left: str, *, is_new: b
 
 
 def test_a_decode_worker_that_cannot_fetch_computes_prompts_itself() -> None:
-    made = placer(worker("p", "prefill"), worker("d", "decode", can_fetch=False))
-    placed = made.place(request("r"), ("p", "d"))
+    placed = placer(worker("p", "prefill"), worker("d", "decode", can_fetch=False)).place(request("r"), ("p", "d"))
     assert (placed.worker_id, placed.is_prefill_only) == ("d", False)
 
 

@@ -22,16 +22,14 @@ YAML = Path(__file__).parents[3] / "deploy" / "serve.yaml"
 
 def test_the_shipped_yaml_is_valid_and_builds():
     config = yaml.safe_load(YAML.read_text())
-    schema = ServeDeploySchema.model_validate(config)
-    assert schema.applications[0].import_path == "transom_cluster.app:build_app"
+    assert ServeDeploySchema.model_validate(config).applications[0].import_path == "transom_cluster.app:build_app"
     assert isinstance(app.build_app(config["applications"][0]["args"]), Application)
 
 
 def test_the_disaggregated_yaml_has_workers_of_two_roles():
     config = yaml.safe_load((YAML.parent / "serve-disaggregated.yaml").read_text())
     ServeDeploySchema.model_validate(config)
-    built = app.build_app(config["applications"][0]["args"])
-    first, (second,) = built._bound_deployment.init_args[1:]
+    first, (second,) = app.build_app(config["applications"][0]["args"])._bound_deployment.init_args[1:]
     deployments = [first._bound_deployment, second._bound_deployment]
     assert [one.name for one in deployments] == ["Worker", "Worker-1"]
     configs = [one.init_args[0] for one in deployments]

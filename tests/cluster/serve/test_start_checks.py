@@ -127,8 +127,7 @@ def test_threads_are_divided_among_workers_and_ranks():
     several = ClusterResources(node_cpus=(16.0, 16.0, 16.0), num_gpus=0)
     assert of(several, replicas=3).num_threads == 16
     assert of(several, replicas=4, tensor_parallel_size=2).num_threads == 4
-    given = of(LAPTOP, num_threads=1)
-    assert given.num_threads == 1
+    assert of(LAPTOP, num_threads=1).num_threads == 1
 
 
 def test_waiting_threads_of_a_worker_spin_for_a_moment_unless_the_user_has_chosen(monkeypatch):

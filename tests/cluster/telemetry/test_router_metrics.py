@@ -53,8 +53,7 @@ AT_END: tuple[AnswerPart, ...] = (CallEnd(2, is_complete=False),)
 
 
 def changes(api: Api) -> list[float | None]:
-    kinds = ("joined", "lost", "drained")
-    return [sample(api.router, "worker_changes_total", change=kind) for kind in kinds]
+    return [sample(api.router, "worker_changes_total", change=kind) for kind in ("joined", "lost", "drained")]
 
 
 def test_every_series_has_model_and_router() -> None:
@@ -250,8 +249,7 @@ async def test_a_bug_after_the_last_chunk_counts_as_an_internal_error(monkeypatc
 
     async with running_api() as api:
         monkeypatch.setattr(CompletionWriter, "stream_end", broken)
-        call = api.call(PATH, {**ASKED, "max_tokens": 1})
-        await call.ended()
+        await api.call(PATH, {**ASKED, "max_tokens": 1}).ended()
         assert ended(api) == ({"500": 1}, {"internal_error": 1})
 
 

@@ -81,12 +81,8 @@ def test_large_schemas_are_allowed(checker: GrammarChecker, name: str) -> None:
 
 def test_what_was_found_is_kept(checker: GrammarChecker) -> None:
     """No child is asked again, whether the grammar can be used or not."""
-    not_supported = grammar({"type": "array", "uniqueItems": True})
-    for text, problem in (
-        ("start: /[a-f]+/", None),
-        ("start: nothing", "unknown name"),
-        (not_supported, '"uniqueItems"'),
-    ):
+    unknown, not_supported = "start: nothing", grammar({"type": "array", "uniqueItems": True})
+    for text, problem in (("start: /[a-f]+/", None), (unknown, "unknown name"), (not_supported, '"uniqueItems"')):
         assert not checker.known(text)
         for _ in range(2):
             found = problem_of(checker, text)

@@ -180,8 +180,7 @@ def test_clients_take_turns_and_what_no_request_wants_is_not_compiled(
         grammars.cancel(f"attacker {name}")
     grammars.begin("victim", grammar("v"), client="victim")
     gate.open(4)
-    ready = [one.owner for one in take(grammars, 4)]
-    assert ready == ["attacker a", "victim", "attacker b", "attacker e"]
+    assert [one.owner for one in take(grammars, 4)] == ["attacker a", "victim", "attacker b", "attacker e"]
     assert gate.texts == [grammar(name) for name in "avbe"]
     assert not grammars.is_busy
 

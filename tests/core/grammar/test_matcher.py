@@ -138,8 +138,7 @@ def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
 )
 def test_sentencepiece_tokens_have_our_bytes(decoder: decoders.Decoder) -> None:
     tokenizer = sentencepiece(decoder)
-    vocabulary = GrammarVocabulary(tokenizer, vocab_size=320, eos_token_ids=(1,))
-    library = vocabulary.library_tokenizer
+    library = GrammarVocabulary(tokenizer, vocab_size=320, eos_token_ids=(1,)).library_tokenizer
     assert library.vocab_size == 320
     # that is the library's mark
     known = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) != b"\xff"]

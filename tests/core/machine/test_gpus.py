@@ -22,6 +22,8 @@ UNIFIED = replace(H100, name="NVIDIA GB10", memory_bytes=0)  # the host's memory
 DIVIDED = replace(H100, parts=(part(1), part(2)))
 WITHOUT_PARTS = replace(H100, error="it is divided (MIG) and has no part")
 DRIVER = driver_of(H100, L4)
+LOST_L4 = driver_of(H100, replace(L4, error="GPU is lost"))
+OLD = driver_of(H100, cuda=(12, 8))
 
 
 @pytest.mark.parametrize(
@@ -108,20 +110,10 @@ def test_the_installed_torch_is_read_from_its_files() -> None:
         (replace(NO_DRIVER, error="Unknown Error"), TORCH, {}, r"driver does not answer \(Unknown Error\).*restart"),
         (DRIVER, TORCH, {"CUDA_VISIBLE_DEVICES": "-1"}, "'-1', which leaves none of this machine's 2 GPUs"),
         (DRIVER, TORCH, {"CUDA_VISIBLE_DEVICES": "0,0"}, "'0,0', which leaves none .* indices or UUIDs, each once"),
-        (
-            driver_of(H100, replace(L4, error="GPU is lost")),
-            TORCH,
-            {},
-            "L4 cannot be used: GPU is lost. .*leave it out",
-        ),
-        (driver_of(H100, replace(L4, error="GPU is lost")), TORCH, {"CUDA_VISIBLE_DEVICES": "0"}, None),
+        (LOST_L4, TORCH, {}, "L4 cannot be used: GPU is lost. .*leave it out"),
+        (LOST_L4, TORCH, {"CUDA_VISIBLE_DEVICES": "0"}, None),
         (DRIVER, TorchBuild(version="2.13.0+cpu", cuda=None), {}, "torch 2.13.0[+]cpu is a build for CPUs"),
-        (
-            driver_of(H100, cuda=(12, 8)),
-            TORCH,
-            {},
-            "580.65 runs CUDA up to 12.8, and torch 2.13.0 is built for CUDA 13.0",
-        ),
+        (OLD, TORCH, {}, "580.65 runs CUDA up to 12.8, and torch 2.13.0 is built for CUDA 13.0"),
         (driver_of(H100, T4), TORCH, {}, "Tesla T4 has compute capability 7.5; .* need 8.0"),
         (driver_of(H100, T4), TORCH, {"CUDA_VISIBLE_DEVICES": "0"}, None),
         (DRIVER, TORCH, {"PATH": ""}, "no gcc or clang on PATH.*apt-get install gcc libc6-dev"),

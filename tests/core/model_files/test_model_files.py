@@ -321,8 +321,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(gpt_oss: HubServer) -> N
 
 def test_a_connection_that_breaks_is_opened_again_where_it_ended(gpt_oss: HubServer) -> None:
     gpt_oss.cut_at[SHARDS[0]] = 100_000
-    files = resolve_model("org/name")
-    assert (files.path / SHARDS[0]).read_bytes() == gpt_oss.files[SHARDS[0]]
+    assert (resolve_model("org/name").path / SHARDS[0]).read_bytes() == gpt_oss.files[SHARDS[0]]
     assert len(gpt_oss.ranges[SHARDS[0]]) == 2
     assert gpt_oss.num_bytes[SHARDS[0]] <= 300_000 + 10_000  # but for what the client had not written yet
 
@@ -334,8 +333,7 @@ def test_a_download_that_broke_off_keeps_its_whole_files_at_the_next_start(gpt_o
     with pytest.raises(ModelError, match=r"could not be downloaded.*start again"):
         resolve_model("org/name")
     gpt_oss.is_down = False
-    files = resolve_model("org/name")
-    assert (files.path / SHARDS[1]).read_bytes() == gpt_oss.files[SHARDS[1]]
+    assert (resolve_model("org/name").path / SHARDS[1]).read_bytes() == gpt_oss.files[SHARDS[1]]
     assert {name: gpt_oss.num_bytes[name] for name in TEXT} == {name: len(content) for name, content in TEXT.items()}
     assert gpt_oss.num_bytes[SHARDS[1]] == 400_000
 

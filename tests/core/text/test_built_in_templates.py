@@ -71,8 +71,7 @@ def _render(messages: list[dict[str, Any]], *, family: str = "deepseek_v4", **va
 
 
 def test_it_has_tools_after_the_system_prompt_and_results_in_the_order_of_the_calls() -> None:
-    text = _render(TOOL_CHAT, tools=TOOLS, thinking=True)
-    system, rest = text.split(USER, 1)
+    system, rest = _render(TOOL_CHAT, tools=TOOLS, thinking=True).split(USER, 1)
     assert system.startswith(f"{BEGIN}Be brief.\n\n## Tools\n\nYou have access")
     assert f"### Available Tool Schemas\n\n{SCHEMAS}\nYou MUST strictly follow" in system
     assert rest == (

@@ -86,8 +86,7 @@ def test_the_command_writes_tables_and_figures(folder: Path, tmp_path: Path) -> 
         ["bench", "policies", str(folder), "--output", str(tmp_path), "--only", "memory", "--device", "cpu", *sizes],
     )  # fmt: skip
     assert found.exit_code == 0, found.output
-    written = json.loads((tmp_path / "policies.json").read_text())
-    assert list(written["tight"]) == ["full", "window 32"]
+    assert list(json.loads((tmp_path / "policies.json").read_text())["tight"]) == ["full", "window 32"]
     assert "peak KV" in (tmp_path / "policies.md").read_text()
 
 

@@ -89,8 +89,7 @@ def test_every_request_computes_with_its_adapter_in_its_slot(engine: Engine, ada
     stats = engine.adapters.stats()
     assert (stats.num_used, stats.num_idle, stats.num_free, num_active(engine)) == (0, 2, 0, 0)
     assert stats.num_loads >= 4
-    page = engine.metrics.text().decode()
-    assert 'state="idle"' in page
+    assert 'state="idle"' in engine.metrics.text().decode()
 
 
 def test_a_wrong_adapter_ends_its_own_requests_and_trials(

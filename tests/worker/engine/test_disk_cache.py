@@ -53,8 +53,7 @@ def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = N
     """Each prompt's answer and how many of its tokens were cached, one request after the other."""
     found = []
     for number, prompt in enumerate(tokens):
-        request = replace(make_request(f"{salt} {number}", prompt, max_tokens=6), cache_salt=salt)
-        (whole,) = run(engine, [request])
+        (whole,) = run(engine, [replace(make_request(f"{salt} {number}", prompt, max_tokens=6), cache_salt=salt)])
         found.append((whole.token_ids, whole.num_cached_tokens))
     return found
 
@@ -310,8 +309,7 @@ def test_a_missing_file_is_tried_once(open_engine: Start, tmp_path: Path, writte
     chain = chain_of(prompts(1)[0], 8, identity=engine.info.identity)
     (path,) = tmp_path.rglob(f"{chain[4].hex()}-0.kv")
     path.unlink()
-    requests = [make_request(f"again {number}", prompts(1)[0], max_tokens=6) for number in range(3)]
-    wholes = run(engine, requests)
+    wholes = run(engine, [make_request(f"again {number}", prompts(1)[0], max_tokens=6) for number in range(3)])
     assert usage(engine).num_missing == 1
     assert [whole.num_cached_tokens for whole in wholes if whole.num_cached_tokens < 200]
     assert index.num_blocks < num_files - 16

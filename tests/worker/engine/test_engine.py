@@ -152,8 +152,7 @@ def test_a_deadline_is_its_own_requests_alone(start: Start) -> None:
 
 def test_a_report_counts_what_is_left_to_compute_and_what_is_held(start: Start) -> None:
     engine = start(max_num_seqs=2, max_num_batched_tokens=64)
-    idle = engine.load()
-    assert idle == WorkerLoad(max_num_seqs=2)
+    assert engine.load() == WorkerLoad(max_num_seqs=2)
     for at in range(3):
         engine.add(make_request(f"r{at}", list(range(at * 100, at * 100 + 100)), max_tokens=6))
     waiting = engine.load()

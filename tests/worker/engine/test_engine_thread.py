@@ -35,8 +35,7 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: OnThr
     waiting.cancel()
     await asyncio.sleep(0)
     busy.set()
-    admitted = harness.thread.submit([make_request("stays", [5, 6], max_tokens=2)])
-    assert admitted.result(WAIT_S) == [None]
+    assert harness.thread.submit([make_request("stays", [5, 6], max_tokens=2)]).result(WAIT_S) == [None]
     assert harness.last_event("stays").finish_reason == "length"
     assert harness.thread.dead is None
 

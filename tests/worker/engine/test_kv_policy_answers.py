@@ -90,11 +90,8 @@ def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:
         page, (queued, *_, phase) = llm._thread.call(run_a_little).result()
 
     def value(name: str, policy: str) -> float:
-        (line,) = (
-            line
-            for line in page.splitlines()
-            if line.startswith(f"transom_kv_policy_{name}{{") and f'"{policy}"' in line
-        )
+        lines = [line for line in page.splitlines() if line.startswith(f"transom_kv_policy_{name}{{")]
+        (line,) = (line for line in lines if f'"{policy}"' in line)
         return float(line.split()[-1])
 
     assert [value("requests_total", policy) for policy in ("window", "adaptive", "heavy")] == [3, 0, 1]

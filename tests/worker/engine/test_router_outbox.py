@@ -57,8 +57,7 @@ def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an
         load = replace(BUSY, waiting_tokens=4000 * (version % 2))
         outbox.put(WorkerMessage(kv=change(version), load=load))
         if outbox.due_s() <= clock.now_s:
-            message = outbox.take()
-            assert message.kv is not None
+            assert outbox.take().kv is not None
             num_messages += 1
     assert num_messages == pytest.approx(60 / NEWS_PERIOD_S, rel=0.05)
     outbox.put(WorkerMessage(load=IDLE))

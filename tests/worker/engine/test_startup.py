@@ -152,8 +152,7 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
     assert "operators run as kernels compiled for this CPU (compiling them took 9.0 s, once)" in compiled.splitlines()
     assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
-    cells = [[cell.strip() for cell in row if cell] for row in rows]
-    assert cells == [
+    assert [[cell.strip() for cell in row if cell] for row in rows] == [
         list(startup._COLUMNS),
         ["full", "2", "all tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
         ["sinks_window", "2", "32 tokens + first 4", "int8", "62", "16 tokens", "1,000", "1", "4 blocks"],

@@ -61,8 +61,7 @@ def test_replayed_steps_are_the_launched_ones(tmp_path: Path, dtype: str) -> Non
             runner.execute(hand.plan({seq_id: length - 1}))
         tokens = []
         for step in range(40):
-            counts = {seq_id: 1 for seq_id in range(len(lengths)) if step < 40 - 6 * seq_id}
-            plan = hand.plan(counts)
+            plan = hand.plan({seq_id: 1 for seq_id in range(len(lengths)) if step < 40 - 6 * seq_id})
             torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device in a launch
             launched = runner.launch(plan)
             torch.cuda.set_sync_debug_mode("default")

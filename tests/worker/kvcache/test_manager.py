@@ -161,8 +161,7 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
     assert lower.parent.tier != HOST
     chain = [*chain_of(first + tokens(2, 40), BLOCK)[: lower.boundary], bytes(32)]
     cache.tiers.disk.add(0, [bytes(32)])
-    hit = cache.find(chain, len(chain) * BLOCK + 1, with_disk=True)
-    opened = cache.tiers.imports.begin(chain, hit)
+    opened = cache.tiers.imports.begin(chain, cache.find(chain, len(chain) * BLOCK + 1, with_disk=True))
     assert opened is not None
     assert opened.locked is lower
     while cache.eviction.evict_one():
@@ -187,8 +186,7 @@ def test_an_import_keeps_what_it_goes_on_from_in_the_host_tier() -> None:
     longer = cache.find(chain, (end + 1) * BLOCK + 1, with_disk=True)
     assert cache.tiers.imports.begin(chain, longer) is None  # one block too many: it would have to evict what it needs
     assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])
-    fits = cache.find(chain, end * BLOCK + 1, with_disk=True)
-    second = cache.tiers.imports.begin(chain, fits)
+    second = cache.tiers.imports.begin(chain, cache.find(chain, end * BLOCK + 1, with_disk=True))
     assert second is not None
     assert len(second.blocks) == end - begin
     assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])

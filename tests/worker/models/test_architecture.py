@@ -219,10 +219,8 @@ def test_nemotron_h_as_published() -> None:
     theirs = AutoConfig.for_model(**published).to_dict()
     assert "hybrid_override_pattern" not in theirs
     assert architecture == read_architecture(theirs)
-    assert (
-        read_architecture(published | {"mamba_d_conv": 4, "mamba_state_dim": 128, "time_step_rank": 256})
-        == architecture
-    )
+    more = {"mamba_d_conv": 4, "mamba_state_dim": 128, "time_step_rank": 256}
+    assert read_architecture(published | more) == architecture
     wide = read_architecture({**published, "head_dim": None, "mamba_num_groups": 4}).layers
     assert (wide[3].head_size, wide[0].num_kv_heads) == (128, 4)
     assert (len(architecture.layers), sum(architecture.num_feed_forwards)) == (29, 23)
@@ -231,11 +229,8 @@ def test_nemotron_h_as_published() -> None:
     mixture = architecture.mixture
     assert mixture is not None
     assert (mixture.inner_size, mixture.shared_size, len(mixture.layers)) == (1856, 3712, 23)
-    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size, set(architecture.ropes)) == (
-        8,
-        64,
-        {None},
-    )
+    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (8, 64)
+    assert set(architecture.ropes) == {None}
     assert architecture.gate_activation == "relu2"
     (line,) = rank_lines(rank_shares(architecture, 1))
     assert "an expert" in line

@@ -27,12 +27,8 @@ SMALL = Mla(query_rank=0, latent_rank=24, plain_size=12, rope_size=8, value_size
 
 
 def test_whole_prompts_are_expanded_and_short_ends_of_long_ones_are_not():
-    assert [is_expanded(V3, 0, count) for count in (1, LEAST_TOKENS - 1, LEAST_TOKENS, 8192)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    counts = (1, LEAST_TOKENS - 1, LEAST_TOKENS, 8192)
+    assert [is_expanded(V3, 0, count) for count in counts] == [False, False, True, True]
     assert [is_expanded(V3, 100_000, count) for count in (1, 64, 170, 171, 8192)] == [False, False, False, True, True]
 
 

@@ -113,8 +113,7 @@ def ask(engine: Engine, ranks: ThreadRanks) -> Answers:
 
 
 def put(engine: Engine, name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Whole]:
-    requests = [make_request(f"{name}{i}", prompt(n), max_tokens=NUM_TOKENS) for i, n in enumerate(lengths)]
-    return run(engine, requests)
+    return run(engine, [make_request(f"{name}{i}", prompt(n), max_tokens=NUM_TOKENS) for i, n in enumerate(lengths)])
 
 
 def tokens(wholes: list[Whole]) -> list[list[int]]:

@@ -132,8 +132,7 @@ def test_deepseek_v4_rows() -> None:
         "compressor_state_4": (21, 21 * 16 * 2 * 2 * (512 + 128) * 4),
         "compressor_state_128": (20, 20 * 16 * 2 * 512 * 4),
     }
-    roles = [part.role for part in groups["compressor_state_4"].layers[:2]]
-    assert roles == [Role.STATE, Role.INDEXER_STATE]
+    assert [part.role for part in groups["compressor_state_4"].layers[:2]] == [Role.STATE, Role.INDEXER_STATE]
     exact = groups_of("deepseek-v4-flash")
     assert exact["window_128"].block_bytes == 43 * 16 * 512 * 2
     assert exact["indexer_4"].block_bytes == 21 * 4 * 128 * 2
@@ -214,8 +213,7 @@ def layer(window: int | None = None, **fields: object) -> LayerAttention:
 
 def test_layers_with_equal_retention_share_a_group() -> None:
     shape = architecture([layer(8), layer(), layer(8), layer(8, sinks=2), layer(5), layer(), layer(chunk=64)])
-    groups = make_groups(shape, block_size=4, hybrid=True)
-    assert [(group.name, group.kind, group.layers) for group in groups] == [
+    assert [(group.name, group.kind, group.layers) for group in make_groups(shape, block_size=4, hybrid=True)] == [
         ("full", GroupKind.FULL, (1, 5)),
         ("window_8", GroupKind.WINDOW, (0, 2)),
         ("sinks_2_window_8", GroupKind.SINKS_WINDOW, (3,)),

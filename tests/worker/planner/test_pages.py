@@ -157,8 +157,7 @@ SIZES = st.lists(st.integers(1, 400 * 256), min_size=1, max_size=4)
 
 def layout_of(sizes: list[int], pool: int) -> ArenaLayout:
     spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(), block_size=1)
-    groups = [GroupLayout(spec=spec, block_bytes=size, stride_bytes=0, layers=()) for size in sizes]
-    return make_layout(groups, pool)
+    return make_layout([GroupLayout(spec=spec, block_bytes=size, stride_bytes=0, layers=()) for size in sizes], pool)
 
 
 @settings(deadline=None, max_examples=60)

@@ -120,8 +120,7 @@ def test_a_result_does_not_wait_for_a_launch_that_waits_for_the_device() -> None
 
 
 def test_blocks_are_read_after_the_launched_plan() -> None:
-    read = ReadBlocks(call=1, tier=0, group=0, blocks=(1,))
-    bench = Bench([step(1), read, step(2)], runs_ahead=True)
+    bench = Bench([step(1), ReadBlocks(call=1, tier=0, group=0, blocks=(1,)), step(2)], runs_ahead=True)
     assert run(bench) == ["launch 1", "finish 1", "read", "launch 2", "finish 2"]
 
 

@@ -83,8 +83,7 @@ def test_resume_at_every_position() -> None:
 
 def test_min_tokens_bans_end_tokens_until_reached() -> None:
     sampler = Sampler(eos_token_ids=(EOS,))
-    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
-    add(sampler, 0, [1], 1, params)
+    add(sampler, 0, [1], 1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,)))
     logits = torch.zeros(1, VOCABULARY)
     logits[0, [EOS, 5, 9]] = torch.tensor([9.0, 8.0, 7.0])
     chosen = []

@@ -122,8 +122,7 @@ class Client:
 def test_the_second_user_of_a_system_prompt_hits_it(mix: tuple[str, ...]) -> None:
     client = Client(mix)
     for user in range(4):
-        question = [100 + user] * 13
-        assert client.cached([*SYSTEM, *question, 7, 7], turns=(40, 53)) == (40 if user else 0)
+        assert client.cached([*SYSTEM, *([100 + user] * 13), 7, 7], turns=(40, 53)) == (40 if user else 0)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if "full" in mix], ids="+".join)
@@ -150,8 +149,7 @@ def test_the_next_turn_hits_the_answer(mix: tuple[str, ...]) -> None:
     client = Client(mix)
     chat = [*SYSTEM, 1, 1, 1]
     client.cached(chat, turns=(40,), max_tokens=30)
-    answer = client.driver.tokens["0"]
-    assert client.cached([*chat, *answer, 9, 9, 9], turns=(40, 43, 73)) == 72
+    assert client.cached([*chat, *client.driver.tokens["0"], 9, 9, 9], turns=(40, 43, 73)) == 72
 
 
 def test_a_client_that_leaves_before_the_first_token_leaves_no_checkpoint() -> None:

@@ -247,8 +247,7 @@ def test_no_row_waits_where_rows_cost_nothing() -> None:
 
 
 def test_no_row_waits_where_all_clients_have_as_many() -> None:
-    rows = rows_of_steps(CPU, [Load([(5, 1000)], num=16)] * 4)
-    assert median(rows) == NUM_SLOTS
+    assert median(rows_of_steps(CPU, [Load([(5, 1000)], num=16)] * 4)) == NUM_SLOTS
 
 
 def test_a_client_alone_uses_everything_and_its_steps_are_not_divided() -> None:

@@ -47,8 +47,7 @@ def replay(
     [("system-prompt", 0.6333), ("shared-prefixes", 0.6), ("edited-message", 0.704), ("long-answers", 0.9644)],
 )
 def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infinite: float) -> None:
-    config = SimulationConfig(model=model, memory="64MiB", workload=workload)
-    report = Simulation(config).run().as_json()
+    report = Simulation(SimulationConfig(model=model, memory="64MiB", workload=workload)).run().as_json()
     assert report["hit_share"] == pytest.approx(infinite, abs=1e-4)
     assert report["preemptions"] == 0
     assert report["refused"] == {}

@@ -169,8 +169,7 @@ def test_a_long_decode_is_a_few_events(start: Start) -> None:
 
 def test_events_hold_neither_text_nor_token_ids(start: Start) -> None:
     engine = start()
-    request = make_request("a", list(range(200, 240)), stop=("zebra",), max_tokens=4)
-    [whole] = run(engine, [request])
+    [whole] = run(engine, [make_request("a", list(range(200, 240)), stop=("zebra",), max_tokens=4)])
     told = json.dumps(events_of(engine, "a"))
     assert whole.text not in told
     assert "zebra" not in told
@@ -319,8 +318,7 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
 
 def test_an_unreachable_collector_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # seconds until the exporter gives up
-    engine = start(otlp_traces_endpoint=ENDPOINT)
-    [whole] = run(engine, [with_parent("a", parent_of(), max_tokens=4)])
+    [whole] = run(start(otlp_traces_endpoint=ENDPOINT), [with_parent("a", parent_of(), max_tokens=4)])
     assert len(whole.token_ids) == 4
 
 

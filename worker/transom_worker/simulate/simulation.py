@@ -112,8 +112,7 @@ class Simulation:
             clock=self._clock,
             cache_salt=str(config.seed) if config.seed else None,
         )
-        report = replay.run(on_progress)
-        return replace(report, setup=self._setup(), memory_bytes=self._plan.layout.pool_bytes)
+        return replace(replay.run(on_progress), setup=self._setup(), memory_bytes=self._plan.layout.pool_bytes)
 
     def _setup(self) -> dict[str, object]:
         config = self._config
@@ -152,8 +151,7 @@ def _host_layout(host_memory: str, layout: ArenaLayout) -> ArenaLayout | None:
 
 def _workload(config: SimulationConfig) -> Workload:
     if config.trace is not None:
-        end = None if config.limit is None else config.skip + config.limit
-        workload = read_trace(config.trace, limit=end)
+        workload = read_trace(config.trace, limit=None if config.limit is None else config.skip + config.limit)
     else:
         assert config.workload is not None
         workload = build_workload(config.workload, seed=config.seed)

@@ -140,12 +140,7 @@ def _check_fields(message: ChatMessage, path: str) -> None:
     if message.role not in ROLES:
         allowed = ", ".join(ROLES)
         raise RequestError(f"{path}.role is {message.role[:80]!r}; it must be one of {allowed}.", param=f"{path}.role")
-    owners = {
-        "tool_calls": "assistant",
-        "reasoning_content": "assistant",
-        "reasoning": "assistant",
-        "tool_call_id": "tool",
-    }
+    owners = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
     for field, role in owners.items():
         if getattr(message, field) and message.role != role:
             raise RequestError(

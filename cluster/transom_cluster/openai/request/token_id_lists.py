@@ -30,8 +30,7 @@ def read_ids(text: bytes, name: str, shared: dict[int, int] | None = None) -> li
     Raises:
         RequestError: an element is not a whole number; `param` names the element.
     """
-    is_array = text.startswith(b"[")
-    if not is_array or (len(text) <= PIECE_BYTES and shared is None):
+    if not text.startswith(b"[") or (len(text) <= PIECE_BYTES and shared is None):
         return decode_field(_IDS, text, name)
     shared = {} if shared is None else shared
     ids: list[int] = []

@@ -190,8 +190,7 @@ class _Chat:
     def _add_call(self, item: _FunctionCall | _CustomToolCall, arguments: str) -> None:
         turn, tool = self._turn(lambda last: True), ToolName(name=item.name, namespace=item.namespace)
         function = {"name": tool.chat_name, "arguments": arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
     def _turn(self, may_join: Callable[[Message], bool]) -> Message:
         """Return the assistant message that the next part of the model's turn joins, or a new one."""

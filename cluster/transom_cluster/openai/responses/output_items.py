@@ -252,8 +252,7 @@ class _FunctionCall(_Call):
         yield self.event("function_call_arguments.delta", delta=text)
 
     def closing(self) -> Iterator[Event]:
-        arguments = self._arguments.getvalue()
-        yield self.event("function_call_arguments.done", name=self.tool.name, arguments=arguments)
+        yield self.event("function_call_arguments.done", name=self.tool.name, arguments=self._arguments.getvalue())
         yield from super().closing()
 
 

@@ -60,8 +60,7 @@ class ResponsesWriter(EventWriter):
     def stream_error(self, error: WireError) -> Iterator[str]:
         """Yield `response.failed`, with the items that were sent so far."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        message = error.body["error"]["message"]
-        failed = self._object("failed", error={"code": code, "message": message})
+        failed = self._object("failed", error={"code": code, "message": error.body["error"]["message"]})
         yield from self._written({"type": "response.failed", "response": failed})
 
     @property

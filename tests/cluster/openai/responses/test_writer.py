@@ -51,8 +51,7 @@ class ScriptedReader(AnswerReader):
 
     def _known_parts(self, event: OutputEvent) -> list[AnswerPart]:
         self.num_read += len(event.token_ids)
-        parts = self._parts if event.finish_reason else itertools.islice(self._parts, 1)
-        return list(parts)
+        return list(self._parts if event.finish_reason else itertools.islice(self._parts, 1))
 
 
 def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **body: Any) -> ResponsesWriter:

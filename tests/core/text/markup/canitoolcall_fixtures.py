@@ -153,8 +153,7 @@ def fixture_context(fixture: Fixture) -> AnswerContext:
 
 def read_answer(parser: MarkupParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
     """All parts of an answer, joined."""
-    parts = [part for token_id, text in tokens for part in parser.push(token_id, text)]
-    return join_parts(parts + parser.flush())
+    return join_parts([part for token_id, text in tokens for part in parser.push(token_id, text)] + parser.flush())
 
 
 def parse_result(parts: Iterable[AnswerPart]) -> ParseResult:

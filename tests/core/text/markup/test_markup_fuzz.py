@@ -85,8 +85,7 @@ _CONTEXT = AnswerContext(_TOOLS, parses_tools=True, parses_reasoning=True)
 
 
 def _read(form: AnswerFormat, chunks: Sequence[str]) -> list[AnswerPart]:
-    parser = form.parser(FixtureTokenizer(()), _CONTEXT)
-    return read_answer(parser, [(1, chunk) for chunk in chunks])
+    return read_answer(form.parser(FixtureTokenizer(()), _CONTEXT), [(1, chunk) for chunk in chunks])
 
 
 def _read_own(parser: str, pieces: Sequence[str], *, by_character: bool) -> list[AnswerPart]:
@@ -98,8 +97,7 @@ def _read_own(parser: str, pieces: Sequence[str], *, by_character: bool) -> list
         for token in tokenizer.cut(piece, shows_special=False):
             cuts = by_character and not tokenizer.is_special(token[0])
             tokens += [(token[0], character) for character in token[1]] if cuts else [token]
-    form = answer_format(parser, _REASONING.get(parser, parser))
-    return read_answer(form.parser(tokenizer, _CONTEXT), tokens)
+    return read_answer(answer_format(parser, _REASONING.get(parser, parser)).parser(tokenizer, _CONTEXT), tokens)
 
 
 def _with_words(pieces: Sequence[str | None]) -> tuple[list[str], list[str]]:

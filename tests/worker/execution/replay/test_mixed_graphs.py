@@ -109,8 +109,7 @@ def test_steps_at_the_edges_of_a_size(recorded: ModelRunner, plain: ModelRunner)
         numbers.append(num_mixed(recorded) - before)
         return step(hand)
 
-    got = logits(recorded, [partial(counted, step=step) for step in steps])
-    assert_equal(got, logits(plain, steps))
+    assert_equal(logits(recorded, [partial(counted, step=step) for step in steps]), logits(plain, steps))
     assert [*numbers, num_mixed(recorded) - before] == [0, 1, 2, 2, 2]
 
 

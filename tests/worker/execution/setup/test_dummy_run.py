@@ -54,8 +54,7 @@ def runner(tiny_model: Path) -> ModelRunner:
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])
 def test_warm_up_stays_within_the_limits(runner: ModelRunner, max_model_len: int) -> None:
     model, builder = runner._forward._model, RecordingBuilder(runner)
-    logits = warm_up(model, builder, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND)
-    assert logits.shape[0] == 1
+    assert warm_up(model, builder, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND).shape[0] == 1
     steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
     assert all(start + count <= max_model_len and count <= 64 for start, count in steps)
     if max_model_len == 100:
@@ -133,8 +132,7 @@ def test_requests_load_no_kernel_that_the_start_has_not(
         assert loaded
         loaded.clear()
         for policy in POLICIES.values():
-            request = make_request(range(5, 200), policy, max_tokens=4, prompt_logprobs=1)
-            run_together(engine, [request])
+            run_together(engine, [make_request(range(5, 200), policy, max_tokens=4, prompt_logprobs=1)])
             run_together(engine, [make_request(range(5, 200), policy, max_tokens=4) for _ in range(3)])
             if policy is not None:
                 run_together(engine, [replace(make_request(range(5, 99), policy, max_tokens=20), kv_quality=True)])

@@ -52,8 +52,7 @@ def slabs() -> list[torch.Tensor]:
 
 
 def block_copies(slabs: list[torch.Tensor], disk: Path | None = None) -> RankTiers:
-    pairs = zip(LAYOUTS, slabs, strict=True)
-    tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)}
+    tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(zip(LAYOUTS, slabs, strict=True))}
     return RankTiers(tiers, None if disk is None else BlockFolder(disk, b"m" * 32, space_bytes=1 << 20))
 
 
@@ -322,8 +321,7 @@ def test_writing_that_does_not_keep_up_drops_blocks(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_disk_tier_refuses(tmp_path: Path) -> None:
-    memory = slabs()
-    made = RankTiers({TIER_DEVICE: TierMemory(LAYOUTS[0], memory[0])})
+    made = RankTiers({TIER_DEVICE: TierMemory(LAYOUTS[0], slabs()[0])})
     assert made.disk_usage is None
     with pytest.raises(StepFailed, match="this rank has no disk tier"):
         made.run(stores([(0, 1, 10)], TIER_DEVICE))

@@ -85,11 +85,8 @@ def test_a_tied_head_shares_the_embeddings_weight() -> None:
 
 def test_no_rows_give_no_rows() -> None:
     weight = torch.randn(8, 16)
-    for layer in (
-        PlainLinear(weight, None),
-        KernelLinear(pack_weight(weight)),
-        make_linear(weight, quantization="int8"),
-    ):
+    plain, packed = PlainLinear(weight, None), KernelLinear(pack_weight(weight))
+    for layer in (plain, packed, make_linear(weight, quantization="int8")):
         assert layer(weight[:0]).shape == (0, 8)
 
 

@@ -173,8 +173,7 @@ def test_killed_ranks_leave_no_memory_behind() -> None:
 
     before = files()
     with ranks("memory", 2, add_up) as processes:
-        pid = processes[0].receive()
-        assert "transom-ranks (deleted)" in Path(f"/proc/{pid}/maps").read_text()
+        assert "transom-ranks (deleted)" in Path(f"/proc/{processes[0].receive()}/maps").read_text()
         for process in processes:
             process.signal(signal.SIGKILL)
     assert files() == before

@@ -197,8 +197,7 @@ def test_tensors_and_architecture_are_the_checkpoints(tmp_path: Path, family: st
         shape = tuple(want(tensor).shape)
         for some in (), (slice(1, 3),), tuple(slice(1, size - 2) for size in shape), (slice(0, 2), slice(3, 17)):
             part = some[: len(shape)]
-            got = weights(tensor, shape=shape, part=part)
-            torch.testing.assert_close(got, want(tensor)[part], rtol=0, atol=atol)
+            torch.testing.assert_close(weights(tensor, shape=shape, part=part), want(tensor)[part], rtol=0, atol=atol)
     ours, oracle = read_architecture(files.config), read_architecture(theirs.config)
     ropes = tuple(
         None if a is None or b is None else replace(a, attention_factor=pytest.approx(b.attention_factor))  # type: ignore[arg-type]

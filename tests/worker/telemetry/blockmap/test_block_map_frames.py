@@ -187,8 +187,7 @@ def test_frames_say_what_both_tiers_hold(
 
 def test_every_state_of_a_host_block_shows() -> None:
     watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(2)]
-    states = set().union(*(watch.host_states for watch in watches))
-    assert states == {GONE, EMPTY, LOOSE, HELD, EVICTED}
+    assert set().union(*(watch.host_states for watch in watches)) == {GONE, EMPTY, LOOSE, HELD, EVICTED}
     assert set().union(*(watch.needs for watch in watches)) >= {"prompt", "sequence"}
 
 
@@ -219,8 +218,7 @@ def test_a_large_host_tier_is_copied_in_pieces() -> None:
     pieces = host.pieces
     assert [page for pages in pieces for page in pages] == list(range(50_000))
     for pages in pieces:
-        copy = host.copy(pages)
-        assert sum(len(changes.blocks) for changes in copy) < 1.5 * cache_snapshot.BLOCKS_PER_COPY
+        assert sum(len(changes.blocks) for changes in host.copy(pages)) < 1.5 * cache_snapshot.BLOCKS_PER_COPY
 
 
 def test_what_is_not_there_is_not_described() -> None:

@@ -151,8 +151,7 @@ class RanksExecutor(Executor):
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
         """Return the contents of blocks of every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
         self._num_calls += 1
-        message = ReadBlocks(self._num_calls, tier, group, tuple(blocks))
-        return self._call([message] * self._config.ranks.size)
+        return self._call([ReadBlocks(self._num_calls, tier, group, tuple(blocks))] * self._config.ranks.size)
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         """Write the contents of blocks of every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""

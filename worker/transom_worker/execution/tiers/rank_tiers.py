@@ -219,8 +219,7 @@ class RankTiers:
 
     def _contents(self, tier: int, group: int) -> torch.Tensor:
         """Return a group's blocks as rows of `block_bytes`, without the padding between blocks."""
-        rows = self._rows(tier, group)
-        return rows[:, : self._memories[tier].layout.groups[group].block_bytes]
+        return self._rows(tier, group)[:, : self._memories[tier].layout.groups[group].block_bytes]
 
     def _finish_spills(self) -> None:
         """Wait for copies from a GPU to the host, which may still run."""

@@ -131,8 +131,7 @@ class BlockRegistry:
         """Evict these evictable blocks, and count them under `reason`."""
         if not blocks:
             return
-        entries = self.pools[group].evict(blocks)
-        digests = [digest for digest, _ in entries]
+        digests = [digest for digest, _ in self.pools[group].evict(blocks)]
         self.index.remove(group, digests, tier=self._tier)
         self.times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)

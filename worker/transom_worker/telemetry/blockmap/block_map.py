@@ -124,8 +124,7 @@ class BlockMap:
         number = 0
         try:
             while True:
-                frame = await watcher.next()
-                yield frame.numbered(number)
+                yield (await watcher.next()).numbered(number)
                 number += 1
         finally:
             self._watchers.discard(watcher)

@@ -200,8 +200,7 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
         os.utime(file_of(tmp_path, digest(number)), (number, number))
     assert store.read(0, digest(0), SIZE) is not None  # used now
     store.write(0, digest(8), contents(8))
-    kept = [number for number in range(9) if file_of(tmp_path, digest(number)).exists()]
-    assert kept == [0, 2, 3, 4, 5, 6, 7, 8]
+    assert [number for number in range(9) if file_of(tmp_path, digest(number)).exists()] == [0, 2, 3, 4, 5, 6, 7, 8]
     assert store.space.num_evicted == 1
     assert store.space.used_bytes == len(block_files(tmp_path)) * FILE_BYTES <= 8 * FILE_BYTES
     assert foreign.read_text() == "not ours"
@@ -210,8 +209,7 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
 
 
 def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
-    store = folder(tmp_path)
-    store.write(0, digest(1), contents(1))
+    folder(tmp_path).write(0, digest(1), contents(1))
     path = file_of(tmp_path, digest(1))
     left, running = (path.with_name(f".{path.stem}.{pid}-1.tmp") for pid in (1, 2))
     left.write_bytes(b"x")
