@@ -233,5 +233,5 @@ def _matrices(mla: Mla, num_heads: int, heads: slice, load: Loader) -> tuple[Hea
     absorb = up_HSL.new_zeros(len(up_HSL), rank + mla.rope_size, mla.plain_size + mla.rope_size)
     absorb[:, :rank, : mla.plain_size] = up_HSL[:, : mla.plain_size].transpose(1, 2)
     absorb[:, rank:, mla.plain_size :] = torch.eye(mla.rope_size, dtype=absorb.dtype, device=absorb.device)
-    up_k, up_v = up_HSL.split_with_sizes((mla.plain_size, mla.value_size), dim=1)
-    return HeadsLinear(absorb), HeadsLinear(up_k.contiguous()), HeadsLinear(up_v.contiguous())
+    keys = HeadsLinear(absorb[:, :rank, : mla.plain_size].transpose(1, 2), is_anothers=True)
+    return HeadsLinear(absorb), keys, HeadsLinear(up_HSL[:, mla.plain_size :].contiguous())

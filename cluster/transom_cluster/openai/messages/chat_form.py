@@ -68,7 +68,8 @@ def _read_tools(text: Raw, warnings: list[str]) -> dict[str, dict[str, Any]]:
     """Return the tools in the form of a chat, by their paths in the body. Tools that only Anthropic's models know are skipped, each
     with a warning."""
     tools: dict[str, dict[str, Any]] = {}
-    for index, tool in enumerate(decode_field(_TOOLS, text, "tools") or ()):
+    given = decode_field(_TOOLS, text, "tools")
+    for index, tool in enumerate(given or ()):
         path = f"tools[{index}]"
         if tool.type not in (None, "custom"):
             warnings.append(f"{path}: tools of type {tool.type[:64]} are skipped")

@@ -50,7 +50,8 @@ def read_messages(messages: Raw, *, system: Raw, strips_billing_header: bool, wa
     """
     chat = _Chat(warnings)
     chat.add("system", decode_field(_SYSTEM, system, "system") or [], "system")
-    for index, message in enumerate(decode_field(_MESSAGES, messages, "messages")):
+    read = decode_field(_MESSAGES, messages, "messages")
+    for index, message in enumerate(read):
         chat.add(str(message.__struct_config__.tag), message.content, f"messages[{index}].content")
     return list(chat.joined(strips_billing_header))
 

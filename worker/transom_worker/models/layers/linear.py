@@ -133,10 +133,11 @@ def row_parallel(linear: Linear, comm: Communicator) -> Linear:
 class HeadsLinear:
     """A matrix for each of H heads, packed for the CPU kernels or as torch has it: y[t, h] = weight[h] @ x[t, h]."""
 
-    def __init__(self, weight_HNK: torch.Tensor) -> None:
+    def __init__(self, weight_HNK: torch.Tensor, *, is_anothers: bool = False) -> None:
+        """Unless it is packed, the weight's memory may be `is_anothers`: a view of other matrices, whose bytes count there."""
         self._packed = [pack_weight(head_NK.contiguous()) for head_NK in weight_HNK] if runs_packed(weight_HNK) else []
-        self._weight_HKN = None if self._packed else weight_HNK.transpose(1, 2).contiguous()
-        self.weight_bytes = weight_HNK.nbytes
+        self._weight_HKN = None if self._packed else weight_HNK.transpose(1, 2)
+        self.weight_bytes = 0 if is_anothers and not self._packed else weight_HNK.nbytes
 
     def __call__(self, x_THK: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
         """Return the products of these heads, whose inputs `x` has, [T, H, N], contiguous."""
