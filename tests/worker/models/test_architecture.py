@@ -208,8 +208,8 @@ def test_granite_hybrids_as_published() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(published | wrong)
-    with pytest.raises(ConfigError, match="2; this granitemoehybrid model has 1 groups of heads in Mamba-2 layers"):
-        check_size(architecture, 2)
+    with pytest.raises(ConfigError, match="5; this granitemoehybrid model has 4 heads in Mamba-2 layers"):
+        check_size(architecture, 5)
 
 
 def test_nemotron_h_as_published() -> None:
@@ -289,8 +289,8 @@ def test_falcon_h1_as_published() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             runnable(read_architecture(published | wrong))
-    with pytest.raises(ConfigError, match="2; this falcon_h1 model has 1 groups of heads in Mamba-2 layers"):
-        check_size(architecture, 2)
+    with pytest.raises(ConfigError, match="9; this falcon_h1 model has 8 query heads"):
+        check_size(architecture, 9)
 
 
 def test_jamba_as_published() -> None:
