@@ -25,14 +25,16 @@ LAYERS = [
     LayerAttention(num_heads=15, num_kv_heads=3, head_size=WIDTH, value_size=6),
     LayerAttention(num_heads=15, num_kv_heads=1, head_size=WIDTH, window=6),
     LayerAttention(num_heads=15, num_kv_heads=1, head_size=WIDTH, latent=True),
+    # States and values by head; five ranks share the queries and keys of three key heads.
+    LayerAttention(num_heads=15, num_kv_heads=3, head_size=WIDTH, value_size=6, recurrent=3),
 ]
-FULL, LATENT, WINDOW = range(3)  # groups
-V_WIDTH = (8, 8, 6, 8, 0)  # by layer; 0: K serves as V too
+FULL, LATENT, WINDOW, STATE = GROUPS = range(4)
 
 
 def shares(size: int, formats: tuple[str, str] = ("float32", "float32")) -> KvShares:
     """Full layers in the first format, window layers in the second, latent rows in float32."""
     shape = architecture(LAYERS)
+    held = [[head_share(shape, i, rank, size) for i in range(len(LAYERS))] for rank in range(size)]
     return KvShares(
         groups=tuple(
             cache_groups(
@@ -45,37 +47,39 @@ def shares(size: int, formats: tuple[str, str] = ("float32", "float32")) -> KvSh
             )
             for rank in range(size)
         ),
-        heads=tuple(
-            tuple((kv.start, kv.stop) for kv in (head_share(shape, i, rank, size).kv for i in range(len(LAYERS))))
-            for rank in range(size)
-        ),
+        heads=tuple(tuple((share.kv.start, share.kv.stop) for share in one) for one in held),
+        states=tuple(tuple((share.queries.start, share.queries.stop) for share in one) for one in held),
     )
 
 
-Whole = dict[tuple[int, str], np.ndarray]  # by layer and part: bytes [blocks, heads, rows, bytes of a row]
+Whole = dict[
+    tuple[int, str], np.ndarray
+]  # by number of the tensors and part: bytes [blocks, heads, rows, bytes of a row]
 
 
-def parts(layout: GroupLayout) -> Iterator[tuple[LayerTensors, str, int, int]]:
-    """Keys, values and their scales of each layer: its tensors, a name, the offset, and the bytes of a row."""
-    for tensors in layout.layers:
+def parts(layout: GroupLayout) -> Iterator[tuple[LayerTensors, tuple[int, str], int, int]]:
+    """Keys, values and their scales of each layer: its tensors, their number and a name, the offset, and the bytes of a row."""
+    for number, tensors in enumerate(layout.layers):
         size = DTYPE_BYTES[tensors.dtype]
-        yield tensors, "k", tensors.k_offset, tensors.k_size * size
-        if V_WIDTH[tensors.layer]:
-            yield tensors, "v", tensors.v_offset, tensors.v_size * size
+        yield tensors, (number, "k"), tensors.k_offset, tensors.k_size * size
+        if tensors.v_offset != tensors.k_offset:  # else K serves as V too
+            yield tensors, (number, "v"), tensors.v_offset, tensors.v_size * size
         for name, offset in (("k scales", tensors.k_scale_offset), ("v scales", tensors.v_scale_offset)):
             if offset is not None:
-                yield tensors, name, offset, 4
+                yield tensors, (number, name), offset, 4
 
 
 def whole_numbers(worker: KvShares, group: int) -> Whole:
     """Made-up bytes of all heads, in the formats of a worker."""
     rng = np.random.default_rng(group)
-    return {
-        (tensors.layer, name): rng.integers(
-            0, 256, (NUM_BLOCKS, LAYERS[tensors.layer].num_kv_heads, BLOCK_SIZE, size), dtype=np.uint8
-        )
-        for tensors, name, _, size in parts(worker.groups[0][group])
-    }
+    layout = worker.groups[0][group]
+
+    def drawn(tensors: LayerTensors, size: int) -> np.ndarray:
+        layer = LAYERS[tensors.layer]
+        heads = layer.num_heads if tensors.by_state else layer.num_kv_heads
+        return rng.integers(0, 256, (NUM_BLOCKS, heads, layout.rows_per_block, size), dtype=np.uint8)
+
+    return {part: drawn(tensors, size) for tensors, part, _, size in parts(layout)}
 
 
 def write(whole: Whole, worker: KvShares, group: int) -> list[bytes]:
@@ -83,9 +87,9 @@ def write(whole: Whole, worker: KvShares, group: int) -> list[bytes]:
     out = []
     for rank, groups in enumerate(worker.groups):
         blocks = np.zeros((NUM_BLOCKS, groups[group].block_bytes), dtype=np.uint8)
-        for tensors, name, offset, _ in parts(groups[group]):
-            first, end = worker.heads[rank][tensors.layer]
-            flat = np.ascontiguousarray(whole[tensors.layer, name][:, first:end]).reshape(NUM_BLOCKS, -1)
+        for tensors, part, offset, _ in parts(groups[group]):
+            first, end = (worker.states if tensors.by_state else worker.heads)[rank][tensors.layer]
+            flat = np.ascontiguousarray(whole[part][:, first:end]).reshape(NUM_BLOCKS, -1)
             blocks[:, offset : offset + flat.shape[1]] = flat
         out.append(blocks.tobytes())
     return out
@@ -96,9 +100,9 @@ FORMATS = ["float32", "float16", "bfloat16", "fp8", "int8", "int4"]
 
 @pytest.mark.parametrize(("source", "target", "kv_format"), matrix(RANKS, RANKS, FORMATS))
 def test_every_pair_of_sizes(source: int, target: int, kv_format: str) -> None:
-    """Also three windows, replicated heads and a latent group; equal to blocks that the target's ranks wrote themselves."""
+    """Also three windows, replicated heads, latent rows and states; equal to blocks that the target's ranks wrote themselves."""
     before, after = shares(source, (kv_format, "float32")), shares(target, (kv_format, "float32"))
-    for group in (FULL, LATENT, WINDOW):
+    for group in GROUPS:
         whole = whole_numbers(before, group)
         wanted = write(whole, after, group)
         got = convert_blocks(before, after, group, write(whole, before, group))
@@ -119,10 +123,10 @@ def test_no_blocks() -> None:
 def test_what_cannot_be_converted() -> None:
     one, two = shares(1), shares(2)
     data = write(whole_numbers(one, FULL), one, 0)
-    full, latent, window = one.groups[0]
-    foreign = replace(one, groups=((full, latent, replace(window, spec=replace(window.spec, window=7))),))
+    full, latent, window, state = one.groups[0]
+    foreign = replace(one, groups=((full, latent, replace(window, spec=replace(window.spec, window=7)), state),))
     mixed_layers = tuple(replace(tensors, dtype="uint8") for tensors in latent.layers)
-    mixed = replace(one, groups=((full, replace(latent, layers=mixed_layers), window),))
+    mixed = replace(one, groups=((full, replace(latent, layers=mixed_layers), window, state),))
     for source, target, group, given, message in [
         (one, two, 0, [*data, b""], "data of 2 ranks was given for a worker of 1"),
         (one, two, 0, [data[0][:-1]], "no whole blocks"),
@@ -140,13 +144,13 @@ def test_what_cannot_be_converted() -> None:
 
 def test_neighbours_are_one_segment_and_copies_are_taken_from_several_ranks() -> None:
     one = shares(1)
-    assert [len(block_segments(one, one, group, 0)) for group in (FULL, LATENT, WINDOW)] == [1, 1, 1]
+    assert [len(block_segments(one, one, group, 0)) for group in GROUPS] == [1, 1, 1, 1]
     assert [one.rank for one in block_segments(shares(3), shares(2), LATENT, 1)] == [1]
 
 
 @pytest.mark.parametrize("source", RANKS)
 def test_no_byte_is_taken_twice(source: int) -> None:
-    for group in (FULL, LATENT, WINDOW):
+    for group in GROUPS:
         spans = sorted((at, at + size) for _, _, at, size in block_segments(shares(source), shares(2), group, 1))
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
