@@ -119,8 +119,8 @@ class ModelSetup:
     def _expanded_bytes(self) -> int:
         """Return the bytes for the keys and values of prompts that layers with latent rows expand."""
         architecture, dtype = self._loaded.architecture, getattr(torch, self._loaded.dtype)
-        last = architecture.num_layers - 1
-        heads = head_share(architecture, last, self._parallel.rank, self._parallel.size).num_queries
+        latent = next((index for index, layer in enumerate(architecture.layers) if layer.latent), 0)
+        heads = head_share(architecture, latent, self._parallel.rank, self._parallel.size).num_queries
         return expanded_bytes(architecture, heads, self._cache.max_model_len, dtype.itemsize)
 
     @property
