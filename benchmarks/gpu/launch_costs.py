@@ -26,6 +26,8 @@ from benchmarks.gpu.geometries import RandomWeights, config_json, geometry
 from transom_core.model_config.architecture import read_architecture
 from transom_kernels import launch
 from transom_kernels.absent_device import AbsentDriver
+from transom_worker.models.decoder import DecoderLayer
+from transom_worker.models.layers.attention import LayerContext
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.residual import Residual
 from transom_worker.models.registry import build_model
@@ -82,12 +84,12 @@ def layers_of(name: str) -> dict[str, Any]:
         group = paged_batch([table] * BATCH, [0] * BATCH, [CONTEXT] * BATCH, [1] * BATCH, torch.device("cpu"))
         tables = model._rotary[rope](torch.full((BATCH,), CONTEXT), None)
         x = torch.empty((BATCH, architecture.hidden_size), dtype=torch.bfloat16)
-        layer = model._layers[index]
+        context = LayerContext(tables, cache, group, None)
 
-        def run(layer: Any = layer, x: Any = x, rest: tuple[Any, ...] = (tables, cache, group)) -> None:
+        def run(layer: DecoderLayer = model._layers[index], x: Any = x, context: LayerContext = context) -> None:
             residual = Residual(x)
             residual.add(x)  # as between layers: the first norm adds what the layer before has computed
-            layer(residual, *rest)
+            layer(residual, context)
 
         window = f", window of {attention.window}" if attention.window else ""
         found[f"{NAMES[name]}{window}"] = run

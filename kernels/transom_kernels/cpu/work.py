@@ -22,11 +22,16 @@ and the memory is used for something else; its first claim then tells it that th
 
 from collections.abc import Callable
 
-from transom_kernels.cpu.language import helper as helper
-from transom_kernels.cpu.language import inlined
+from transom_kernels.cpu.language import helper as helper, inlined
 from transom_kernels.cpu.layout import DONE, ITEM_BITS, ITEM_MASK, ITEMS_OF, SCRATCH_OF, SYNC_OF, TAG_OF
-from transom_kernels.cpu.simd import argument as argument
-from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, load_i32, unchecked_i64
+from transom_kernels.cpu.simd import (
+    argument as argument,
+    atomic_add,
+    atomic_load,
+    compare_and_swap,
+    load_i32,
+    unchecked_i64,
+)
 
 
 @helper

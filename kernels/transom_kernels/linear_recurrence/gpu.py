@@ -2,9 +2,9 @@
 
 `convolve` writes silu(convolution) of all tokens, then the cached rows. Then `kernel.py` computes the recurrence, in two ways:
 
-    recur_tokens     token by token: sequences with one token; all sequences in float32, where rows or columns of a state have
-                     decays of their own (factors e^(c_i - c_j) of pairs would be, too), or if tokens are not more than sequences;
-                     it also writes zeros for the tokens that pad the step
+    recur_tokens     token by token: sequences with one token; all sequences in float32, where columns of a state have decays of
+                     their own (Mamba-1), or if tokens are not more than sequences; it also writes zeros for the tokens that pad
+                     the step
     recur_chunks     other sequences with more tokens: `CHUNK` tokens at a time by products of matrices, whose inputs have the 10
                      bits of TF32; the state itself is kept and summed in float32
     solve_chunks     comes before it for the delta rule, where a token's change depends on those of earlier tokens of its chunk
@@ -67,7 +67,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         "HAS_SKIP": inputs.skip is not None, "BLOCK_D": max(16, next_power_of_two(width)),
     }  # fmt: skip
     columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
-    uses_chunks = mixed.dtype != torch.float32 and tokens > sequences and by == "head"
+    uses_chunks = mixed.dtype != torch.float32 and tokens > sequences and by != "column"
     warps = max(4, warps_for(shape["BLOCK_D"] * columns) // 2)
     recur_tokens[(sequences + 1, heads, -(-value_width // columns))](
         query, key, value, *gates, out, state, *blocks, *numbers, query.stride(0), key.stride(0), value.stride(0),
@@ -79,14 +79,14 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
         kinds |= {"num_warps": min(8, max(4, shape["BLOCK_D"] // 16)), "maxnreg": MAX_REGISTERS}
         solved = mixed
         if inputs.is_delta_rule:
-            solved = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=mixed.device)
+            solved = torch.empty(tokens, heads, CHUNK * (1 + (by == "row")), dtype=torch.float32, device=mixed.device)
             solve_chunks[(tokens // CHUNK + sequences + 1, heads)](
                 mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2],
-                H=heads, HK=inputs.key_heads, D=width, DV=value_width, BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES,
+                H=heads, HK=inputs.key_heads, D=width, DV=value_width, BY=by, BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES,
                 **kinds | {"num_warps": 4},
             )  # fmt: skip
         recur_chunks[(sequences, heads, -(-value_width // columns))](
-            mixed, *gates, solved, out, state, *blocks, *numbers, **shape, BLOCK_V=columns, **kinds
+            mixed, *gates, solved, out, state, *blocks, *numbers, **shape, BY=by, BLOCK_V=columns, **kinds
         )
     return out
 

@@ -9,6 +9,9 @@ Mamba-2 has u_i = step_i v_i. In the delta rule u_i also depends on the changes 
 triangular system: (1 + A) u = beta (v - e^c S^T k) with A_ij = beta_i e^(c_i - c_j) (k_i . k_j) for j < i. The inverse of 1 + A
 does not depend on the state, so `solve_chunks` computes it for all chunks at once (the WY form).
 
+If rows of a state have decays of their own (Kimi Linear), c has a number for each row, and both sums of products q_i . k_j and
+k_i . k_j have the factor e^(c_i - c_j) inside. It is computed pair by pair, since e^c_i e^-c_j may be 0 times infinity in float32.
+
 Queries and keys stay as they are in memory. Where the delta rule needs them normalised, results are multiplied by their inverse
 lengths instead.
 
@@ -149,11 +152,11 @@ def _pairs(log_decay, t, BLOCK_T: tl.constexpr):
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def solve_chunks(
     mixed,  # [T, C]
-    step_size,  # [T, H]
+    step_size,  # [T, H], or [T, H * D]: of rows of a state (BY)
     strength,  # [T, H]
-    step_bias,  # [H]
+    step_bias,  # [H] or [H * D]
     rate,  # [H]
-    solved,  # [T, H, BLOCK_T] float32: the result, a row of the inverse for each token
+    solved,  # [T, H, BLOCK_T] float32: the result, a row of the inverse for each token; [T, H, 2, BLOCK_T] by rows: and the weights
     query_offset,  # [B + 1] int32
     num_sequences,
     num_tokens,
@@ -163,13 +166,15 @@ def solve_chunks(
     HK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    BY: tl.constexpr,  # head or row
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,  # whether products are of float32: the interpreter has none of bfloat16
 ):
-    """Compute the inverse of 1 + A for a chunk of a sequence and a head. The grid is (chunks, H).
+    """Compute the inverse of 1 + A for a chunk of a sequence and a head, and by rows the weights of changes in results as well. The
+    grid is (chunks, H).
 
     Row i of the inverse is that of the unit matrix minus the sum over j < i of A_ij times row j. The program keeps A in its own
     rows of the result, where it reads them again.
@@ -181,25 +186,45 @@ def solve_chunks(
         count = tl.load(query_offset + sequence + 1) - begin - chunk * BLOCK_T
         begin += chunk * BLOCK_T
         inside = t < count
-        keys = mixed + (begin + t)[:, None] * (2 * HK * D + H * DV) + (HK + head // (H // HK)) * D + d[None, :]
-        key = tl.load(keys, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        CHANNELS: tl.constexpr = 2 * HK * D + H * DV
+        WIDTH: tl.constexpr = 2 * BLOCK_T if BY == "row" else BLOCK_T
+        first_key = mixed + begin * CHANNELS + (HK + head // (H // HK)) * D + d
+        has_key = inside[:, None] & (d < D)[None, :]
+        key = tl.load(first_key[None, :] + t[:, None] * CHANNELS, mask=has_key, other=0.0)
         wide = key.to(tl.float32)
         if UPCAST:
             key = wide
         length = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        at = (begin + t) * step_stride
-        step = _steps(step_size, step_bias, at, head, inside)
-        _, pairs = _pairs(-tl.load(rate + head) * step, t, BLOCK_T)
         at = (begin + t) * strength_stride + head
         beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
-        product = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-        product *= pairs * (beta * length)[:, None] * length[None, :]
-        places = solved + ((begin + t) * H + head)[:, None] * BLOCK_T + t[None, :]
+        places = solved + ((begin + t) * H + head)[:, None] * WIDTH + t[None, :]
+        at = (begin + t) * step_stride
+        if BY == "row":
+            queries = first_key[None, :] - HK * D + t[:, None] * CHANNELS
+            query = tl.load(queries, mask=has_key, other=0.0).to(tl.float32)
+            channel, head_rate = head * D + tl.minimum(d, D - 1), tl.load(rate + head)
+            c = tl.cumsum(-head_rate * _steps(step_size, step_bias, at[:, None], channel[None, :], inside[:, None]), 0)
+            own_c = tl.zeros([BLOCK_D], tl.float32)
+            product, weight = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+            for j in range(0, BLOCK_T):
+                is_token = (d >= 0) & (j < count)
+                own_c -= head_rate * _steps(step_size, step_bias, (begin + j) * step_stride, channel, is_token)
+                own_key = tl.load(first_key + j * CHANNELS, mask=is_token & (d < D), other=0.0).to(tl.float32)
+                decayed = tl.exp(tl.where(t[:, None] >= j, c - own_c[None, :], float("-inf"))) * own_key[None, :]
+                product = tl.where(t[None, :] == j, tl.sum(wide * decayed, 1)[:, None], product)
+                weight = tl.where(t[None, :] == j, tl.sum(query * decayed, 1)[:, None], weight)
+            query_length = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * D**-0.5
+            tl.store(places + BLOCK_T, weight * query_length[:, None] * length[None, :], mask=inside[:, None])
+        else:
+            step = _steps(step_size, step_bias, at, head, inside)
+            _, pairs = _pairs(-tl.load(rate + head) * step, t, BLOCK_T)
+            product = tl.dot(key, tl.trans(key), input_precision=PRECISION) * pairs
+        product *= (beta * length)[:, None] * length[None, :]
         tl.store(places, product, mask=inside[:, None])
         tl.debug_barrier()  # other warps read these rows
         inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
         for i in range(1, BLOCK_T):
-            row = tl.load(solved + ((begin + i) * H + head) * BLOCK_T + t, mask=(t < i) & (i < count), other=0.0)
+            row = tl.load(solved + ((begin + i) * H + head) * WIDTH + t, mask=(t < i) & (i < count), other=0.0)
             others = tl.sum(row[:, None] * inverse, 0)
             inverse = tl.where(t[:, None] == i, inverse - others[None, :], inverse)
         tl.debug_barrier()  # all warps have read the rows
@@ -209,12 +234,12 @@ def solve_chunks(
 @triton.jit
 def recur_chunks(
     mixed,  # [T, C]
-    step_size,  # [T, H]
+    step_size,  # [T, H], or [T, H * D]: of rows of a state (BY)
     strength,  # [T, H], or unused
-    step_bias,  # [H]
+    step_bias,  # [H] or [H * D]
     rate,  # [H]
     skip,  # [H], or unused
-    solved,  # [T, H, BLOCK_T] float32, or unused
+    solved,  # of `solve_chunks`, or unused
     out,  # [T, H * DV]
     state,  # [ids, H, D, DV]
     query_offset,  # [B + 1] int32
@@ -231,6 +256,7 @@ def recur_chunks(
     DV: tl.constexpr,
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    BY: tl.constexpr,  # head or row
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -256,29 +282,44 @@ def recur_chunks(
             key = tl.load(rows + (HK + head // (H // HK)) * D + d[None, :], mask=has_key, other=0.0)
             has_value = inside[:, None] & (v < DV)[None, :]
             value = tl.load(rows + 2 * HK * D + head * DV + v[None, :], mask=has_value, other=0.0).to(tl.float32)
-            step = _steps(step_size, step_bias, token * step_stride, head, inside)
-            log_decay = -tl.load(rate + head) * step
-            c, pairs = _pairs(log_decay, t, BLOCK_T)
-            last = tl.sum(log_decay, 0)
-            if UPCAST:
+            at, head_rate = token * step_stride, tl.load(rate + head)
+            solved_row = solved + (token * H + head)[:, None] * (2 * BLOCK_T if BY == "row" else BLOCK_T) + t[None, :]
+            # Rows of `to_chunk` and `to_end` scale what keys and queries read from the state before, and add to the one after.
+            if BY == "row":
+                channel = head * D + tl.minimum(d, D - 1)
+                steps = _steps(step_size, step_bias, at[:, None], channel[None, :], inside[:, None])
+                c, last = tl.cumsum(-head_rate * steps, 0), tl.sum(-head_rate * steps, 0)
+                weight = tl.load(solved_row + BLOCK_T, mask=inside[:, None], other=0.0)
                 key, query = key.to(tl.float32), query.to(tl.float32)
-            weight = tl.dot(query, tl.trans(key), input_precision=PRECISION) * pairs
-            # --- the changes, and factors of queries' and keys' rows ---
-            key, query = key.to(tl.float32), query.to(tl.float32)
-            to_chunk, to_end = tl.exp(c), tl.exp(last - c)
-            if DELTA:
                 key_length = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)
                 query_length = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * D**-0.5
+                old_key, query, key = key * tl.exp(c), query * tl.exp(c), key * tl.exp(last[None, :] - c)
+                to_chunk, to_end, kept = query_length, key_length, tl.exp(last)[:, None]
+                known_factor = key_length
+            else:
+                step = _steps(step_size, step_bias, at, head, inside)
+                c, pairs = _pairs(-head_rate * step, t, BLOCK_T)
+                last = tl.sum(-head_rate * step, 0)
+                if UPCAST:
+                    key, query = key.to(tl.float32), query.to(tl.float32)
+                weight = tl.dot(query, tl.trans(key), input_precision=PRECISION) * pairs
+                key, query = key.to(tl.float32), query.to(tl.float32)
+                old_key, to_chunk, to_end, kept = key, tl.exp(c), tl.exp(last - c), tl.exp(last)
+                if DELTA:
+                    key_length = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)
+                    query_length = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * D**-0.5
+                    known_factor = key_length * to_chunk
+                    weight *= query_length[:, None] * key_length[None, :]
+                    to_chunk *= query_length
+                    to_end *= key_length
+            # --- the changes ---
+            if DELTA:
                 at = token * strength_stride + head
                 beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
-                known = tl.dot(key, own, input_precision=PRECISION) * (key_length * to_chunk)[:, None]
+                known = tl.dot(old_key, own, input_precision=PRECISION) * known_factor[:, None]
                 change = tl.where(inside, beta, 0.0)[:, None] * (value - known)
-                at = (token * H + head)[:, None] * BLOCK_T + t[None, :]
-                inverse = tl.load(solved + at, mask=inside[:, None], other=0.0)
+                inverse = tl.load(solved_row, mask=inside[:, None], other=0.0)
                 change = tl.dot(inverse, change, input_precision=PRECISION)
-                weight *= query_length[:, None] * key_length[None, :]
-                to_chunk *= query_length
-                to_end *= key_length
             else:
                 change = step[:, None] * value
             # --- results, and the state after the chunk ---
@@ -288,5 +329,5 @@ def recur_chunks(
                 result += tl.load(skip + head) * value
             at = token[:, None] * H * DV + head * DV + v[None, :]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=has_value)
-            own = own * tl.exp(last) + tl.dot(tl.trans(key), change * to_end[:, None], input_precision=PRECISION)
+            own = own * kept + tl.dot(tl.trans(key), change * to_end[:, None], input_precision=PRECISION)
         tl.store(places + write * state_stride_b, own, mask=inside_state & (write >= 0))

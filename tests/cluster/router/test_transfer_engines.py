@@ -21,10 +21,13 @@ from tests.cluster.router.engine_workers import (
     PROMPT,
     WIRES,
     LocalPeers,
+    Mortal,
+    answers_of,
     at_worker,
     evict_all,
     fetch_of,
     request,
+    routed,
 )
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
@@ -216,7 +219,8 @@ async def check_fetch(
     policy: WindowPolicy | None = None,
     **settings: Any,
 ) -> None:
-    """A worker with as many ranks as `sizes` says fetches what another one has computed, and answers as that one does."""
+    """A worker with as many ranks as `sizes` says fetches what another one has computed, and answers as that one does. So it does
+    if a stream migrates, from a worker that leaves or one that is lost."""
     settings |= {"kv_transfer_wire": wire, "kv_transfer_verify": "all"}
     source, target = (peers.start(model, num_ranks=size, **settings) for size in sizes)
     expected, _ = await at_worker(source, request("warm", policy=policy, logprobs=2))
@@ -225,6 +229,18 @@ async def check_fetch(
     told = fetch_of(target, "fetch")
     assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
     assert tokens == expected
+    evict_all(target)
+    left = replace(request("left", "w0", policy=policy, logprobs=2), resumed_output_ids=tuple(expected[:5]))
+    tokens, usage = await at_worker(target, left)
+    assert tokens == expected[5:]
+    assert usage.num_fetched_tokens >= HIT  # and the answer's first block, unless a state lies before it alone
+    evict_all(target)
+    workers = [Mortal(source), Mortal(target)]
+    for worker in workers:
+        worker.num_events = 7  # of 12, so that one of them is lost
+    async with routed(model, *workers) as router:
+        assert await answers_of(router, [request("lost", policy=policy, logprobs=2)]) == [expected]
+    assert [worker.is_dead for worker in workers].count(True) == 1
 
 
 @pytest.mark.parametrize("other", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}, {"window": 41}], ids=str)

@@ -1,7 +1,5 @@
 """DeepSeek V4: checkpoints in their published form, compression ratios, number formats and errors; chunks that end anywhere in an
 entry, and what the pool's size allows for. `test_every_boundary` has hits and repairs.
-
-Families with MLA beyond `FamilyTests`: preemption and tiers of latent blocks, chunks of every size.
 """
 
 import json
@@ -14,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.checkpoints import greedy, load_oracle, make_checkpoint, prompt
+from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, prompt_logprobs, run
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SPARSE, make_deepseek_v4
-from tests.worker.models.family_tests import Family
-from tests.worker.models.test_moe_families import CASES, draw_corrections
 from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture, runnable
@@ -229,31 +225,3 @@ def test_a_row_without_a_block_is_an_error() -> None:
     assert metadata.window(0, 7).ge(0).all()
     with pytest.raises(IndexError, match="of batch row 0 is read but has no block"):
         metadata.window(0, 8)
-
-
-@pytest.fixture(
-    scope="module", params=some_daily(["deepseek_v2", "deepseek_v3", "deepseek_v32"], daily=["deepseek_v32"])
-)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("latent")
-    make_checkpoint(folder, case.family, **case.config)
-    draw_corrections(folder)
-    return Family.of(folder, case)
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preempted_and_back_from_host_and_disk(family: Family, tmp_path: Path, mode: str) -> None:
-    """Four times the longest request do not fit at once; then hits come from the tiers, in the end from files alone."""
-    bytes_each = family.engine().info.plan.request_bytes
-    tiers = {"swap_space": "1MiB", "disk_cache": str(tmp_path), "disk_space": "64MiB", "preemption_mode": mode}
-    settings = {"kv_cache_memory_bytes": bytes_each * 5 // 4, "max_num_batched_tokens": 45, "device": "cpu"}
-    engine = family.engine(**settings, **tiers)
-    for name in ("cold", "hit"):
-        family.ask(engine, name, [3, 3, 2, 3, 3, 1])
-    work = engine.scheduler.work
-    assert (work.num_swaps if mode == "swap" else work.num_preemptions - work.num_swaps) > 0
-    engine.shutdown()
-    again = family.engine(**settings, **tiers)
-    (whole,) = family.ask(again, "from files", [3])
-    assert whole.num_cached_tokens > 0
-    again.shutdown()
