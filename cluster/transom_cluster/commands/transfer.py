@@ -16,6 +16,7 @@ Measure = Callable[[str, str, int, str], dict[str, Any]]
 """Measures a fetch of some bytes from a source to a target by a wire, "nixl" or "ray", and returns its `FetchReport`'s fields."""
 
 WIRES = ("nixl", "ray")
+REASONS = {"fetched": "not used", "not_found": "nothing is cached"}  # why a wire brought nothing, by the fetch's outcome
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
 TIMEOUT_S = 150.0  # longer than the server's own limit
 
@@ -76,7 +77,7 @@ def measure_pairs(measure: Measure, workers: list[str], sizes: list[int], rounds
             for wire in (one for one in WIRES if one not in line):
                 ended = measure(source, target, num_bytes, wire)
                 if ended["outcome"] != "fetched" or ended["wire"] != wire:
-                    line[wire] = "not used" if ended["outcome"] == "fetched" else ended["outcome"]
+                    line[wire] = REASONS.get(ended["outcome"], ended["outcome"])
                 elif number:
                     line["bytes"] = ended["num_bytes"]
                     seconds[wire].append(ended["seconds"])

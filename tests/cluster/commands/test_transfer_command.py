@@ -42,9 +42,9 @@ def test_pairs_are_a_table_or_lines_of_json(monkeypatch: pytest.MonkeyPatch) -> 
     [_, *rows] = transfer(monkeypatch, *given).stdout.splitlines()
     assert [" ".join(row.split()) for row in rows] == [
         "a b 2.0 not used - 80.0 ms 0.03 GB/s",
-        "a b 16.0 not_found - not_found",
+        "a b 16.0 nothing is cached - nothing is cached",
         "b a 2.0 10.0 ms 0.20 GB/s 4.0 ms 0.50 GB/s 80.0 ms 0.03 GB/s",
-        "b a 16.0 not_found - not_found",
+        "b a 16.0 nothing is cached - nothing is cached",
     ]
     lines = [json.loads(line) for line in transfer(monkeypatch, *given, "--json").stdout.splitlines()]
     assert lines[2] == {"source": "b", "target": "a", "bytes": 2_000_000, "nixl": 0.01, "read": 0.004, "ray": 0.08}

@@ -124,6 +124,7 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"num_key_value_heads": 3}, "3 KV heads for 4 heads; they must divide them"),
         ({"layer_types": ["full_attention"]}, "lists 1 layer_types for num_hidden_layers 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),
+        ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
         (
             {"model_type": "gemma4_text", "sliding_window": 8, "num_kv_shared_layers": 2},

@@ -123,6 +123,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
+        if not (eps := config.get("rms_norm_eps") or config.get("layer_norm_eps")):
+            raise KeyError("rms_norm_eps")
         architecture = Architecture(
             family=family,
             layers=layers,
@@ -130,7 +132,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             max_position=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]) / residual_factor(config) ** 2,
+            rms_norm_eps=float(eps) / residual_factor(config) ** 2,
             ropes=ropes,
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),

@@ -132,6 +132,15 @@ def test_a_hostile_file_is_named(tmp_path: Path, contents: bytes) -> None:
         read_all(tmp_path)
 
 
+def test_a_file_that_is_larger_than_memory_is_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("transom_worker.models.weights.safetensors_files.safe_open", refuse)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be mapped \(unable .*overcommit_memory to 1, or split"):
+        read_all(tiny_model)
+
+
 def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
     """A file of 3 GiB, all of it a hole; a rank's rows or columns of it take next to no memory."""
     rows, columns = 3 << 20, 512

@@ -92,6 +92,10 @@ class SafetensorsWeights(Weights):
                 raise ModelError(f"{path} is missing; the checkpoint is incomplete, download it again.") from None
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is cut off or not safetensors ({error}); download it again.") from None
+            except RuntimeError as error:  # torch maps files writable, so Linux counts one against memory and swap
+                raise ModelError(
+                    f"{path} cannot be mapped ({error}); set vm.overcommit_memory to 1, or split the file into shards."
+                ) from None
         return self._open[path]
 
 
