@@ -1,10 +1,11 @@
-"""Samples every process of the server: resident memory, descriptors, threads; and fits how fast memory grows.
+"""Samples every process of the server: memory, descriptors, threads; and fits how fast memory grows.
 
 The slope of a kind of process is one least-squares fit over all its processes with an intercept for each, so that a restart is no
 step. A process counts from its own start plus a warm-up.
 
-Shared memory does not count. All processes map Ray's object store, whose size is fixed when it starts (100 MiB here); a page counts
-in each process that has ever read an object there, up to the whole store.
+Anonymous memory alone counts. All processes map Ray's object store, whose size is fixed when it starts (100 MiB here); a page counts
+in each process that has ever read an object there, up to the whole store. Pages of files, such as code, come and go as the kernel needs
+memory: in one soak, 30 MiB a router went when other programs filled the page cache.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class Sample:
     pid: int
     start_s: float
     time_s: float
-    resident_mib: float
+    anonymous_mib: float
     num_fds: int
     num_threads: int
 
@@ -65,7 +66,7 @@ class ProcessWatch:
         minutes: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for one in self.samples:
             if begin_s <= one.time_s <= end_s:
-                minutes[f"{one.kind} {one.pid}"][int((one.time_s - begin_s) // 60)].append(one.resident_mib)
+                minutes[f"{one.kind} {one.pid}"][int((one.time_s - begin_s) // 60)].append(one.anonymous_mib)
         return {name: [round(median(some), 1) for some in each.values()] for name, each in sorted(minutes.items())}
 
     def growth_mib_per_h(self, begin_s: float, end_s: float, warm_up_s: float) -> dict[str, float]:
@@ -82,21 +83,21 @@ def _sample(process: psutil.Process) -> Sample | None:
         with process.oneshot():
             return Sample(
                 name_of(process), process.pid, process.create_time(), time.time(),
-                _resident_bytes(process.pid) / MIB, process.num_fds(), process.num_threads(),
+                _anonymous_bytes(process.pid) / MIB, process.num_fds(), process.num_threads(),
             )  # fmt: skip
     except (psutil.Error, FileNotFoundError, ProcessLookupError):
         return None
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory without shared memory. Raises FileNotFoundError if the process has ended."""
+def _anonymous_bytes(pid: int) -> int:
+    """Return a process's anonymous memory. Raises FileNotFoundError if the process has ended."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssFile:")))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def slope_per_h(processes: Iterable[list[Sample]]) -> float:
     """The common slope of several processes' memory in MiB an hour; 0 without two samples of one process."""
-    points = [np.array([(one.time_s, one.resident_mib) for one in samples]) for samples in processes]
+    points = [np.array([(one.time_s, one.anonymous_mib) for one in samples]) for samples in processes]
     # An intercept for each process: its own mean is the middle of its line.
     times_s, sizes_mib = np.concatenate([some - some.mean(axis=0) for some in points] or [np.zeros((1, 2))]).T
     squares = times_s @ times_s
