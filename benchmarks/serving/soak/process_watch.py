@@ -3,9 +3,9 @@
 The slope of a kind of process is one least-squares fit over all its processes with an intercept for each, so that a restart is no
 step. A process counts from its own start plus a warm-up.
 
-Anonymous memory alone counts. All processes map Ray's object store, whose size is fixed when it starts (100 MiB here); a page counts
-in each process that has ever read an object there, up to the whole store. Pages of files, such as code, come and go as the kernel needs
-memory: in one soak, 30 MiB a router went when other programs filled the page cache.
+Anonymous memory alone counts. All processes map Ray's object store, whose size is fixed when it starts (100 MiB here); a page
+counts in each process that has ever read an object there, up to the whole store. Pages of files, such as code, come and go as the
+kernel needs memory: in one soak, 30 MiB a router went when other programs filled the page cache.
 """
 
 import asyncio

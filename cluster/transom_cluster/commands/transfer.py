@@ -16,7 +16,8 @@ Measure = Callable[[str, str, int, str], dict[str, Any]]
 """Measures a fetch of some bytes from a source to a target by a wire, "nixl" or "ray", and returns its `FetchReport`'s fields."""
 
 WIRES = ("nixl", "ray")
-REASONS = {"fetched": "not used", "not_found": "nothing is cached"}  # why a wire brought nothing, by the fetch's outcome
+# why a wire brought nothing, by the fetch's outcome
+REASONS = {"fetched": "not used", "not_found": "nothing is cached"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
 TIMEOUT_S = 150.0  # longer than the server's own limit
 
