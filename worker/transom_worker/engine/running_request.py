@@ -98,9 +98,12 @@ class RunningRequest:
         text, text_offset = self._detokenizer.push(output.token_id), self._num_chars
         self._num_chars = text_offset + len(text)
         logprobs = None if output.logprobs is None else (output.logprobs,)
-        told = (output.request_id, output.position, (output.token_id,), text, text_offset, logprobs)
+        fields = (
+            output.request_id, output.position, (output.token_id,), text, text_offset, logprobs,
+            None, None, None, None, None, False, None,
+        )  # fmt: skip
         # A named tuple's own constructor is a Python function, which takes three times as long.
-        return tuple.__new__(OutputEvent, (*told, None, None, None, None, None, False, None))
+        return tuple.__new__(OutputEvent, fields)
 
     def token_event(self, output: SequenceOutput) -> OutputEvent:
         """Return the event of one new token, which may end the request.

@@ -94,9 +94,10 @@ class PlanBuilder:
                 yield index, sequence
                 continue
             budget.num_tokens -= 1
-            input_id, input_row = self._new_input(sequence)
+            pending = sequence.num_pending
+            input_id, input_row = (NO_ID, sequence.sampled_row) if pending else (sequence.token_ids[-1], NO_ID)
             sequence.sampled_step, sequence.sampled_row = step_id, len(rows)
-            sequence.num_pending += 1
+            sequence.num_pending = pending + 1
             sequence.num_in_flight += 1
             sequence.scheduled = sequence.num_tokens_on_ranks = start + 1
             columns.append((sequence.seq_id, start, 1, input_id, input_row, start, 1))

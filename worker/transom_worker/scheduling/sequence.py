@@ -249,30 +249,19 @@ class Sequence:
         """Append the token that a step sampled, and return it as an output for the engine."""
         self.num_pending -= 1
         self.token_ids.append(token_id)
-        num_tokens = len(self.token_ids)
-        is_first = not self.has_output
-        prompt_logprobs = embedding = None
+        num_tokens, request, is_first = len(self.token_ids), self.request, not self.has_output
+        at_limit, position = num_tokens >= self.max_tokens_total, num_tokens - 1 - self.num_prompt_tokens
+        cached, prompt_logprobs, embedding = NOTHING_CACHED, None, None
         if is_first:
-            self.has_output = True
-            if self.request.params.prompt_logprobs is not None:
+            self.has_output, cached = True, self.cached_prompt or cached
+            if request.params.prompt_logprobs is not None:
                 prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs or LogprobTable(1), None
-            if self.request.params.pooling is not None:
-                num_summed = self.num_prompt_tokens if self.request.params.pooling == "mean" else 1
+            if request.params.pooling is not None:
+                num_summed = self.num_prompt_tokens if request.params.pooling == "mean" else 1
                 embedding, self.hidden_sum = [one / num_summed for one in self.hidden_sum], []
-        cached = self.cached_prompt or NOTHING_CACHED
         fields = (
-            self.request.request_id,
-            token_id,
-            num_tokens - 1 - self.num_prompt_tokens,
-            cached.num_tokens,
-            cached.index_version,
-            is_first,
-            num_tokens >= self.max_tokens_total,
-            logprobs,
-            prompt_logprobs,
-            quality,
-            cached.num_host_tokens,
-            embedding,
-        )
+            request.request_id, token_id, position, cached.num_tokens, cached.index_version, is_first, at_limit,
+            logprobs, prompt_logprobs, quality, cached.num_host_tokens, embedding,
+        )  # fmt: skip
         # A named tuple's own constructor is a Python function, which takes three times as long.
         return tuple.__new__(SequenceOutput, fields)
