@@ -1,5 +1,6 @@
 """Weights that are replaced while a worker is paused: it answers as a fresh worker would, and hits no block of the old ones."""
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_an_updated_engine_answers_as_a_fresh_one(
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 40)
     assert num_active(engine) == 0
     engine.shutdown()
+
+
+def test_what_is_frozen_stays_frozen_without_the_old_model(tiny_model: Path, other_model: Path) -> None:
+    """A worker freezes its objects after its start, so that no garbage collection visits them (`host_memory`)."""
+    engine = make_engine(str(tiny_model), **SETTINGS)
+    gc.freeze()
+    try:
+        engine.pause("abort")
+        engine.update_weights(str(other_model))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        engine.shutdown()
 
 
 def test_a_pause_that_waits_lets_requests_end_and_holds_later_ones(tiny_model: Path) -> None:

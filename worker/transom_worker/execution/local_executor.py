@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
+from transom_core.machine.host_memory import freeze_objects
 from transom_core.model_files.content import join_parts
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, ReadEnd, RemoteRead
 from transom_worker.execution.loss_causes import cause_of_error
@@ -59,10 +60,14 @@ class LocalExecutor(Executor):
     def reload(self, model: str) -> ExecutorInfo:
         """Load another checkpoint's weights after those that are loaded were freed. Raises ModelError."""
         self.shutdown()
+        was_frozen = gc.get_freeze_count() > 0
         gc.unfreeze()  # the old model is among what the worker froze after its start
         gc.collect()
         self._config = replace(self._config, model=replace(self._config.model, model=model))
-        return self.start()
+        info = self.start()
+        if was_frozen:
+            freeze_objects()
+        return info
 
     def submit(self, plan: StepPlan) -> None:
         """Launch one plan if the device computes while the host goes on; else queue it."""
