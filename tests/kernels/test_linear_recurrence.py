@@ -170,8 +170,8 @@ def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_ke
     check_padding(kind, linear_recurrence_reference)
 
 
-def check_padding(kind: str, compute: Recurrence, num_tokens: int = 70) -> None:
-    case = recurrence_case(kind, (4, 2, 12, 20, 4), [(0, num_tokens), (0, 1), (0, 5)])
+def check_padding(kind: str, compute: Recurrence, num_tokens: int = 70, dtype: torch.dtype = F32) -> None:
+    case = recurrence_case(kind, (4, 2, 12, 20, 4), [(0, num_tokens), (0, 1), (0, 5)], dtype)
     inputs = step_of(case, [0, 0], [num_tokens, 1])
     inputs.batch.write_block[:] = torch.tensor([-1, 4])
     extra: dict[str, Any] = {

@@ -44,7 +44,10 @@ def test_against_the_reference_in_float64(
 ) -> None:
     case = recurrence_case(kind, shape, STEPS, dtype)
     is_cut_off = INTERPRETED and dtype is BF16
-    check(middle_step(case, STEPS, in_place=in_place), linear_recurrence_triton, 1 + is_cut_off)
+    roundings = (
+        2 if is_cut_off and kind == "mamba2" else 1
+    )  # its results are larger: they have a skip, the convolution a bias
+    check(middle_step(case, STEPS, in_place=in_place), linear_recurrence_triton, roundings)
     if not is_cut_off:
         check(step_of(case, [0, 0, 0], [0, 0, 2]), linear_recurrence_triton)  # fewer tokens than sequences
 
@@ -58,9 +61,17 @@ def test_a_prompt_has_the_same_bits_if_it_is_cut_at_multiples_of_16_and_whatever
     check_cuts(case, linear_recurrence_triton, ([16], [1, 6] if dtype == F32 else [16, 32]))
 
 
+@pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(kind: str) -> None:
-    check_padding(kind, linear_recurrence_triton, num_tokens=20)
+def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_kept(
+    kind: str, dtype: torch.dtype
+) -> None:
+    check_padding(kind, linear_recurrence_triton, num_tokens=20, dtype=dtype)
+
+
+def test_decays_of_rows_in_chunks() -> None:
+    """Every day in float16, where an error of more than its rounding shows."""
+    check(middle_step(recurrence_case("kda", SHAPES[1], STEPS, F16), STEPS), linear_recurrence_triton)
 
 
 @NORMS

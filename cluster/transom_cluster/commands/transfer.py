@@ -16,8 +16,6 @@ Measure = Callable[[str, str, int, str], dict[str, Any]]
 """Measures a fetch of some bytes from a source to a target by a wire, "nixl" or "ray", and returns its `FetchReport`'s fields."""
 
 WIRES = ("nixl", "ray")
-# why a wire brought nothing, by the fetch's outcome
-REASONS = {"fetched": "not used", "not_found": "nothing is cached"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # a proxy from the environment cannot reach these hosts
 TIMEOUT_S = 150.0  # longer than the server's own limit
 
@@ -78,7 +76,7 @@ def measure_pairs(measure: Measure, workers: list[str], sizes: list[int], rounds
             for wire in (one for one in WIRES if one not in line):
                 ended = measure(source, target, num_bytes, wire)
                 if ended["outcome"] != "fetched" or ended["wire"] != wire:
-                    line[wire] = REASONS.get(ended["outcome"], ended["outcome"])
+                    line[wire] = "not used" if ended["outcome"] == "fetched" else ended["outcome"]
                 elif number:
                     line["bytes"] = ended["num_bytes"]
                     seconds[wire].append(ended["seconds"])
@@ -94,7 +92,7 @@ def row_of(line: dict[str, Any]) -> str:
 
     def cell(value: float | str | None) -> str:
         if not isinstance(value, float):
-            return value or "-"
+            return "nothing is cached" if value == "not_found" else value or "-"
         return f"{1e3 * value:.1f} ms {line['bytes'] / 1e9 / max(value, 1e-9):6.2f} GB/s"
 
     cells = "".join(f"  {cell(line.get(name)):>20}" for name in ("nixl", "read", "ray"))

@@ -284,7 +284,7 @@ def recur_chunks(
             value = tl.load(rows + 2 * HK * D + head * DV + v[None, :], mask=has_value, other=0.0).to(tl.float32)
             at, head_rate = token * step_stride, tl.load(rate + head)
             solved_row = solved + (token * H + head)[:, None] * (2 * BLOCK_T if BY == "row" else BLOCK_T) + t[None, :]
-            # Rows of `to_chunk` and `to_end` scale what keys and queries read from the state before, and add to the one after.
+            # `known_factor` and `to_chunk` scale what keys and queries read from the state before, `to_end` what keys add to it.
             if BY == "row":
                 channel = head * D + tl.minimum(d, D - 1)
                 steps = _steps(step_size, step_bias, at[:, None], channel[None, :], inside[:, None])

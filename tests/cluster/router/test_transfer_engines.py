@@ -233,7 +233,7 @@ async def check_fetch(
     left = replace(request("left", "w0", policy=policy, logprobs=2), resumed_output_ids=tuple(expected[:5]))
     tokens, usage = await at_worker(target, left)
     assert tokens == expected[5:]
-    assert usage.num_fetched_tokens >= HIT  # and the answer's first block, unless a state lies before it alone
+    assert usage.num_fetched_tokens >= HIT  # and the prompt's last block, unless the only state lies before it
     evict_all(target)
     workers = [Mortal(source), Mortal(target)]
     for worker in workers:

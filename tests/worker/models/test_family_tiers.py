@@ -47,6 +47,7 @@ def test_preempted_and_back_from_host_and_disk(
         wholes = run(engine, [replace(request, client=str(at % 2)) for at, request in enumerate(requests)])
         family.check(name, wholes, WHICH)
     work = engine.scheduler.work
+    assert sum(engine.scheduler.cache.tiers.loads.num_loaded) > 0
     assert (work.num_swaps if mode == "swap" else work.num_preemptions - work.num_swaps) > 0
     engine.shutdown()
     again = family.engine(**settings, **tiers)

@@ -123,8 +123,11 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)
         attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
-        if not (eps := config.get("rms_norm_eps") or config.get("layer_norm_eps")):
-            raise KeyError("rms_norm_eps")
+        eps_name = (
+            "layer_norm_eps" if config.get("rms_norm_eps") is None and "layer_norm_eps" in config else "rms_norm_eps"
+        )
+        if config.get(eps_name) is None:
+            raise KeyError(eps_name)
         architecture = Architecture(
             family=family,
             layers=layers,
@@ -132,7 +135,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             max_position=int(config["max_position_embeddings"]),
-            rms_norm_eps=float(eps) / residual_factor(config) ** 2,
+            rms_norm_eps=float(config[eps_name]) / residual_factor(config) ** 2,
             ropes=ropes,
             scales=read_scales(config),
             mixture=read_mixture(config, len(layers)),

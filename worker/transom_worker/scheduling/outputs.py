@@ -11,7 +11,8 @@ class SequenceOutput(NamedTuple):
 
     `position` is the token's index in the output, including output that the request arrived with (a stream that migrated from a
     lost worker). `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all after it.
-    `at_limit`: the request has reached its length limit, and the engine must finish it.
+    `at_limit`: the request has reached its length limit, and the engine must finish it. What the first admission found is set with
+    the first token, and 0 later.
     """
 
     request_id: str

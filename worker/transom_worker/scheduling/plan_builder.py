@@ -95,6 +95,7 @@ class PlanBuilder:
                 continue
             budget.num_tokens -= 1
             pending = sequence.num_pending
+            assert not pending or sequence.sampled_step == step_id - 1
             input_id, input_row = (NO_ID, sequence.sampled_row) if pending else (sequence.token_ids[-1], NO_ID)
             sequence.sampled_step, sequence.sampled_row = step_id, len(rows)
             sequence.num_pending = pending + 1

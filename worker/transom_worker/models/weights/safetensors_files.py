@@ -93,6 +93,8 @@ class SafetensorsWeights(Weights):
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is cut off or not safetensors ({error}); download it again.") from None
             except RuntimeError as error:  # torch maps files writable, so Linux counts one against memory and swap
+                if "Cannot allocate memory" not in str(error):
+                    raise
                 raise ModelError(
                     f"{path} cannot be mapped ({error}); set vm.overcommit_memory to 1, or split the file into shards."
                 ) from None
