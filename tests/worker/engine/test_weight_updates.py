@@ -90,7 +90,7 @@ def test_what_is_frozen_stays_frozen_without_the_old_model(tiny_model: Path, oth
     engine = make_engine(str(tiny_model), **SETTINGS)
     old = weakref.ref(engine.executor._runner)  # type: ignore[attr-defined]
     gc.freeze()
-    engine.pause("abort")
+    engine.pause("keep")
     engine.update_weights(str(other_model))
     assert (old(), gc.get_freeze_count() > 0) == (None, True)
     engine.shutdown()
