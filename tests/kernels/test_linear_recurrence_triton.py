@@ -44,9 +44,8 @@ def test_against_the_reference_in_float64(
 ) -> None:
     case = recurrence_case(kind, shape, STEPS, dtype)
     is_cut_off = INTERPRETED and dtype is BF16
-    roundings = (
-        2 if is_cut_off and kind == "mamba2" else 1
-    )  # its results are larger: they have a skip, the convolution a bias
+    # Mamba-2's results are larger: they have a skip, the convolution a bias.
+    roundings = 2 if is_cut_off and kind == "mamba2" else 1
     check(middle_step(case, STEPS, in_place=in_place), linear_recurrence_triton, roundings)
     if not is_cut_off:
         check(step_of(case, [0, 0, 0], [0, 0, 2]), linear_recurrence_triton)  # fewer tokens than sequences

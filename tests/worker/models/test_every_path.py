@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.engine_driver import run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, asked
-from tests.worker.models.test_moe_families import ALL_CASES, DEEPSEEK_V4, draw_corrections
+from tests.worker.models.test_moe_families import ALL_CASES, DEEPSEEK_V4, plain_family
 from transom_worker.scheduling import fair_preemption
 
 WHICH = (3, 3, 2, 3, 3, 1)  # prompts, by length
@@ -26,10 +25,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("tiers")
     if request.param == "deepseek_v4":
         return Family.of(make_deepseek_v4(folder), DEEPSEEK_V4)
-    case = ALL_CASES[request.param]
-    make_checkpoint(folder, case.family, **case.config)
-    draw_corrections(folder)
-    return Family.of(folder, case)
+    return plain_family(ALL_CASES[request.param], folder)
 
 
 @pytest.mark.parametrize("chunk", some_daily([1, 2, 3, 7, 63, 64, 65, 128, 200], daily=[7]))

@@ -205,12 +205,17 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Family.of(make_deepseek_v4(folder), DEEPSEEK_V4)
     case = CASES[request.param.split(" in ")[0]]
     if request.param not in QUANTISED:
-        make_checkpoint(folder, case.family, **case.config)
-        draw_corrections(folder)
-        return Family.of(folder, case)
+        return plain_family(case, folder)
     make_checkpoint(folder / "plain", case.family, **case.config)
     QUANTISED[request.param](folder / "plain", folder / "packed")
     return Family.of(folder / "plain", case, folder / "packed")
+
+
+def plain_family(case: FamilyCase, folder: Path) -> Family:
+    """Of a case's checkpoint as it is."""
+    make_checkpoint(folder, case.family, **case.config)
+    draw_corrections(folder)
+    return Family.of(folder, case)
 
 
 def draw_corrections(folder: Path) -> None:

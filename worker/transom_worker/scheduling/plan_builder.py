@@ -94,7 +94,7 @@ class PlanBuilder:
                 yield index, sequence
                 continue
             budget.num_tokens -= 1
-            pending = sequence.num_pending
+            pending = sequence.num_pending  # and `_new_input`, written out: a call less for each row
             assert not pending or sequence.sampled_step == step_id - 1
             input_id, input_row = (NO_ID, sequence.sampled_row) if pending else (sequence.token_ids[-1], NO_ID)
             sequence.sampled_step, sequence.sampled_row = step_id, len(rows)
