@@ -23,7 +23,7 @@ TRANSFERS = [
         "Bps",
         shows="Bytes of KV blocks that came from other workers (in) and were read for them (out), a second, "
         "beside what would have come, were all tokens of sliding windows moved as well.",
-        act="Near the network's limit: `fetch_bytes_per_s` of the workers falls, and routers let more be computed.",
+        act="Near the network's limit: the rates in the workers' `fetch_speeds` fall, and routers let more be computed.",
     ),
     lines(
         "Wait for a prefix p95",

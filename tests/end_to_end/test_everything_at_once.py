@@ -28,7 +28,7 @@ from transom_core.settings.settings import Settings
 from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
 
-NUM_TOKENS = 24
+NUM_TOKENS = 40
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 512, "max_num_seqs": 6, "device": "cpu"}
 HYBRID = HybridCase(window=17, sinks=5, pattern="SSF")
 LENGTHS = (400, 260, 330, 150, 41, 290, 7, 210, 370, 16, 180, 240)

@@ -90,6 +90,18 @@ class Candidates:
         )
 
     @property
+    def num_requests(self) -> npt.NDArray[np.float64]:
+        """For each worker, its requests, running and waiting."""
+        counts: npt.NDArray[np.float64] = self.facts[1]
+        return counts
+
+    @property
+    def queue_s(self) -> npt.NDArray[np.float64]:
+        """For each worker, the seconds to compute what it computes before the request."""
+        times_s: npt.NDArray[np.float64] = self.facts[0] / prefill_rates(self.facts[3])
+        return times_s
+
+    @property
     def computing_s(self) -> npt.NDArray[np.float64]:
         """For each worker, the seconds to compute the request's tokens, without the worker's queue."""
         times_s: npt.NDArray[np.float64] = self.num_to_compute / prefill_rates(self.facts[3])

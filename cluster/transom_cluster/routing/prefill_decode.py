@@ -5,7 +5,8 @@
   fetches the prompt's KV from the first one, most of it while the prompt is computed (`Request.decoder`).
 
 A request goes to the `prefill` workers if it has no output yet and every worker that may decode would fetch the part of the prompt
-that it lacks faster than compute it. All other requests go to workers that may decode: requests with output, *short* prompts,
+that it lacks sooner than compute it. Computing counts for the request and for each other one of the worker, whose next tokens it
+delays; a fetch delays the request alone. All other requests go to workers that may decode: requests with output, *short* prompts,
 prompts that such a worker has cached, and requests that do not read the prefix cache (`Request.reads_prefix_cache`), which cannot
 fetch anything. If there is no worker of the right role, any worker takes the request and does both, so no request fails because of
 roles.
@@ -46,7 +47,8 @@ def choose_takers(request: Request, selection: Selection, allowed: Integers, can
 def _is_worth_moving(
     request: Request, selection: Selection, prefillers: Integers, decoders: Integers, candidates: Candidates
 ) -> bool:
-    """Return whether each worker that may decode would fetch its missing part of the prompt MARGIN times faster than compute it."""
+    """Return whether each worker that may decode would fetch its missing part of the prompt MARGIN times faster than compute it, as
+    the module's docstring counts the seconds."""
     source = selection.workers[int(prefillers[0])]
     if not source.can_fetch or not selection.can_fetch[decoders].all():
         return False
@@ -54,6 +56,9 @@ def _is_worth_moving(
         return False
     own = candidates.at(decoders)
     place = source.place(is_on_device=True)  # a prompt that was just computed
-    rates = np.array([selection.workers[int(one)].fetch_rate(place) for one in decoders])
-    fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, rates, window_of(request))
-    return bool(np.all(own.computing_s >= MARGIN * fetching_s))
+    speeds = [selection.workers[int(one)].fetch_speed(place) for one in decoders]
+    fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, speeds, window_of(request))
+    others = candidates.at(prefillers)
+    num_streams = own.num_requests + others.num_requests.sum() / len(decoders)  # those that compute here, now and soon
+    delay_s = own.queue_s + (1 + num_streams) * own.computing_s
+    return bool(np.all(delay_s >= others.queue_s.min() + MARGIN * fetching_s))

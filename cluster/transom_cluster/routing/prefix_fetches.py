@@ -7,8 +7,8 @@
   windows. So a fetch takes `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks. A request with
   the KV policy `window` needs only its window (and sinks) of every group.
 
-The rule: let `s` be the seconds to compute the tokens that a fetch saves, and `f` the seconds to fetch them (`FETCH_LATENCY_S`, and
-the bytes at the rate that the target has measured from the source's node and tier). The target fetches if `s >= MARGIN * f`. A
+The rule: let `s` be the seconds to compute the tokens that a fetch saves, and `f` the seconds to fetch them (a wait, and the bytes
+at a rate: both as the target has measured them from the source's node and tier). The target fetches if `s >= MARGIN * f`. A
 target that fetched the last time continues to fetch while `s >= f`: measured rates vary, and without this *hysteresis* equal
 requests would alternate between both ways.
 
@@ -19,7 +19,7 @@ For example, with a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 K
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +30,8 @@ from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates, prefill_rates
 from transom_cluster.routing.worker_table import Selection
 from transom_cluster.routing.worker_view import WorkerView
-from transom_core.contract import PrefixSource, Request, WindowPolicy
+from transom_core.contract import FetchSpeed, PrefixSource, Request, WindowPolicy
 
-# The time of two calls to another worker, and of the request's wait for its own engine between them.
-FETCH_LATENCY_S = 0.01
-# Used until a worker has measured its rate.
-DEFAULT_FETCH_BYTES_PER_S = 1e9
 # A fetch must be faster than computing by this factor, since it takes part of another worker's and of the network's time.
 MARGIN = 1.5
 
@@ -97,17 +93,19 @@ def find_fetches(
         return Fetches.none(selection)
     # A prefix may lie in two tiers; the place names the one that has most of it.
     place = source.place(is_on_device=2 * int(hits.device_start[at]) >= start)
-    rates = np.array([worker.fetch_rate(place) for worker in selection.workers])
-    seconds = fetch_times_s(source, start, lacking, rates, window_of(request))
+    speeds = [worker.fetch_speed(place) for worker in selection.workers]
+    seconds = fetch_times_s(source, start, lacking, speeds, window_of(request))
     spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
+    # A prompt that was handed over comes from the prefill worker in any case: it would be computed twice.
+    is_handover = bool(request.resumed_output_ids) and not selection.may_decode[at]
     return Fetches(
         source=source,
         place=place,
         start=np.where(was_asked, start, hits.start),
         seconds=seconds,
         was_asked=was_asked,
-        pays=was_asked & pays(spared_s, seconds, fetched_last),
+        pays=was_asked & (is_handover | pays(spared_s, seconds, fetched_last)),
     )
 
 
@@ -125,15 +123,15 @@ def window_of(request: Request) -> WindowPolicy | None:
 
 
 def fetch_times_s(
-    source: WorkerView, start: int, num_tokens: Integers, bytes_per_s: Floats, window: WindowPolicy | None
+    source: WorkerView, start: int, num_tokens: Integers, speeds: Sequence[FetchSpeed], window: WindowPolicy | None
 ) -> Floats:
     """Return for each target the seconds to fetch the prefix up to `start`, of which it lacks `num_tokens` tokens.
 
-    `bytes_per_s` has the targets' rates, 0 if a rate is not measured. `window` is the request's KV policy.
+    `speeds` has the targets' speeds, and `window` is the request's KV policy.
     """
     fixed_bytes, token_bytes = prefix_bytes(source, start, window)
-    rates = np.where(bytes_per_s > 0, bytes_per_s, DEFAULT_FETCH_BYTES_PER_S)
-    times_s: Floats = FETCH_LATENCY_S + (fixed_bytes + token_bytes * num_tokens) / rates
+    waits_s, rates = np.array(speeds).T
+    times_s: Floats = waits_s + (fixed_bytes + token_bytes * num_tokens) / rates
     return times_s
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.policy import Candidate
-from transom_core.contract import PrefixSource, WorkerInfo, WorkerLoad
+from transom_core.contract import FetchSpeed, PrefixSource, WorkerInfo, WorkerLoad
 
 
 class HitTokens(NamedTuple):
@@ -74,10 +74,10 @@ class WorkerView:
         """Return the `PrefixSource.place` of blocks of this worker."""
         return PrefixSource.place_of(self.node, is_on_device=is_on_device)
 
-    def fetch_rate(self, place: str) -> float:
-        """Return the bytes per second at which the worker fetches from a place. If it has not measured this place, the rate is that
-        of all its fetches, or 0 if there were none."""
-        return self._load.fetch_rates.get(place, self._load.fetch_bytes_per_s)
+    def fetch_speed(self, place: str) -> FetchSpeed:
+        """Return how fast the worker fetches from a place, or from all if it has not measured this one."""
+        speeds = self._load.fetch_speeds
+        return speeds.get(place) or speeds.get("", FetchSpeed())
 
     def candidate(self, num_to_compute: int) -> Candidate:
         """Return the worker as a candidate for a request of which it would compute `num_to_compute` tokens."""

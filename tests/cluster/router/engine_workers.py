@@ -50,6 +50,7 @@ class LocalPeers:
         return await getattr(self.workers[worker], call)(*args)
 
     open_export = partialmethod(_call, "open_export")
+    own_query = partialmethod(_call, "own_query")
     fetch_early = partialmethod(_call, "fetch_early")
     read_export = partialmethod(_call, "read_export")
     close_export = partialmethod(_call, "close_export")

@@ -8,11 +8,12 @@ import pytest
 from tests.cluster.routing.test_placer import PROMPT, info, load, request, usage, whole
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.placer import Placer
-from transom_cluster.routing.prefix_fetches import DEFAULT_FETCH_BYTES_PER_S, FETCH_LATENCY_S, MARGIN, prefix_bytes
+from transom_cluster.routing.prefix_fetches import MARGIN, prefix_bytes
 from transom_cluster.routing.worker_view import HitTokens, WorkerView
 from transom_core.config import RoutingPolicy, WorkerRole
 from transom_core.contract import (
     AdaptivePolicy,
+    FetchSpeed,
     HeavyPolicy,
     PrefixSource,
     SamplingParams,
@@ -123,7 +124,7 @@ def test_a_windows_prefix_is_fetched_from_where_it_is_cached_under_the_same_poli
 
 def test_a_window_is_weighed_by_its_own_bytes() -> None:
     """At a rate at which a whole prefix is not worth fetching, the window of an equal prompt is."""
-    slow = load(prefill_tokens_per_s=5_000.0, fetch_bytes_per_s=5e6)
+    slow = load(prefill_tokens_per_s=5_000.0, fetch_speeds={"": FetchSpeed(bytes_per_s=5e6)})
     cached = {"a": merged(whole(PROMPT), whole(PROMPT, policy=WINDOW))}
     made = placer(worker("a"), worker("b"), cached=cached)
     made.update("b", WorkerMessage(load=slow))
@@ -137,7 +138,8 @@ def test_a_window_is_weighed_by_its_own_bytes() -> None:
 
 
 def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches() -> None:
-    fetch_s = FETCH_LATENCY_S + HIT / 16 * BLOCK_BYTES / DEFAULT_FETCH_BYTES_PER_S
+    wait_s, bytes_per_s = FetchSpeed()
+    fetch_s = wait_s + HIT / 16 * BLOCK_BYTES / bytes_per_s
     made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
 
     def fetches(compute_s: float, name: str = "r") -> bool:
@@ -151,15 +153,16 @@ def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches
     assert fetches(fetch_s * 0.9 * MARGIN)  # it fetched the last time
     assert not fetches(fetch_s * 0.9)
     assert not fetches(fetch_s * 0.9 * MARGIN)
-    slow = load(prefill_tokens_per_s=HIT / (fetch_s * 1.1 * MARGIN), fetch_bytes_per_s=DEFAULT_FETCH_BYTES_PER_S / 10)
-    made.update("b", WorkerMessage(load=slow))
-    assert made.place(request("s"), ["b"], sources=["a", "b"]).source is None
+    for slow in (FetchSpeed(bytes_per_s=bytes_per_s / 10), FetchSpeed(wait_s=2 * fetch_s)):
+        its_load = load(prefill_tokens_per_s=HIT / (fetch_s * 1.1 * MARGIN), fetch_speeds={"": slow})
+        made.update("b", WorkerMessage(load=its_load))
+        assert made.place(request("s"), ["b"], sources=["a", "b"]).source is None
 
 
 def test_a_rate_holds_for_a_node_and_a_tier() -> None:
-    """From the slow node the target computes; from the other one it fetches, at its rate of all fetches."""
+    """From the slow node the target computes; from the other one it fetches, at its speed of all fetches."""
     made = placer(worker("near", node="n"), worker("far", node="f"), worker("t"))
-    slow = load(prefill_tokens_per_s=5_000.0, fetch_bytes_per_s=1e9, fetch_rates={"f/device": 1e6})
+    slow = load(prefill_tokens_per_s=5_000.0, fetch_speeds={"f/device": FetchSpeed(bytes_per_s=1e6)})
     made.update("t", WorkerMessage(load=slow))
     for name, place in (("near", "n/device"), ("far", "")):
         made.update(name, WorkerMessage(kv=whole(PROMPT)))
@@ -223,6 +226,26 @@ def test_short_prompts_and_cached_ones_stay_with_decode_workers() -> None:
         assert (placed.worker_id, placed.is_prefill_only) == ("d", False)
 
 
+def test_a_prompt_is_computed_where_it_delays_least() -> None:
+    """A decode worker with streams takes short prompts only; one that would be later at the prefill worker it takes in any case."""
+    short = PROMPT[:160]  # 0.03 s here, and 0.014 s to fetch
+
+    def taker(prompt: tuple[int, ...], **loads: dict[str, Any]) -> str:
+        return disaggregated(loads=loads).place(request("r", prompt), ("p", "d")).worker_id
+
+    slow: dict[str, Any] = {"fetch_speeds": {"": FetchSpeed(wait_s=0.03)}}
+    assert taker(short, d=slow) == "d"
+    assert taker(short, d={**slow, "num_running": 4}) == "p"
+    assert taker(PROMPT, p={"waiting_tokens": 5 * len(PROMPT)}, d={"num_running": 8}) == "p"
+    assert taker(PROMPT, p={"waiting_tokens": 9 * len(PROMPT)}, d={"num_running": 8}) == "d"
+
+
+def test_a_prompt_that_was_handed_over_is_fetched_in_any_case() -> None:
+    made = disaggregated(cached={"p": whole(PROMPT)}, loads={"d": {"fetch_speeds": {"": FetchSpeed(wait_s=60.0)}}})
+    assert made.place(request("r+1", resumed_output_ids=(7,)), ("p", "d")).source is not None
+    assert made.place(request("r"), ["d"], sources=["p", "d"]).source is None
+
+
 @pytest.mark.parametrize(("left", "is_new"), [("p", True), ("p", False), ("d", True), ("d", False)])
 def test_a_worker_does_both_where_no_other_role_is_there(left: str, *, is_new: bool) -> None:
     made = disaggregated()
@@ -242,7 +265,8 @@ def test_every_policy_respects_roles() -> None:
         for one in (worker("p", "prefill"), worker("q", "prefill"), worker("d", "decode"), worker("e", "decode")):
             made.add_worker(one.worker, one)
         names = ("p", "q", "d", "e")
-        assert {made.place(request(f"n{i}"), names).worker_id for i in range(30)} <= {"p", "q"}
+        placed = [made.place(request("n"), names).worker_id for _ in range(30)]  # it leaves before it is placed again
+        assert {*placed} <= {"p", "q"}
         resumed = [request(f"o{i}", resumed_output_ids=(1,)) for i in range(30)]
         assert {made.place(one, names).worker_id for one in resumed} <= {"d", "e"}
 

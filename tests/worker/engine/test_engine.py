@@ -24,12 +24,12 @@ from tests.how_many import num_examples
 from tests.memory_faults import OutOfMemoryExecutor, Place
 from tests.worker.conftest import Start
 from transom_core.clock import steady_time_s
-from transom_core.contract import OutputEvent, Request, WorkerLoad
+from transom_core.contract import FetchSpeed, OutputEvent, Request, WorkerLoad
 from transom_core.errors import ConfigError, EngineDead, RequestError
 from transom_core.telemetry import request_timelines
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.engine.state_report import LEAST_FETCHED_BYTES, MAX_PLACES, StepRates
+from transom_worker.engine.state_report import LEAST_FETCHED_BYTES, MAX_PLACES, WAITS_FADE_S, StepRates
 from transom_worker.kvcache import manager
 from transom_worker.kvcache.eviction import eviction_policy
 from transom_worker.kvcache.eviction.policy_memory import Ghosts, WatchRing
@@ -210,16 +210,29 @@ def test_rates_forget_the_cold_start_and_weigh_steps_by_their_length() -> None:
 
 def test_fetches_are_measured_by_place_and_the_last_places_are_kept() -> None:
     rates = StepRates()
-    rates.fetched("near/device", LEAST_FETCHED_BYTES, 0.001)
-    rates.fetched("far/host", LEAST_FETCHED_BYTES, 0.1)
-    rates.fetched("far/host", LEAST_FETCHED_BYTES - 1, 10.0)  # too small
-    found = rates.fetch_rates
+    rates.fetched("near/device", LEAST_FETCHED_BYTES, 0.001, 0.001, now_s=0.0)
+    rates.fetched("far/host", LEAST_FETCHED_BYTES, 0.1, 0.1, now_s=0.0)
+    rates.fetched("far/host", LEAST_FETCHED_BYTES - 1, 10.0, 10.0, now_s=0.0)  # too small
+    found = {place: speed.bytes_per_s for place, speed in rates.fetch_speeds(0.0).items()}
     assert found["near/device"] == pytest.approx(100 * found["far/host"])
     assert found["far/host"] < found[""] < found["near/device"]
     for number in range(2 * MAX_PLACES):
-        rates.fetched(f"{number}/device", LEAST_FETCHED_BYTES, 0.1)
-    assert len(rates.fetch_rates) == MAX_PLACES
-    assert {"", f"{2 * MAX_PLACES - 1}/device"} <= rates.fetch_rates.keys()
+        rates.fetched(f"{number}/device", LEAST_FETCHED_BYTES, 0.1, 0.1, now_s=0.0)
+    assert len(rates.fetch_speeds(0.0)) == MAX_PLACES
+    assert {"", f"{2 * MAX_PLACES - 1}/device"} <= rates.fetch_speeds(0.0).keys()
+
+
+def test_waits_for_fetches_count_apart_from_the_rate_also_of_small_ones_and_fade() -> None:
+    rates, default = StepRates(), FetchSpeed()
+    for _ in range(40):
+        rates.fetched("a/device", 1000, 0.3, 0.001, now_s=10.0)
+    wait_s, bytes_per_s = rates.fetch_speeds(10.0)["a/device"]
+    assert wait_s == pytest.approx(0.299, rel=0.01)
+    assert bytes_per_s == default.bytes_per_s
+    rates.fetched("a/device", 0, 30.0, 0.0, now_s=10.0)  # it brought nothing
+    assert rates.fetch_speeds(10.0)["a/device"].wait_s == wait_s
+    after = rates.fetch_speeds(10.0 + WAITS_FADE_S)["a/device"].wait_s
+    assert after - default.wait_s == pytest.approx((wait_s - default.wait_s) / 2)
 
 
 def test_the_first_token_time_leaves_out_the_cold_start_and_begins_at_nothing() -> None:

@@ -21,11 +21,11 @@ from transom_core.contract.logprob_table import Logprob, LogprobTable, TokenLogp
 from transom_core.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
 from transom_core.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_core.contract.sampling_params import MAX_LOGPROBS, Pooling, SamplingParams
-from transom_core.contract.worker import KvGroupInfo, PauseMode, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.worker import FetchSpeed, KvGroupInfo, PauseMode, WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [
-    "CONTRACT_VERSION", "MAX_LOGPROBS", "Adapter", "AdaptivePolicy", "ErrorInfo", "FinishReason", "HeavyPolicy",
-    "KvGroupInfo", "KvPolicy", "KvQuality", "Logprob", "LogprobTable", "OutputEvent", "PauseMode", "Pooling",
-    "PrefixSource", "Request", "SamplingParams", "TokenLogprobs", "Usage", "WindowPolicy", "WorkerInfo", "WorkerLoad",
+    "CONTRACT_VERSION", "MAX_LOGPROBS", "Adapter", "AdaptivePolicy", "ErrorInfo", "FetchSpeed", "FinishReason",
+    "HeavyPolicy", "KvGroupInfo", "KvPolicy", "KvQuality", "Logprob", "LogprobTable", "OutputEvent", "PauseMode",
+    "Pooling", "PrefixSource", "Request", "SamplingParams", "TokenLogprobs", "Usage", "WindowPolicy", "WorkerInfo", "WorkerLoad",
     "WorkerMessage", "check_kv_policy", "max_prompt_len", "max_stream_len",
 ]  # fmt: skip

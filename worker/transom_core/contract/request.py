@@ -15,7 +15,7 @@ from transom_core.contract.adapter import Adapter
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 17
+CONTRACT_VERSION = 18
 PRIORITY_AGING_S = 30.0
 MAX_CLIENT_CHARS = 64
 MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0

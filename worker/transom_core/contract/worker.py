@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transom_core.config import WorkerRole
 from transom_core.contract.output import OutputEvent
@@ -15,6 +15,17 @@ if TYPE_CHECKING:  # for types only: importing the messages must not import the 
 
 PauseMode = Literal["keep", "wait"]
 """What a pause of a worker does to its requests: `keep` stops all, `wait` lets those that are there end and holds later ones."""
+
+
+class FetchSpeed(NamedTuple):
+    """How fast prefixes come from other workers; the defaults hold until something is measured.
+
+    `wait_s` are the seconds of a fetch in which no blocks move: calls, and waits for steps of both engines. Apart from it,
+    `bytes_per_s` holds for small and large fetches alike.
+    """
+
+    wait_s: float = 0.01
+    bytes_per_s: float = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +45,7 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
-    fetch_bytes_per_s: float = 0.0  # the rate at which prefixes came from other workers
-    fetch_rates: Mapping[str, float] = field(default_factory=dict)  # the same by `PrefixSource.place`
+    fetch_speeds: Mapping[str, FetchSpeed] = field(default_factory=dict)  # by `PrefixSource.place`; "": of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ class Engine:
 
     def load(self) -> WorkerLoad:
         """Return how much this worker has to do now, for routers and the autoscaler."""
-        return worker_load(self.scheduler, self._rates)
+        return worker_load(self.scheduler, self._rates, self.clock())
 
     # Requests in and out
 
@@ -262,7 +262,7 @@ class Engine:
 
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
         """Count a fetch that has ended, and let the held request run whose prefix it was; any other id is ignored."""
-        self._rates.fetched(report.place, report.num_bytes, report.seconds)
+        self._rates.fetched(report.place, report.num_bytes, report.seconds, report.read_s, now_s=self.clock())
         if (running := self.requests.get(request_id)) is not None:
             self.events.prefix_fetched(running.times, report)
             running.num_fetched_tokens = report.num_tokens
@@ -695,6 +695,7 @@ class Engine:
                 ranks,
                 self.grammars.stats(),
                 self.adapters.stats(),
+                now_s=self.clock(),
                 oldest_waiting_s=oldest_s,
             )
         )

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable
 
-from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
+from transom_core.contract import FetchSpeed, OutputEvent, WorkerLoad, WorkerMessage
 from transom_worker.kvcache.prefix.change_log import PendingChanges
 
 NEWS_PERIOD_S = 1.0
@@ -135,9 +135,12 @@ def is_news(sent: WorkerLoad, load: WorkerLoad) -> bool:
         or load.max_num_seqs != sent.max_num_seqs
         or _differ(load.prefill_tokens_per_s, sent.prefill_tokens_per_s)
         or _differ(load.decode_step_s, sent.decode_step_s)
-        or _differ(load.fetch_bytes_per_s, sent.fetch_bytes_per_s)
-        or any(_differ(rate, sent.fetch_rates.get(place, 0.0)) for place, rate in load.fetch_rates.items())
+        or any(_has_changed(speed, sent.fetch_speeds.get(place)) for place, speed in load.fetch_speeds.items())
     )
+
+
+def _has_changed(speed: FetchSpeed, sent: FetchSpeed | None) -> bool:
+    return sent is None or any(map(_differ, speed, sent))
 
 
 def _differ(rate: float, other: float) -> bool:

@@ -1,7 +1,9 @@
 """Reports a worker's state: its recent speed (`StepRates`), its load for routers and the autoscaler (`worker_load`), and all
 figures that its metrics page reads at a scrape (`worker_state`)."""
 
-from transom_core.contract import WorkerLoad
+from dataclasses import dataclass
+
+from transom_core.contract import FetchSpeed, WorkerLoad
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.engine_events import AdapterStats, GrammarStats, WorkerState
@@ -11,7 +13,8 @@ WEIGHT = 0.2  # of the newest measurement in the moving averages
 LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens say too little about the prefill rate
 # Fetches of fewer bytes say too little about the transfer rate: most of their time is that of the calls.
 LEAST_FETCHED_BYTES = 2**20
-MAX_PLACES = 64  # whose rates are kept: those of the last fetches, since nodes come and go
+WAITS_FADE_S = 60.0  # after so long without a fetch, half of what was measured about waits is forgotten
+MAX_PLACES = 64  # whose speeds are kept: those of the last fetches, since nodes come and go
 
 
 class StepRates:
@@ -32,26 +35,25 @@ class StepRates:
         self._warm_since_s: float | None = None  # the end of the first step
         self._prefill_tokens = 0.0  # average of a step
         self._prefill_s = 0.0  # average of a step
-        # Place -> the averages of a fetch from there, in bytes and seconds; "": of all fetches.
-        self._fetches: dict[str, tuple[float, float]] = {}
+        self._fetches: dict[str, _Fetches] = {}  # by `PrefixSource.place`; "": all
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Tokens per second of steps with prompt tokens, including their decode tokens."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
-    @property
-    def fetch_rates(self) -> dict[str, float]:
-        """Bytes per second of fetches of prefixes from other workers, by `PrefixSource.place`; "": of all fetches."""
-        return {place: num_bytes / seconds for place, (num_bytes, seconds) in self._fetches.items()}
+    def fetch_speeds(self, now_s: float) -> dict[str, FetchSpeed]:
+        """Return how fast prefixes come from other workers, by `PrefixSource.place`; "": from all."""
+        return {place: fetches.speed(now_s) for place, fetches in self._fetches.items()}
 
-    def fetched(self, place: str, num_bytes: int, seconds: float) -> None:
-        """Count the fetch of a prefix from another worker."""
-        if num_bytes < LEAST_FETCHED_BYTES:
+    def fetched(self, place: str, num_bytes: int, seconds: float, read_s: float, *, now_s: float) -> None:
+        """Count a fetch that ended at `now_s` and brought `num_bytes` in `seconds`; blocks moved for `read_s` of these."""
+        if not num_bytes:
             return
         for one in {"", place}:
-            of_bytes, of_s = self._fetches.pop(one, (0.0, 0.0))
-            self._fetches[one] = _mean(of_bytes, num_bytes), _mean(of_s, seconds)
+            fetches = self._fetches.pop(one, _Fetches(now_s))
+            self._fetches[one] = fetches  # the last one
+            fetches.count(num_bytes, seconds - read_s, read_s, now_s)
         if len(self._fetches) > MAX_PLACES:
             del self._fetches[next(iter(self._fetches))]
 
@@ -76,9 +78,37 @@ class StepRates:
             self.first_token_s += WEIGHT * (now_s - arrival_s - self.first_token_s)
 
 
-def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
-    """Return how much a worker has to do now, and how fast it has been lately."""
-    stats, fetch_rates = scheduler.stats(), rates.fetch_rates
+@dataclass(slots=True)
+class _Fetches:
+    """The moving averages of fetches from one place, the last of which ended at `last_s`.
+
+    The measured wait fades: a wait in a busy moment may be so long that routers let no prefix be fetched, and then nothing would
+    correct it. The rate is the network's and stays.
+    """
+
+    last_s: float
+    wait_s: float = FetchSpeed().wait_s
+    num_bytes: float = 0.0
+    read_s: float = 0.0
+
+    def speed(self, now_s: float) -> FetchSpeed:
+        """Return what routers should expect at `now_s`."""
+        default = FetchSpeed()
+        known: float = 0.5 ** ((now_s - self.last_s) / WAITS_FADE_S)
+        rate = self.num_bytes / self.read_s if self.read_s else default.bytes_per_s
+        return FetchSpeed(default.wait_s + known * (self.wait_s - default.wait_s), rate)
+
+    def count(self, num_bytes: int, wait_s: float, read_s: float, now_s: float) -> None:
+        """Count one fetch."""
+        expected_s, self.last_s = self.speed(now_s).wait_s, now_s
+        self.wait_s = expected_s + WEIGHT * (wait_s - expected_s)
+        if num_bytes >= LEAST_FETCHED_BYTES:
+            self.num_bytes, self.read_s = _mean(self.num_bytes, num_bytes), _mean(self.read_s, read_s)
+
+
+def worker_load(scheduler: Scheduler, rates: StepRates, now_s: float) -> WorkerLoad:
+    """Return how much a worker has to do at `now_s`, and how fast it has been lately."""
+    stats = scheduler.stats()
     used = sum(group.active_blocks * group.block_bytes for group in stats.groups)
     return WorkerLoad(
         num_running=scheduler.num_running,
@@ -89,8 +119,7 @@ def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_s=rates.decode_step_s,
         first_token_s=rates.first_token_s,
-        fetch_bytes_per_s=fetch_rates.pop("", 0.0),
-        fetch_rates=fetch_rates,
+        fetch_speeds=rates.fetch_speeds(now_s),
     )
 
 
@@ -101,15 +130,16 @@ def worker_state(
     grammars: GrammarStats,
     adapters: AdapterStats,
     *,
+    now_s: float,
     oldest_waiting_s: float,
 ) -> WorkerState:
-    """Return the present state of queue, cache and ranks.
+    """Return the state of queue, cache and ranks at `now_s`.
 
     `oldest_waiting_s` is when the oldest request arrived that no step has computed yet; 0 if there is none.
     """
     return WorkerState(
         stats=scheduler.stats(),
-        load=worker_load(scheduler, rates),
+        load=worker_load(scheduler, rates, now_s),
         work=scheduler.work.copy(),
         headroom=_headroom(scheduler),
         policies=scheduler.policy_stats(),

@@ -37,7 +37,7 @@ class FetchReport:
     wire: str = ""  # the name of the `Wire` that brought the blocks
     seconds: float = 0.0
     on_device: bool = False  # the blocks came straight into the KV pool, not into the host tier
-    read_s: float = 0.0  # of which the slowest rank read the source's memory; 0 for calls
+    read_s: float = 0.0  # of which blocks moved: the slowest rank's read of the source's memory, or the calls
 
 
 class TransferObserver:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from transom_core.contract import Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -48,11 +49,11 @@ class FakeStore(TransferStore):
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str, float], None]]] = field(default_factory=dict)
 
-    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
+    def open_export(self, export_id: str, query: PrefixQuery, num_held: int = 0) -> PrefixOffer | None:
         if query.groups != self.groups:
             raise ValueError("other groups")
         held = tuple(query.chain[: self._length(query.chain)])
-        if not held:
+        if len(held) <= num_held:
             return None
         self.exports[export_id] = held
         blocks = (tuple(range(len(held))),)
@@ -73,11 +74,13 @@ class FakeStore(TransferStore):
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
-    def published(self, request_id: str) -> PrefixQuery | None:
-        digests = self.requests.get(request_id)
-        if digests is None:
-            return None
-        return PrefixQuery(chain=digests[: self._length(digests)], num_tokens=0, groups=self.groups, block_size=BLOCK)
+    def open_early(self, export_id: str, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
+        return self.open_export(export_id, query, num_held)
+
+    def handed_over(self, request: Request) -> PrefixQuery:
+        query = self.query(request.request_id, BLOCK * len(self.requests[request.request_id]))
+        assert query is not None
+        return query
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         return replace(query, is_early=True) if query.groups == self.groups else None
@@ -179,7 +182,7 @@ class Notes(TransferObserver):
     num_bytes: int = 0
 
     def fetched(self, report: FetchReport) -> None:
-        self.reports.append(replace(report, seconds=0.0))
+        self.reports.append(replace(report, seconds=0.0, read_s=0.0))
 
     def exported(self, outcome: ExportOutcome) -> None:
         self.exports.append(outcome)

@@ -46,9 +46,14 @@ class Pair:
         await self._called("open")
         return await self.exports.open(query)
 
-    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
+    async def own_query(self, worker: str, query: PrefixQuery) -> PrefixQuery | None:
+        return self.fetches.own_query(query)
+
+    async def fetch_early(
+        self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
+    ) -> None:
         await self._called("early")
-        await self.fetches.fetch_early(source, query, sharer)
+        await self.fetches.fetch_early(source, query, offer, sharer)
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         self.bytes_in_flight += BLOCK_BYTES * len(blocks.blocks)
@@ -59,9 +64,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        self.exports.close(export_id, read_bytes)
+        return self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)
@@ -108,7 +113,7 @@ async def test_a_prefix_comes_in_pieces_and_is_published_as_a_whole() -> None:
         source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56, wire="ray"
     )
     await pair.until_quiet()
-    assert [replace(pair.ended["r"], seconds=0.0)] == pair.notes.reports == [report]
+    assert [replace(pair.ended["r"], seconds=0.0, read_s=0.0)] == pair.notes.reports == [report]
     assert pair.source_notes.num_bytes == 56
     assert pair.source_notes.exports == ["read"]
 
@@ -122,37 +127,63 @@ async def test_choices_of_one_prompt_fetch_it_once() -> None:
     assert pair.source_notes.num_bytes == 10 * BLOCK_BYTES
 
 
-async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -> None:
-    pair = Pair()
+async def test_a_prompt_comes_while_it_is_computed_and_a_request_waits_for_its_last_part() -> None:
+    """The source offers what it has without being asked, so its next step delays nothing."""
+    pair, asks = Pair(), []
     pair.source.cached.clear()
     pair.source.requests["p"] = CHAIN
-    counts: list[int] = []
-    pair.before = lambda name: counts.append(len(pair.target.cached)) if name == "early" else None
-    handovers = Handovers("a", "node", pair, pair.source, on_loop, CONFIG)
+    pair.before = asks.append
+    handovers = Handovers(
+        "a", "node", pair, pair.source, pair.exports, CONFIG, is_here=pair.source.requests.__contains__
+    )
     handovers.start([asked("p", decoder="b"), asked("no decoder")])
     for end in (3, 5, 9):
         pair.source.put(CHAIN[:end])
         async with asyncio.timeout(60):
             while len(pair.target.cached) < end:
                 await asyncio.sleep(0)
-    assert counts == [0, 3, 5]
-    await pair.until_quiet()
     pair.source.put(CHAIN)  # with the last chunk comes the first token, and the request ends here
     del pair.source.requests["p"]
-    await pair.fetch()
-    assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
+    async with asyncio.timeout(60):
+        while asks.count("early") < 4:
+            await asyncio.sleep(0)
+    pair.start("r")
+    pair.start("s")
+    await pair.until_ended("r", "s")
+    assert pair.ended["r"].outcome == pair.ended["s"].outcome == "present"
     await pair.until_quiet()
-    assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
-    assert (pair.ended[""].num_blocks, pair.ended[""].place) == (4, "node/device")  # they count for the measured rates
+    assert "open" not in asks
+    assert [report.num_blocks for report in pair.notes.reports if report.outcome == "fetched"] == [3, 2, 4, 1]
+    assert (pair.ended[""].num_blocks, pair.ended[""].place) == (1, "node/device")  # they count for the measured speeds
+    assert not handovers._tasks
+
+
+async def test_what_comes_after_an_unasked_offer_has_expired_is_not_published() -> None:
+    pair = Pair()
+    pair.source.requests["p"] = CHAIN
+    pair.before = lambda name: pair.close_exports() if name == "close" else None
+    await Handovers("a", "", pair, pair.source, pair.exports, CONFIG, is_here=lambda _: True)._run(asked("p"), "b")
+    await pair.until_quiet()
+    assert (pair.ended[""].outcome, len(pair.target.cached), pair.target.num_free) == ("source_lost", 0, 100)
 
 
 async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> None:
-    pair = Pair()
+    pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
     pair.source.requests["p"] = CHAIN
     pair.before = lambda name: asyncio.Event().wait() if name == "early" else None
-    handovers = Handovers("a", "", pair, pair.source, on_loop, replace(CONFIG, timeout_s=0.01))
+    config = replace(CONFIG, timeout_s=0.01)
     async with asyncio.timeout(60):
-        await handovers._run(asked("p"), "b")
+        await Handovers("a", "", pair, pair.source, pair.exports, config, is_here=lambda _: True)._run(asked("p"), "b")
+    await pair.until_quiet()  # its export's lease ends
+
+
+async def test_a_prompt_of_a_request_that_ends_without_it_is_looked_for_once_more() -> None:
+    pair = Pair()
+    pair.source.cached.clear()
+    pair.source.requests["p"] = CHAIN
+    async with asyncio.timeout(60):
+        await Handovers("a", "", pair, pair.source, pair.exports, CONFIG, is_here=lambda _: False)._run(asked("p"), "b")
+    assert not pair.ended
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:

@@ -21,8 +21,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -51,6 +52,15 @@ class _Ended(Exception):
         self.outcome = outcome
 
 
+class _Waiting(NamedTuple):
+    """A held request that waits until its prefix is here, since `begin_s`."""
+
+    request_id: str
+    source: PrefixSource
+    query: PrefixQuery
+    begin_s: float
+
+
 class PrefixFetches:
     """The fetches of one worker. All methods run on its event loop."""
 
@@ -75,6 +85,7 @@ class PrefixFetches:
         # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
         # when no fetch uses its lock any more.
         self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
+        self._waiting: dict[str, _Waiting] = {}  # by request id
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -109,11 +120,16 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
-        """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
-        own = await self._on_engine(lambda: self._store.own_query(query))
-        if own is not None and self.calls.away.is_asked(source.worker):
-            fetch = self._import("", sharer, source, own)
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a source's query as this worker asks it; None if it has another model or other groups."""
+        own = self._store.own_query(query)
+        return None if own is None else replace(own, verifies_all=self._config.verify == "all")
+
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> None:
+        """Fetch what `source` offers of a prompt that it computes (`handovers`). If that is the whole prompt, the request that
+        continues it waits for this."""
+        async with self._turn(source.worker, query.chain[offer.num_hash_blocks - 1]):
+            fetch = self._import("", sharer, source, query, offer)
             await self._reported("", source, fetch, self._config.timeout_s)
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
@@ -167,34 +183,60 @@ class PrefixFetches:
         Raises:
             _Ended: there is nothing to import, or no room for it.  SourceLost: the source was lost.
         """
-        query, is_present = await self._on_engine(lambda: self._asked(request.request_id, source.num_tokens))
-        if query is None:
+        request_id, begin_s = request.request_id, time.monotonic()
+        own = await self._on_engine(lambda: self._asked(request_id, source, begin_s))
+        if own is None:
             raise _Ended("cancelled")
-        key = source.worker, query.chain[-1]
-        turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+        turn = self._turn(source.worker, own.query.chain[-1])
         must_look_again = turn.locked()  # the holder of the lock may bring the prefix
-        async with turn:
-            if must_look_again:
-                is_present = await self._on_engine(lambda: self._store.has(request.request_id, query))
-            if is_present:
-                raise _Ended("present")
-            return await self._import(request.request_id, request.sharer, source, query)
+        self._waiting[request_id] = own
+        try:
+            async with turn:
+                if must_look_again and request_id in self._held:
+                    await self._on_engine(lambda: self._let_go([own]))
+                if request_id not in self._held:
+                    raise _Ended("present")
+                return await self._import(request_id, request.sharer, source, own.query)
+        finally:
+            del self._waiting[request_id]
 
-    def _asked(self, request_id: str, num_tokens: int) -> tuple[PrefixQuery | None, bool]:
-        """Return the query for a request's prefix, and whether the prefix is here already. Runs on the engine's thread."""
-        query = self._store.query(request_id, num_tokens)
+    def _turn(self, source: str, last: bytes) -> asyncio.Lock:
+        key = source, last
+        return self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+
+    def _asked(self, request_id: str, source: PrefixSource, begin_s: float) -> _Waiting | None:
+        """Let a request go if its prefix is here already. Return what it waits for; None if it has ended. Runs on the engine's
+        thread."""
+        query = self._store.query(request_id, source.num_tokens)
         if query is None:
-            return None, False
-        return query, self._store.has(request_id, query)
+            return None
+        own = _Waiting(request_id, source, query, begin_s)
+        self._let_go([own])
+        return own
+
+    def _let_go(self, waiting: Iterable[_Waiting]) -> None:
+        """End the fetches whose prefix is here now. Runs on the engine's thread, so that the next step has their requests."""
+        for request_id, source, query, begin_s in waiting:
+            if request_id in self._held and self._store.has(request_id, query):
+                seconds = time.monotonic() - begin_s
+                report = FetchReport(source=source.worker, place=source.place, outcome="present", seconds=seconds)
+                self._ended(request_id, report)
 
     async def _import(
-        self, request_id: str | None, sharer: Sharer, source: PrefixSource, query: PrefixQuery
+        self,
+        request_id: str | None,
+        sharer: Sharer,
+        source: PrefixSource,
+        query: PrefixQuery,
+        unasked: PrefixOffer | None = None,
     ) -> FetchReport:
         """Bring all pieces of an offer that are missing here, publish them unless they are a probe (`request_id` is None), and have
-        the export closed. Raises what `_fetch` does."""
+        the export closed. The source has made the offer `unasked`, or is asked for one. Raises what `_fetch` does."""
         begin_s, asked_s = time.monotonic(), time.clock_gettime(LEASE_CLOCK)
         query = replace(query, verifies_all=self._config.verify == "all")
-        offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
+        offer: PrefixOffer | str | None = unasked
+        if offer is None:
+            offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
         if not isinstance(offer, PrefixOffer):
             raise _Ended("refused" if offer == "refused" else "not_found")
         import_id, is_over, is_complete, read_bytes = uuid4().hex, False, False, 0
@@ -208,6 +250,8 @@ class PrefixFetches:
                 self._store.publish_import(import_id, request_id)
                 is_complete = True
                 self._ended(request_id, report)
+                last = query.chain[offer.num_hash_blocks - 1]
+                self._let_go([one for one in list(self._waiting.values()) if one.query.chain[-1] == last])
             return report
 
         try:
@@ -217,16 +261,22 @@ class PrefixFetches:
             report = _report(source, plan)
             if offer.memories and self.memory_wire.is_asked(source.worker):
                 read_s = await self.memory_wire.bring(sharer, source.worker, offer, import_id, plan, asked_s)
-                report, read_bytes = replace(report, wire=self.memory_wire.name, read_s=read_s), report.num_bytes
+                report, read_bytes = replace(report, wire=self.memory_wire.name), report.num_bytes
             else:
-                await self.calls.bring(sharer, source.worker, offer, import_id, plan)
+                read_s = await self.calls.bring(sharer, source.worker, offer, import_id, plan)
+            report = replace(report, read_s=read_s)
+            if unasked is not None:
+                close = self._peers.close_export(source.worker, offer.export_id, read_bytes)
+                if not await self.calls.ask(source.worker, close):
+                    raise SourceLost("its lease has ended while they were read")
             return await self._on_engine(lambda: end(report))
         finally:
             is_over = True
-            ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
-            task = asyncio.create_task(ends)
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            if unasked is None or not is_complete:
+                ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
+                task = asyncio.create_task(ends)
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
     async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine

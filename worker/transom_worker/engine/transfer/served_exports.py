@@ -65,6 +65,20 @@ class PrefixExports:
         self._renew(export_id)
         return replace(offer, lease_s=self._lease_s)
 
+    async def open_early(self, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
+        """Return an offer of what is cached here of a request's prompt, if that is more than `num_held` hash blocks."""
+        export_id = uuid4().hex
+        try:
+            offer = await self._on_engine(lambda: self._store.open_early(export_id, request_id, query, num_held))
+        except BaseException:
+            self._on_engine(lambda: self._store.close_export(export_id))
+            raise
+        if offer is None:
+            return None
+        self._leases[export_id] = None
+        self._renew(export_id)
+        return replace(offer, lease_s=self._lease_s)
+
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an open export, for each rank.
 
@@ -80,14 +94,16 @@ class PrefixExports:
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
-    def close(self, export_id: str, read_bytes: int = 0) -> None:
-        """End an export whose target has read everything or gives up. `read_bytes` of its blocks were read out of the ranks'
-        memory, and not by `read`."""
-        if export_id in self._leases:
-            if read_bytes:
-                self._observer.sent(read_bytes)
-            self._observer.exported("read")
-            self._end(export_id)
+    def close(self, export_id: str, read_bytes: int = 0) -> bool:
+        """End an export whose target has read everything or gives up; return whether it was open. `read_bytes` of its blocks were
+        read out of the ranks' memory, and not by `read`."""
+        if export_id not in self._leases:
+            return False
+        if read_bytes:
+            self._observer.sent(read_bytes)
+        self._observer.exported("read")
+        self._end(export_id)
+        return True
 
     def _renew(self, export_id: str) -> None:
         """Let an export's lease begin again. Raises KeyError: the export has ended."""

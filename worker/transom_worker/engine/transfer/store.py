@@ -5,8 +5,8 @@ blocks for them and writes their bytes (*import*): it calls `query`, `has`, `beg
 `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and `write_import` for each piece, or by
 `begin_read` (`wires`).
 
-All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
-and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
+All methods but `convert` and `handed_over` run on the engine's thread, between two steps, and must be short. The callers choose the
+ids of exports and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from transom_core.contract import KvPolicy, WindowPolicy
+from transom_core.contract import KvPolicy, Request, WindowPolicy
 from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import StepFailed
@@ -77,8 +77,9 @@ class TransferStore:
 
     # Source
 
-    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if there is none.
+    def open_export(self, export_id: str, query: PrefixQuery, num_held: int = 0) -> PrefixOffer | None:
+        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if it has at most
+        `num_held` hash blocks.
 
         Raises:
             ValueError: the query is of another model, or of a cache with other groups.
@@ -90,17 +91,18 @@ class TransferStore:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         exports, hit, num_blocks = self._cache.tiers.exports, self._find(query), len(query.chain)
-        opened = exports.begin(query.chain, hit, retentions) if hit.start else None
+        opened = exports.begin(query.chain, hit, retentions) if hit.start and hit.num_hash_blocks > num_held else None
         if query.is_probe:
             opened, end = self._lend_any(num_blocks), num_blocks * shape.block_size
             hit = PrefixHit(num_hash_blocks=num_blocks, start=end, full_groups_reach=num_blocks, limit=num_blocks)
         if opened is None:
             return None
         self._exports[export_id] = opened
+        has_windows = not query.is_early or (hit.num_hash_blocks == num_blocks and not query.is_probe)
         blocks: list[list[int]] = [[] for _ in shape.groups]
         places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
-            if not query.is_early or retentions[one.group].keeps_everything:
+            if has_windows or retentions[one.group].keeps_everything:
                 blocks[one.group].append(one.logical)
                 places[one.group].append((one.tier, one.block))
         is_readable = query.shares is not None and bool(self.memories)
@@ -119,7 +121,15 @@ class TransferStore:
             memories=self.memories if is_readable else (),
             places=tuple(map(tuple, places)) if is_readable else (),
             digests=tuple(digests),
+            has_windows=has_windows,
         )
+
+    def open_early(self, export_id: str, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
+        """Do `open_export` for a request's prompt, of which another worker has `num_held` hash blocks."""
+        sequence = self._scheduler.by_request.get(request_id)
+        if sequence is not None and (sequence.blocks is None or sequence.blocks.num_published <= num_held):
+            return None  # what a search would find, too
+        return self.open_export(export_id, query, num_held)
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -139,15 +149,12 @@ class TransferStore:
         if (opened := self._exports.pop(export_id, None)) is not None:
             self._cache.tiers.exports.end(opened)
 
-    def published(self, request_id: str) -> PrefixQuery | None:
-        """Return a query, as another worker may ask it early, for the part of a request's prompt that is cached here; None if the
-        request has ended."""
-        sequence = self._scheduler.by_request.get(request_id)
-        if sequence is None:
-            return None
-        num_blocks = 0 if sequence.blocks is None else sequence.blocks.num_published
-        chain = tuple(sequence.chain[:num_blocks])
-        return self._query(chain, num_blocks * self._cache.block_size, sequence.request.kv_policy)
+    def handed_over(self, request: Request) -> PrefixQuery:
+        """Return a query for the whole prompt of a request that another worker will continue. Any thread may call this."""
+        chain: list[bytes] = []
+        block_size = self._cache.block_size
+        extend_chain(chain, self._scheduler.root_of(request), request.prompt_token_ids, block_size)
+        return self._query(tuple(chain), len(chain) * block_size, request.kv_policy)
 
     # Target
 
@@ -159,9 +166,7 @@ class TransferStore:
         block_size = self._cache.block_size
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, block_size)
         chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
-        if not chain:
-            return None
-        return self._query(chain, num_tokens, sequence.request.kv_policy)
+        return self._query(chain, num_tokens, sequence.request.kv_policy) if chain else None
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
@@ -207,7 +212,7 @@ class TransferStore:
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         imports = self._cache.tiers.imports
         for on_device in (True, False):
-            opened = imports.begin(query.chain, hit, retentions, with_windows=not query.is_early, on_device=on_device)
+            opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=on_device)
             if opened is None:
                 return None
             waiting = {

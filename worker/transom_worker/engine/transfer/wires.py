@@ -136,13 +136,14 @@ class CallWire:
         self.away = AwaySources(config.timeout_s)
 
     async def bring(self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan) -> float:
-        """Read, convert and write all pieces; then they may be published. The first error cancels the others. Return 0.0.
+        """Read, convert and write all pieces; then they may be published. The first error cancels the others. Return the seconds.
 
         Raises:
             SourceLost: the source was lost, or does not keep its offer.  KeyError: the import has ended.
         """
+        begin_s = time.monotonic()
         await all_of([self._bring(sharer, source, offer, import_id, *piece) for piece in plan.pieces])
-        return 0.0
+        return time.monotonic() - begin_s
 
     async def ask(self, source: str, call: Awaitable[T]) -> T:
         """Wait for a call to a source. Raises SourceLost if it fails."""
