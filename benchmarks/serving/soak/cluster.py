@@ -65,6 +65,8 @@ LAYOUTS = (
     TWO_WORKERS,
     Layout("two workers of other settings", {"replicas": 2, "block_size": 32, "max_num_seqs": 4, "routing_policy": "round_robin",
            "kv_cache_memory_bytes": "3MiB", "scheduling_policy": "priority"}, (2, 2)),
+    Layout("a prefill and a decode worker", {"replicas": 1, "role": "decode",
+           "worker_group": [{"role": "prefill", "replicas": 1}]}, (2, 2)),
     Layout("one worker of two ranks", {"replicas": 1, "tensor_parallel_size": 2}, (1, 1), 2),
     Layout("one to two workers", {"replicas": 1, "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1.0,
            "downscale_delay_s": 15.0, "first_token_objective_s": 0.3}, (1, 2)),

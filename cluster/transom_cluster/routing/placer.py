@@ -155,7 +155,7 @@ class Placer:
         self._turn += 1
         chosen = int(split.positions[chosen])
         worker = selection.workers[chosen]
-        if fetches.was_asked[chosen]:
+        if fetches.was_asked[chosen] and not request.resumed_output_ids:
             worker.fetched_last = bool(fetches.pays[chosen])
         placed = PlacedRequest(
             worker_id=worker.worker_id,

@@ -4,12 +4,12 @@
 - **handover**: a worker with the role `prefill` computes a prompt and its first token; then a worker that may decode continues. It
   fetches the prompt's KV from the first one, most of it while the prompt is computed (`Request.decoder`).
 
-A request goes to the `prefill` workers if it has no output yet and every worker that may decode would fetch the part of the prompt
-that it lacks sooner than compute it. Computing counts for the request and for each other one of the worker, whose next tokens it
-delays; a fetch delays the request alone. All other requests go to workers that may decode: requests with output, *short* prompts,
-prompts that such a worker has cached, and requests that do not read the prefix cache (`Request.reads_prefix_cache`), which cannot
-fetch anything. If there is no worker of the right role, any worker takes the request and does both, so no request fails because of
-roles.
+A request goes to the `prefill` workers if it has no output yet and computing its prompt at a worker that may decode would delay
+requests for longer than its waits on the other way: for the queue of a prefill worker, and for the fetch of what that computed. At
+a decode worker it delays itself and each stream there. All other requests go to workers that may decode: requests with output,
+*short* prompts, prompts that such a worker has cached, and requests that do not read the prefix cache
+(`Request.reads_prefix_cache`), which cannot fetch anything. If there is no worker of the right role, any worker takes the request
+and does both, so no request fails because of roles.
 """
 
 from dataclasses import dataclass
@@ -47,18 +47,19 @@ def choose_takers(request: Request, selection: Selection, allowed: Integers, can
 def _is_worth_moving(
     request: Request, selection: Selection, prefillers: Integers, decoders: Integers, candidates: Candidates
 ) -> bool:
-    """Return whether each worker that may decode would fetch its missing part of the prompt MARGIN times faster than compute it, as
-    the module's docstring counts the seconds."""
+    """Return whether computing the prompt would delay requests of each worker that may decode for longer than the request would
+    wait at a prefill worker and for its fetch (MARGIN times). The time to compute it counts at decode workers alone, since prefill
+    workers are there for that."""
     source = selection.workers[int(prefillers[0])]
     if not source.can_fetch or not selection.can_fetch[decoders].all():
         return False
     if not all(has_equal_blocks(selection.workers[int(one)], source) for one in decoders):
         return False
-    own = candidates.at(decoders)
     place = source.place(is_on_device=True)  # a prompt that was just computed
     speeds = [selection.workers[int(one)].fetch_speed(place) for one in decoders]
-    fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, speeds, window_of(request))
-    others = candidates.at(prefillers)
-    num_streams = own.num_requests + others.num_requests.sum() / len(decoders)  # those that compute here, now and soon
-    delay_s = own.queue_s + (1 + num_streams) * own.computing_s
-    return bool(np.all(delay_s >= others.queue_s.min() + MARGIN * fetching_s))
+    num_missing = candidates.num_to_compute[decoders]
+    fetching_s = fetch_times_s(source, request.num_prompt_tokens, num_missing, speeds, window_of(request))
+    # What computes at a decode worker now, and soon: its share of the requests that will be handed over.
+    num_streams = candidates.num_requests[decoders] + candidates.num_requests[prefillers].sum() / len(decoders)
+    delay_s = candidates.queue_s[decoders] + (1 + num_streams) * candidates.computing_s[decoders]
+    return bool(np.all(delay_s >= candidates.queue_s[prefillers].min() + MARGIN * fetching_s))

@@ -98,7 +98,7 @@ def find_fetches(
     spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
     # A prompt that was handed over comes from the prefill worker in any case: it would be computed twice.
-    is_handover = bool(request.resumed_output_ids) and not selection.may_decode[at]
+    is_handover = len(request.resumed_output_ids) == 1 and not selection.may_decode[at]
     return Fetches(
         source=source,
         place=place,

@@ -107,7 +107,7 @@ async def at_worker(replica: WorkerReplica, request: Request) -> tuple[list[int]
                 assert event.error is None
                 tokens += event.token_ids
                 usage = event.usage or usage
-                if event.finish_reason is not None:
+                if event.finish_reason is not None or event.is_handover:
                     return tokens, usage
     raise AssertionError("the stream has ended")
 

@@ -107,7 +107,7 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
     pair.replicas.append(prefill)
     expected, _ = await at_worker(prefill, request("one", prompt=PROMPT[::-1]))
     evict_all(prefill)
-    wanted = replace(request("two", prompt=PROMPT[::-1], max_tokens=1), prefill_only=True, decoder="w1")
+    wanted = replace(request("two", prompt=PROMPT[::-1]), prefill_only=True, decoder="w1")
     await at_worker(prefill, wanted)
     await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
     tiers = pair.target.engine.scheduler.cache.index.tiers

@@ -20,7 +20,7 @@ PauseMode = Literal["keep", "wait"]
 class FetchSpeed(NamedTuple):
     """How fast prefixes come from other workers; the defaults hold until something is measured.
 
-    `wait_s` are the seconds of a fetch in which no blocks move: calls, and waits for steps of both engines. Apart from it,
+    `wait_s` are the seconds of a fetch before and after the blocks move: calls, and waits for steps of both engines. Apart from it,
     `bytes_per_s` holds for small and large fetches alike.
     """
 

@@ -83,7 +83,7 @@ class _Fetches:
     """The moving averages of fetches from one place, the last of which ended at `last_s`.
 
     The measured wait fades: a wait in a busy moment may be so long that routers let no prefix be fetched, and then nothing would
-    correct it. The rate is the network's and stays.
+    correct it. The rate is the network's and stays; that of blocks that come by calls has the waits of the calls in it.
     """
 
     last_s: float

@@ -1,7 +1,7 @@
 """A KV cache of made-up blocks for tests of the transfer protocol: digests are names, and a block's bytes say what it is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -121,11 +121,11 @@ class FakeStore(TransferStore):
         for i, block in zip(blocks.blocks, data[0].reshape(-1, BLOCK_BYTES), strict=True):
             self.imports[import_id][self.chains[import_id][i]] = block
 
-    def publish_import(self, import_id: str, request_id: str) -> None:
+    def publish_import(self, import_id: str, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
         blocks = self.imports.pop(import_id)
         assert all(np.array_equal(block, contents(digest)) for digest, block in blocks.items())
         self.cached.update(blocks)
-        self.kept_for.append(request_id)
+        self.kept_for += [*request_ids, *["awaited"] * is_awaited]
 
     def drop_import(self, import_id: str) -> bool:
         self.take_read_ends()

@@ -124,7 +124,7 @@ def move(source: Worker, target: Worker, query: PrefixQuery, offer: PrefixOffer)
         data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
         target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
     if plan is not None:
-        target.store.publish_import("i", "held")
+        target.store.publish_import("i", ["held"])
     return plan
 
 
@@ -181,7 +181,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
         source.store.read_export("e", first)
     with pytest.raises(KeyError):
         target.store.write_import("i", first, [])
-    target.store.publish_import("i", "held")
+    target.store.publish_import("i", ["held"])
     assert not any(map(len, target.cache.index.tiers[HOST]))
     source.store.close_export("e")
     assert not source.cache.tiers.exports.reads_device
@@ -315,6 +315,6 @@ def test_an_import_whose_request_has_gone_is_not_kept() -> None:
     query, offer = offered(source, target, range(40))
     assert target.store.begin_import("i", query, offer) is not None
     target.scheduler.abort("held")
-    target.store.publish_import("i", "held")
+    target.store.publish_import("i", ["held"])
     assert not target.cache.tiers.imports.opened
     target.check()

@@ -47,6 +47,7 @@ class Pair:
         return await self.exports.open(query)
 
     async def own_query(self, worker: str, query: PrefixQuery) -> PrefixQuery | None:
+        await self._called("own")
         return self.fetches.own_query(query)
 
     async def fetch_early(
@@ -153,37 +154,68 @@ async def test_a_prompt_comes_while_it_is_computed_and_a_request_waits_for_its_l
     assert pair.ended["r"].outcome == pair.ended["s"].outcome == "present"
     await pair.until_quiet()
     assert "open" not in asks
+    assert pair.target.kept_for[-4:] == ["", "r", "s", "awaited"]
     assert [report.num_blocks for report in pair.notes.reports if report.outcome == "fetched"] == [3, 2, 4, 1]
     assert (pair.ended[""].num_blocks, pair.ended[""].place) == (1, "node/device")  # they count for the measured speeds
     assert not handovers._tasks
 
 
+async def hand_over(pair: Pair, *, is_here: bool = True, config: TransferConfig = CONFIG) -> None:
+    """Hand over the prompt of a request that is, or is not, at the source any more."""
+    pair.source.requests["p"] = CHAIN
+    handovers = Handovers("a", "", pair, pair.source, pair.exports, config, is_here=lambda _: is_here)
+    async with asyncio.timeout(60):
+        await handovers._run(asked("p", decoder="b"))
+
+
 async def test_what_comes_after_an_unasked_offer_has_expired_is_not_published() -> None:
     pair = Pair()
-    pair.source.requests["p"] = CHAIN
     pair.before = lambda name: pair.close_exports() if name == "close" else None
-    await Handovers("a", "", pair, pair.source, pair.exports, CONFIG, is_here=lambda _: True)._run(asked("p"), "b")
+    await hand_over(pair)
     await pair.until_quiet()
     assert (pair.ended[""].outcome, len(pair.target.cached), pair.target.num_free) == ("source_lost", 0, 100)
 
 
-async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> None:
-    pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
-    pair.source.requests["p"] = CHAIN
-    pair.before = lambda name: asyncio.Event().wait() if name == "early" else None
-    config = replace(CONFIG, timeout_s=0.01)
-    async with asyncio.timeout(60):
-        await Handovers("a", "", pair, pair.source, pair.exports, config, is_here=lambda _: True)._run(asked("p"), "b")
-    await pair.until_quiet()  # its export's lease ends
+@pytest.mark.parametrize("at", ["own", "early"])
+async def test_a_decoder_that_is_stopped_keeps_neither_tasks_nor_exports(at: str) -> None:
+    pair = Pair()
+    pair.before = lambda name: asyncio.Event().wait() if name == at else None
+    await hand_over(pair, config=replace(CONFIG, timeout_s=0.01))
+    await pair.until_quiet()
 
 
-async def test_a_prompt_of_a_request_that_ends_without_it_is_looked_for_once_more() -> None:
+@pytest.mark.parametrize(("num_cached", "num_moved"), [(10, 10), (9, 0)])
+async def test_of_a_request_that_is_gone_the_whole_prompt_alone_is_offered(num_cached: int, num_moved: int) -> None:
     pair = Pair()
     pair.source.cached.clear()
+    pair.source.put(CHAIN[:num_cached])
+    await hand_over(pair, is_here=False)
+    assert len(pair.target.cached) == num_moved
+    await pair.until_quiet()
+
+
+async def test_an_unasked_offer_overtakes_the_request_that_asks() -> None:
+    """The source answers after its step; its offer came before that step."""
+    pair, stepped = Pair(), asyncio.Event()
+    pair.before = lambda name: stepped.wait() if name == "open" else None
+    pair.start("r")
+    await hand_over(pair)
+    await pair.until_ended("r")
+    assert (pair.ended["r"].outcome, pair.target.kept_for) == ("present", ["", "r", "awaited"])
+    stepped.set()
+    await pair.until_quiet()
+    assert [one.outcome for one in pair.notes.reports] == ["fetched", "present"]
+
+
+async def test_unasked_offers_count_among_the_exports() -> None:
+    pair = Pair()
     pair.source.requests["p"] = CHAIN
-    async with asyncio.timeout(60):
-        await Handovers("a", "", pair, pair.source, pair.exports, CONFIG, is_here=lambda _: False)._run(asked("p"), "b")
-    assert not pair.ended
+    query = pair.source.handed_over(asked("p"))
+    offers = [await pair.exports.open_early("p", query, 0) for _ in range(MAX_EXPORTS + 1)]
+    assert offers.index(None) == MAX_EXPORTS
+    assert await pair.exports.open(query) == "refused"
+    pair.close_exports()
+    await pair.until_quiet()
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:

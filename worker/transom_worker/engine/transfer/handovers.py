@@ -2,13 +2,13 @@
 
     router          places a prompt at a prefill worker, and names the worker that will probably continue (`Request.decoder`)
     prefill worker  asks the decoder which blocks it can use; after each step that published blocks, lends them and offers them to
-                    the decoder (`PrefixPeers.fetch_early`); one call of a request at a time, so that a slow decoder gets fewer and
-                    larger parts
+                    the decoder (`PrefixPeers.fetch_early`); but while the decoder fetches only the whole prompt, so that a slow
+                    decoder gets fewer and larger parts
     decoder         fetches the blocks of full-attention layers that it lacks (`PrefixFetches.fetch_early`)
 
-The last offer, between the step that made the first token and the next one, has also the blocks of sliding windows, which the
-others leave out because windows move on. Meanwhile the router places the request at the decoder, and it waits there for that fetch.
-If an offer fails or is late, the decoder asks for everything then.
+The last offer, mostly between the step that made the first token and the next one, has also the blocks of sliding windows, which
+the others leave out because windows move on. Meanwhile the router places the request at the decoder, and it waits there for that
+fetch. If an offer fails or is late, the decoder asks for everything then.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
+from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.engine.transfer.served_exports import PrefixExports
 from transom_worker.engine.transfer.store import TransferStore
@@ -50,27 +51,46 @@ class Handovers:
     def start(self, requests: Sequence[Request]) -> None:
         """Begin to hand over those requests that name a decoder. The engine may not have them yet."""
         for request in requests:
-            # Under a KV policy no layer keeps every token. The other choices of a prompt (`n` > 1) wait for its first one.
-            if request.decoder is not None and request.kv_policy is None and request.choice_index == 0:
-                task = asyncio.create_task(self._run(request, request.decoder))
+            # Under a KV policy no layer keeps every token. The other choices of a prompt (`n` > 1) wait for its first one. Requests
+            # that end with their first token do not go on elsewhere.
+            goes_on = request.decoder is not None and request.params.max_tokens != 1
+            if goes_on and request.kv_policy is None and request.choice_index == 0:
+                task = asyncio.create_task(self._run(request))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, request: Request, decoder: str) -> None:
-        num_told, pause_s = 0, LOOK_S  # hash blocks that the decoder knows of
+    async def _run(self, request: Request) -> None:
+        prompt, num_told, pause_s = self._store.handed_over(request), 0, LOOK_S  # hash blocks that the decoder knows of
+        assert request.decoder is not None
         try:
-            query = await self._peers.own_query(decoder, self._store.handed_over(request))
-            is_here = True
-            while query is not None and num_told < len(query.chain) and is_here:
-                is_here = self._is_here(request.request_id)  # if not, this look is the last one
-                offer = await self._exports.open_early(request.request_id, query, num_told)
-                if offer is not None:
-                    num_told, pause_s = offer.num_hash_blocks, LOOK_S
-                    source = PrefixSource(worker=self._own_id, num_tokens=offer.start, place=self._place)
-                    async with asyncio.timeout(self._timeout_s):  # the decoder has the same limit
-                        await self._peers.fetch_early(decoder, source, query, offer, request.sharer)
-                elif is_here:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+            async with asyncio.timeout(self._timeout_s):
+                query = await self._peers.own_query(request.decoder, prompt) if prompt.chain else None
+            if query is None:
+                return
+            async with asyncio.TaskGroup() as calls:
+                call, is_here = None, True
+                while num_told < len(query.chain) and is_here:
+                    is_here = self._is_here(request.request_id)  # if not, this look is the last one
+                    # While the decoder fetches, and for a request that is gone, only the whole prompt is worth an offer.
+                    is_part_wanted = is_here and (call is None or call.done())
+                    least = num_told if is_part_wanted else len(query.chain) - 1
+                    offer = await self._exports.open_early(request.request_id, query, least)
+                    if offer is not None:
+                        num_told, pause_s = offer.num_hash_blocks, LOOK_S
+                        call = calls.create_task(self._offer(request, query, offer))
+                    elif is_here:
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, LONGEST_LOOK_S)
         except Exception as error:
-            logger.info("Worker %s cannot fetch a prompt while it is computed: %r", decoder, error)
+            logger.info("Worker %s cannot fetch a prompt while it is computed: %r", request.decoder, error)
+
+    async def _offer(self, request: Request, query: PrefixQuery, offer: PrefixOffer) -> None:
+        """Offer blocks to the decoder, and return when it has fetched them or gave up. If it cannot be asked, end the export."""
+        assert request.decoder is not None
+        source = PrefixSource(worker=self._own_id, num_tokens=offer.start, place=self._place)
+        try:
+            async with asyncio.timeout(self._timeout_s):  # the decoder has the same limit
+                await self._peers.fetch_early(request.decoder, source, query, offer, request.sharer)
+        except Exception:
+            self._exports.close(offer.export_id)
+            raise

@@ -4,7 +4,8 @@
 - **lease**: an export ends if its target calls nothing for `TransferConfig.timeout_s`, because the target or its connection was
   lost.
 
-The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`. All methods run on the worker's event
+The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`; of a prompt that is computed here for
+it, `handovers` calls `open_early`. All methods run on the worker's event
 loop; they touch the cache on the engine's thread, between two steps.
 """
 
@@ -66,7 +67,8 @@ class PrefixExports:
         return replace(offer, lease_s=self._lease_s)
 
     async def open_early(self, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
-        """Return an offer of what is cached here of a request's prompt, if that is more than `num_held` hash blocks."""
+        """Return an offer of what is cached here of a request's prompt, if that is more than `num_held` hash blocks and another
+        export may be opened."""
         export_id = uuid4().hex
         try:
             offer = await self._on_engine(lambda: self._store.open_early(export_id, request_id, query, num_held))
@@ -74,6 +76,9 @@ class PrefixExports:
             self._on_engine(lambda: self._store.close_export(export_id))
             raise
         if offer is None:
+            return None
+        if len(self._leases) >= MAX_EXPORTS:
+            self._on_engine(lambda: self._store.close_export(export_id))
             return None
         self._leases[export_id] = None
         self._renew(export_id)

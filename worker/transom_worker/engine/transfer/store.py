@@ -5,14 +5,15 @@ blocks for them and writes their bytes (*import*): it calls `query`, `has`, `beg
 `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and `write_import` for each piece, or by
 `begin_read` (`wires`).
 
-All methods but `convert` and `handed_over` run on the engine's thread, between two steps, and must be short. The callers choose the
-ids of exports and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
+All methods but `convert`, `handed_over` and `own_query` run on the engine's thread, between two steps, and must be short. The
+callers choose the ids of exports and imports, so that they can end one even if they never learned whether it began: ending an
+unknown id does nothing.
 """
 
 import contextlib
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -98,7 +99,8 @@ class TransferStore:
         if opened is None:
             return None
         self._exports[export_id] = opened
-        has_windows = not query.is_early or (hit.num_hash_blocks == num_blocks and not query.is_probe)
+        is_whole = hit.start == num_blocks * shape.block_size
+        has_windows = not query.is_early or (is_whole and not query.is_probe)
         blocks: list[list[int]] = [[] for _ in shape.groups]
         places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
@@ -254,10 +256,10 @@ class TransferStore:
         ids = [places[logical] for logical in blocks.blocks]
         self._executor.write_blocks(opened.tier, blocks.group, ids, [part.tobytes() for part in data])
 
-    def publish_import(self, import_id: str, request_id: str) -> None:
-        """Publish the imported blocks, and keep them until a request is admitted or has ended, but only for a
-        limited time. Raises KeyError: the import has ended."""
-        self._kept.publish(self._imports.pop(import_id), [request_id])
+    def publish_import(self, import_id: str, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
+        """Publish the imported blocks, and keep them until these requests are admitted or have ended, but only for a limited time;
+        `is_awaited`: another request will come for them. Raises KeyError: the import has ended."""
+        self._kept.publish(self._imports.pop(import_id), request_ids, is_awaited=is_awaited)
         self._reads.pop(import_id, None)
 
     def drop_import(self, import_id: str) -> bool:

@@ -29,6 +29,7 @@ from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 MAX_KEPT_S = 60.0
+MAX_AWAITED_S = 1.0  # a request follows the blocks of its prompt in a few hundredths of a second
 
 # Makes room for as many blocks of each group as the given function returns; returns False if that is impossible.
 MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]
@@ -221,11 +222,13 @@ class Imports:
 
 @dataclass(slots=True)
 class _Kept:
-    """A published import, the requests that it is kept for, and the time of the clock at which it ends in any case."""
+    """A published import, the requests that it is kept for, and the times of the clock at which it ends in any case and up to which
+    another request is awaited."""
 
     blocks: BlockImport
     request_ids: set[str]
     until_s: float
+    awaited_until_s: float
 
 
 class KeptImports:
@@ -241,10 +244,11 @@ class KeptImports:
         self._imports, self._is_waiting, self._clock = imports, is_waiting, clock
         self._kept: list[_Kept] = []
 
-    def publish(self, blocks: BlockImport, request_ids: Iterable[str]) -> None:
-        """Publish an import that is complete, and keep it for these requests."""
+    def publish(self, blocks: BlockImport, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
+        """Publish an import that is complete, and keep it for these requests; `is_awaited`: also for one that is not here yet."""
         self._imports.publish(blocks)
-        self._kept.append(_Kept(blocks, set(request_ids), self._clock() + MAX_KEPT_S))
+        now_s = self._clock()
+        self._kept.append(_Kept(blocks, set(request_ids), now_s + MAX_KEPT_S, now_s + MAX_AWAITED_S * is_awaited))
         self.end_admitted()
 
     def join(self, request_id: str, chain: Iterable[bytes]) -> None:
@@ -258,7 +262,8 @@ class KeptImports:
         """End the imports that no request waits for any more, and those that were kept for long enough."""
         now_s, kept = self._clock(), []
         for one in self._kept:
-            if now_s < one.until_s and any(map(self._is_waiting, one.request_ids)):
+            is_waited_for = now_s < one.awaited_until_s or any(map(self._is_waiting, one.request_ids))
+            if now_s < one.until_s and is_waited_for:
                 kept.append(one)
             else:
                 self._imports.end(one.blocks)
