@@ -310,11 +310,15 @@ def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
     target.check()
 
 
-def test_an_import_whose_request_has_gone_is_not_kept() -> None:
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_an_import_whose_request_has_gone_is_not_kept_unless_another_will_come(*, is_awaited: bool) -> None:
     source, target = Worker(("full",)), Worker(("full",))
     query, offer = offered(source, target, range(40))
     assert target.store.begin_import("i", query, offer) is not None
     target.scheduler.abort("held")
-    target.store.publish_import("i", ["held"])
+    target.store.publish_import("i", ["held"], is_awaited=is_awaited)
+    assert bool(target.cache.tiers.imports.opened) == is_awaited
+    target.now_s += MAX_AWAITED_S
+    target.kept.end_admitted()
     assert not target.cache.tiers.imports.opened
     target.check()

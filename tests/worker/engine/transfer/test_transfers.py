@@ -154,7 +154,7 @@ async def test_a_prompt_comes_while_it_is_computed_and_a_request_waits_for_its_l
     assert pair.ended["r"].outcome == pair.ended["s"].outcome == "present"
     await pair.until_quiet()
     assert "open" not in asks
-    assert pair.target.kept_for[-4:] == ["", "r", "s", "awaited"]
+    assert pair.target.kept_for[-3:] == ["", "r", "s"]
     assert [report.num_blocks for report in pair.notes.reports if report.outcome == "fetched"] == [3, 2, 4, 1]
     assert (pair.ended[""].num_blocks, pair.ended[""].place) == (1, "node/device")  # they count for the measured speeds
     assert not handovers._tasks
@@ -190,7 +190,7 @@ async def test_of_a_request_that_is_gone_the_whole_prompt_alone_is_offered(num_c
     pair.source.cached.clear()
     pair.source.put(CHAIN[:num_cached])
     await hand_over(pair, is_here=False)
-    assert len(pair.target.cached) == num_moved
+    assert (len(pair.target.cached), pair.target.kept_for) == (num_moved, ["", "awaited"] * bool(num_moved))
     await pair.until_quiet()
 
 
@@ -201,7 +201,7 @@ async def test_an_unasked_offer_overtakes_the_request_that_asks() -> None:
     pair.start("r")
     await hand_over(pair)
     await pair.until_ended("r")
-    assert (pair.ended["r"].outcome, pair.target.kept_for) == ("present", ["", "r", "awaited"])
+    assert (pair.ended["r"].outcome, pair.target.kept_for) == ("present", ["", "r"])
     stepped.set()
     await pair.until_quiet()
     assert [one.outcome for one in pair.notes.reports] == ["fetched", "present"]

@@ -262,7 +262,7 @@ class PrefixFetches:
                     raise KeyError(import_id)  # given up while this waited for the engine
                 last = query.chain[offer.num_hash_blocks - 1]
                 waiting = [one for one in list(self._waiting.values()) if one.query.chain[-1] == last]
-                is_awaited = asked_s is None and last == query.chain[-1]  # by a request that may not be here yet
+                is_awaited = asked_s is None and last == query.chain[-1] and not waiting
                 self._store.publish_import(
                     import_id, [request_id, *(one.request_id for one in waiting)], is_awaited=is_awaited
                 )

@@ -257,6 +257,7 @@ class KeptImports:
         for one in self._kept:
             if any(block.digest in wanted for block in one.blocks.blocks):
                 one.request_ids.add(request_id)
+                one.awaited_until_s = 0.0
 
     def end_admitted(self) -> None:
         """End the imports that no request waits for any more, and those that were kept for long enough."""
