@@ -7,8 +7,6 @@ from dashboards.panels import NO_LIMITS, Limits, Panel, Words, high_is_bad, line
 UNSEEN, NO_GPU = "no job `ray`", "no GPU seen"
 GPU = "instance, GpuIndex"
 USED = f"sum by ({GPU}) (ray_node_gram_used)"
-MEMORY_SHARE = "max by (instance) (ray_node_mem_used / ray_node_mem_total)"
-GPU_SHARE = f"{USED} / ({USED} + sum by ({GPU}) (ray_node_gram_available))"
 NEARLY_FULL = high_is_bad(0.85, 0.95)
 
 
@@ -28,7 +26,7 @@ HOSTS = [
     ),
     _shares(
         "Memory of hosts",
-        MEMORY_SHARE,
+        "max by (instance) (ray_node_mem_used / ray_node_mem_total)",
         "{{instance}}",
         NEARLY_FULL,
         shows="Share of each host's memory (of its pod's, on Kubernetes) that is taken. Dashed: 85 % and 95 %.",
@@ -44,7 +42,7 @@ HOSTS = [
     ),
     _shares(
         "Memory of GPUs",
-        GPU_SHARE,
+        f"{USED} / ({USED} + sum by ({GPU}) (ray_node_gram_available))",
         "{{instance}} GPU {{GpuIndex}}",
         shows="Share of each GPU's memory that is taken. A worker takes its pool when it starts.",
         act="Much below `--gpu-memory-utilization` on a GPU in use: memory lies idle that the pool could have.",

@@ -58,19 +58,17 @@ HITS = [
 ]
 
 
-RESIDENCY = "transom_kv_residency_seconds"
-REUSE = "transom_kv_reuse_interval_seconds"
 EVICTION: list[Panel] = [
     heat(
         "Age at eviction",
-        buckets(RESIDENCY, GROUP),
+        buckets("transom_kv_residency_seconds", GROUP),
         "s",
         shows="From when a block became cached to its eviction; a cell counts blocks.",
         act="Ages below those of *Age at a hit*: blocks are evicted before a request returns for them. Add memory.",
     ),
     heat(
         "Age at a hit",
-        buckets(REUSE, GROUP),
+        buckets("transom_kv_reuse_interval_seconds", GROUP),
         "s",
         shows="From when a block became cached to its hit; a cell counts blocks.",
         act="Nothing here means that nothing is reused: see *Requests by outcome*.",

@@ -5,6 +5,7 @@ from dashboards.panels import high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, each_of, rate, ratio, split
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
+AGAIN = rate("transom_computed_tokens_total", f'{WORKER},phase=~"repair|recompute"', "phase")
 THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", f'{WORKER},mode="recompute"'), COMPUTED)
 SHORTAGE = [
     lines(
@@ -17,11 +18,7 @@ SHORTAGE = [
     ),
     lines(
         "Repeated work",
-        {
-            "{{phase}}": each_of(
-                rate("transom_computed_tokens_total", f'{WORKER},phase=~"repair|recompute"', "phase"), COMPUTED
-            )
-        },
+        {"{{phase}}": each_of(AGAIN, COMPUTED)},
         "percentunit",
         shows="Share of all computed tokens that repairs and preemptions made necessary. Dashed: 5 % and 20 %.",
         act="Recompute high: runbook of TransomCacheThrashing. Repair high: windows are evicted too soon.",

@@ -2,7 +2,7 @@
 policies: what they keep, drop and change."""
 
 from dashboards.panels import lines
-from dashboards.queries import WORKER, quantile, rate, ratio, split, total
+from dashboards.queries import WORKER, quantile, rate, rates_ratio, split, total, totals_ratio
 
 TRANSFERS = [
     lines(
@@ -55,16 +55,12 @@ DISK = [
 ]
 
 
+POLICY = "transom_kv_policy"
+QUALITIES = {"kl_nats": "KL", "agreeing_tokens": "agreement", "dropped_attention": "dropped attention"}
 POLICIES = [
     lines(
         "Kept tokens by policy",
-        {
-            "{{policy}}": ratio(
-                total("transom_kv_policy_kept_tokens", WORKER, "policy"),
-                total("transom_kv_policy_seen_tokens", WORKER, "policy"),
-                "policy",
-            )
-        },
+        {"{{policy}}": totals_ratio(f"{POLICY}_kept_tokens", f"{POLICY}_seen_tokens", WORKER, "policy")},
         "percentunit",
         shows="Tokens that running requests with a KV policy have blocks for, over those that they have computed.",
         act="Near 1: requests are shorter than their windows, and the policy saves nothing.",
@@ -72,12 +68,10 @@ POLICIES = [
     lines(
         "Blocks dropped and windows",
         {
-            "{{policy}} requests a second": rate("transom_kv_policy_requests_total", WORKER, "policy"),
-            "{{policy}} blocks a second": rate("transom_kv_policy_dropped_blocks_total", WORKER, "policy"),
-            "{{policy}} window": ratio(
-                total("transom_kv_policy_window_tokens", WORKER, "policy"),
-                total("transom_kv_policy_running_requests", WORKER, "policy"),
-                "policy",
+            "{{policy}} requests a second": rate(f"{POLICY}_requests_total", WORKER, "policy"),
+            "{{policy}} blocks a second": rate(f"{POLICY}_dropped_blocks_total", WORKER, "policy"),
+            "{{policy}} window": totals_ratio(
+                f"{POLICY}_window_tokens", f"{POLICY}_running_requests", WORKER, "policy"
             ),
         },
         "short",
@@ -88,16 +82,10 @@ POLICIES = [
     lines(
         "Quality by policy",
         {
-            "{{policy}} " + legend: ratio(
-                rate(f"transom_kv_policy_{name}_total", WORKER, "policy"),
-                rate("transom_kv_policy_compared_tokens_total", WORKER, "policy"),
-                "policy",
+            "{{policy}} " + legend: rates_ratio(
+                f"{POLICY}_{of}_total", f"{POLICY}_compared_tokens_total", WORKER, "policy"
             )
-            for name, legend in (
-                ("kl_nats", "KL"),
-                ("agreeing_tokens", "agreement"),
-                ("dropped_attention", "dropped attention"),
-            )
+            for of, legend in QUALITIES.items()
         },
         "short",
         shows="Of tokens compared with full attention (kv_quality): "

@@ -117,11 +117,7 @@ TRAFFIC = [
     ),
     lines(
         "Error ratio",
-        {
-            "5xx": ratio(f"({ERRORS})", REQUESTS),
-            "429": ratio(f"({REFUSED})", REQUESTS),
-            "499": ratio(f"({LEFT})", REQUESTS),
-        },
+        {name: ratio(f"({counted})", REQUESTS) for name, counted in (("5xx", ERRORS), ("429", REFUSED), ("499", LEFT))},
         "percentunit",
         shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit (429), "
         "left by the client (499). Dashed: the objective of 0.1 %, and ten times that.",

@@ -52,6 +52,16 @@ def ratio(part: str, whole: str, *by: str) -> str:
     return f"{part} /{on} ({whole} > 0)"
 
 
+def rates_ratio(part: str, whole: str, labels: str, *by: str) -> str:
+    """The rate of one counter over that of another, which have the same labels."""
+    return ratio(rate(part, labels, *by), rate(whole, labels, *by), *by)
+
+
+def totals_ratio(part: str, whole: str, labels: str, *by: str) -> str:
+    """One gauge over another, which have the same labels."""
+    return ratio(total(part, labels, *by), total(whole, labels, *by), *by)
+
+
 def each_of(parts: str, whole: str) -> str:
     """Every one of the parts over one whole; no value while the whole is zero."""
     return f"{parts} / on () group_left () ({whole} > 0)"
@@ -70,7 +80,7 @@ def quantile(share: float, metric: str, labels: str, *by: str) -> str:
 
 def mean(metric: str, labels: str, *by: str) -> str:
     """A histogram's mean over what was observed lately; no value while nothing was."""
-    return ratio(rate(f"{metric}_sum", labels, *by), rate(f"{metric}_count", labels, *by), *by)
+    return rates_ratio(f"{metric}_sum", f"{metric}_count", labels, *by)
 
 
 def quantiles(metric: str, labels: str, *percents: int) -> Series:

@@ -10,7 +10,6 @@ UID = "transom-router"
 PREDICTED = rate("transom_router_predicted_hit_tokens_total", ROUTER)
 ACTUAL = rate("transom_router_actual_hit_tokens_total", ROUTER)
 OFF = ratio(rate("transom_router_hit_error_tokens_sum", ROUTER), f"({PREDICTED} > {ACTUAL} or {ACTUAL})")
-OFF_LIMITS = high_is_bad(0.1, 0.25)
 
 
 NOW = [
@@ -35,7 +34,7 @@ NOW = [
         "percentunit",
         shows="Tokens between predicted and actual hit, over the greater of both. Orange from 10 %, red from 25 %.",
         act="Runbook of TransomHitPredictionOff.",
-        limits=OFF_LIMITS,
+        limits=high_is_bad(0.1, 0.25),
     ),
     number(
         "Failovers",

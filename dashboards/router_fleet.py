@@ -32,6 +32,7 @@ MIRRORS = [
 ]
 
 
+CHANGES = "transom_router_worker_changes_total"
 FLEET = [
     areas(
         "Workers by state, and wanted",
@@ -55,10 +56,7 @@ FLEET = [
     ),
     lines(
         "Workers joined, lost, drained",
-        {
-            "{{change}}": "max by (change) (sum by (router, change) "
-            f"(increase(transom_router_worker_changes_total{{{ROUTER}}}[5m])))"
-        },
+        {"{{change}}": f"max by (change) (sum by (router, change) (increase({CHANGES}{{{ROUTER}}}[5m])))"},
         "short",
         shows="Changes within five minutes, of the router that saw the most.",
         act="Lost: the worker's log and its host's. Joined and lost in turns: workers crash while they start.",

@@ -3,9 +3,11 @@ the masks and the compiling of grammars cost."""
 
 from dashboards.colors import BREAKS
 from dashboards.panels import areas, high_is_bad, lines
-from dashboards.queries import WORKER, quantile, rate, ratio, split, total
+from dashboards.queries import WORKER, quantile, rate, rates_ratio, ratio, split, total
 
 TIMES = (("queue", "transom_queue_seconds"), ("prefill", "transom_prefill_seconds"))
+COMPILED = rate("transom_grammar_compiles_total", f'{WORKER},outcome="compiled"', "worker")
+COMPILING = rate("transom_grammar_compile_seconds_total", WORKER, "worker")
 REQUESTS = [
     areas(
         "Requests running by worker",
@@ -80,10 +82,8 @@ GRAMMARS = [
     lines(
         "Time of a mask",
         {
-            "{{worker}}": ratio(
-                rate("transom_grammar_mask_seconds_total", WORKER, "worker"),
-                rate("transom_grammar_masks_total", WORKER, "worker"),
-                "worker",
+            "{{worker}}": rates_ratio(
+                "transom_grammar_mask_seconds_total", "transom_grammar_masks_total", WORKER, "worker"
             )
         },
         "s",
@@ -99,13 +99,7 @@ GRAMMARS = [
     ),
     lines(
         "Compiling grammars",
-        {
-            "{{worker}}": ratio(
-                rate("transom_grammar_compile_seconds_total", WORKER, "worker"),
-                rate("transom_grammar_compiles_total", f'{WORKER},outcome="compiled"', "worker"),
-                "worker",
-            )
-        },
+        {"{{worker}}": ratio(COMPILING, COMPILED, "worker")},
         "s",
         shows="Mean time of compiling a grammar that was not kept, while its request waits.",
         act="Over 0.1 s: large schemas; equal ones are compiled once, so clients should not vary them.",

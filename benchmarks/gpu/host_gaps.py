@@ -8,9 +8,8 @@ takes 0.1 ms to launch a step (one CUDA graph), `eager` 1.5 ms (some 300 kernels
     ahead     a step is launched when it is planned, while the device computes the last one (`execution.device_queue`)
     waiting   a step is launched when the last one's tokens are there
 
-The engine and rank 0 are real. With several ranks each is a process of its own, which needs a core.
-Other ranks have cores of their own on a GPU machine and do there what rank 0 does; here they only receive the plans
-(`simulated_rank`). Collectives take no time.
+The engine and rank 0 are real. With several ranks each is a process of its own, which needs a core. Other ranks have cores of their
+own on a GPU machine and do there what rank 0 does; here they only receive the plans (`simulated_rank`). Collectives take no time.
 
 The figure is the device's share: 100 % means that it never waits. The table is that of docs/gpu.md, which has the last figures:
 ahead, and in brackets waiting, with graphs / eager.

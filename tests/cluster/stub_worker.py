@@ -87,9 +87,8 @@ class ByteTokenizer:
         turns = [f"{message['role']}:{message['content']};" for message in messages]
         ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
         text = "".join(turns) + ("assistant:" if add_generation_prompt else "")
-        return Prompt(
-            text=text, token_ids=tuple(self.encode(text, check_length=check_length)), turn_boundaries=tuple(ends)
-        )
+        token_ids = self.encode(text, check_length=check_length)
+        return Prompt(text=text, token_ids=tuple(token_ids), turn_boundaries=tuple(ends))
 
 
 class AnyGrammar:
@@ -199,9 +198,12 @@ class StubWorker:
         self.num_resyncs += 1
         self._notify()
 
-    async def info(self) -> WorkerInfo:
+    def _check_alive(self) -> None:
         if self.is_dead:
             raise ConnectionError("no worker")
+
+    async def info(self) -> WorkerInfo:
+        self._check_alive()
         return WorkerInfo(
             worker=self.worker,
             max_model_len=MAX_MODEL_LEN,
@@ -217,8 +219,7 @@ class StubWorker:
         )
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        if self.is_dead:
-            raise ConnectionError("no worker")
+        self._check_alive()
         now_s = time.time() + self.clock_ahead_s
         own = [step for step in self.timeline if step["request_id"].startswith(request_id)]
         return [{**step, "at_s": (at_s := step["at_s"] + self.clock_ahead_s), "ago_s": now_s - at_s} for step in own]
@@ -245,13 +246,9 @@ class StubWorker:
             self._notify()
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
-        if self.is_dead:
-            raise ConnectionError("no worker")
-        return (
-            {"error": f"There is no group {group}."}
-            if group
-            else {"group": group, "block": block, "state": "active", "tier": tier}
-        )
+        self._check_alive()
+        described = {"group": group, "block": block, "state": "active", "tier": tier}
+        return {"error": f"There is no group {group}."} if group else described
 
     async def pause(self, mode: str | None) -> None: ...
 
@@ -267,25 +264,25 @@ class StubWorker:
 
     def push(self, *events: OutputEvent) -> None:
         """Send events of the test's own making."""
-        assert self._queue is not None
-        self._queue.put_nowait(WorkerMessage(events=events))
+        self._send(WorkerMessage(events=events))
 
     def replace_weights(self, identity: str) -> None:
         """Go on with other weights."""
-        assert self._queue is not None
         self.identity = identity
-        self._queue.put_nowait(WorkerMessage(identity=identity))
+        self._send(WorkerMessage(identity=identity))
 
     def skip_index_updates(self) -> None:
         """Send an update of the prefix index whose predecessors the router never got."""
-        assert self._queue is not None
-        self._queue.put_nowait(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
+        self._send(WorkerMessage(kv=KvUpdate(after=7, version=8, runs=())))
 
     def die(self, cause: LossCause = "unknown") -> None:
         self._cancel_all()
-        assert self._queue is not None
         known = WorkerLost("the worker died", loss_cause=cause)
-        self._queue.put_nowait(ConnectionError("the worker died") if cause == "unknown" else known)
+        self._send(ConnectionError("the worker died") if cause == "unknown" else known)
+
+    def _send(self, message: WorkerMessage | Exception) -> None:
+        assert self._queue is not None
+        self._queue.put_nowait(message)
 
     def go(self) -> None:
         """No more silence."""
@@ -294,12 +291,10 @@ class StubWorker:
 
     def end_all(self, error: ErrorInfo) -> None:
         """End every request with an error event."""
-        request_ids = list(self._running)
+        ids = list(self._running)
         self._cancel_all()
-        if request_ids:
-            self.push(
-                *(OutputEvent(request_id=one, position=0, finish_reason="error", error=error) for one in request_ids)
-            )
+        if ids:
+            self.push(*(OutputEvent(request_id=one, position=0, finish_reason="error", error=error) for one in ids))
 
     def kill(self, cause: LossCause = "unknown") -> None:
         self.is_dead, self.can_open = True, False

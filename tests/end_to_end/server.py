@@ -89,9 +89,8 @@ def stop_server(server: Server, number: int = signal.SIGINT) -> int:
 
 def processes(server: Server) -> list[tuple[int, str]]:
     """Pid and arguments of every process of this server's session."""
-    rows = subprocess.run(
-        ["ps", "-ww", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True
-    ).stdout
+    command = ["ps", "-ww", "-eo", "sid=,stat=,pid=,args="]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     split = [row.split(maxsplit=3) for row in rows.splitlines()]
     return [(int(row[2]), row[3]) for row in split if row[0] == str(server.process.pid) and not row[1].startswith("Z")]
 

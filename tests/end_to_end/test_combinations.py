@@ -347,9 +347,8 @@ def plain_answers(model: Path, name: str, formats: str) -> Plain:
     """The answers of one model under the formats of its cache."""
     settings: dict[str, Any] = {**MODELS[name][0].settings(), **SETTINGS}
     unquantised = make_engine(str(model), **settings)
-    plain = make_engine(
-        str(model), **settings, kv_cache_dtype=formats, enable_prefix_caching=False, max_num_batched_tokens=1024
-    )
+    settings |= {"enable_prefix_caching": False, "max_num_batched_tokens": 1024}
+    plain = make_engine(str(model), **settings, kv_cache_dtype=formats)
     answers = run(plain, [ask(f"r{i}", i, p, logprobs=8) for i, p in enumerate(prompts())])
     for engine in (plain, unquantised):
         engine.shutdown()
@@ -389,12 +388,10 @@ TIERED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "formats", "mode"),
-    some_daily(
-        TIERED, [TIERED[0], ("SCF", "auto", "auto"), ("convolutions", "auto", "swap"), ("states", "auto", "swap")]
-    ),
-)
+TIERED_DAILY = [TIERED[0], ("SCF", "auto", "auto"), ("convolutions", "auto", "swap"), ("states", "auto", "swap")]
+
+
+@pytest.mark.parametrize(("name", "formats", "mode"), some_daily(TIERED, TIERED_DAILY))
 def test_tiers_are_exact(
     folders: dict[str, Path],
     tmp_path: Path,

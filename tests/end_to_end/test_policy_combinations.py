@@ -28,11 +28,8 @@ ADAPTIVE = AdaptivePolicy(sinks=4, min_window=16, max_window=64, threshold=0.05)
 HEAVY = HeavyPolicy(sinks=4, budget=48)
 MIXED: tuple[KvPolicy | None, ...] = (None, WINDOW, HEAVY, NO_SINKS, ADAPTIVE)
 POLICIES: dict[str, tuple[KvPolicy | None, ...]] = {"mixed": MIXED, "window": (WINDOW,), "no sinks": (NO_SINKS,)}
-SETTINGS: dict[str, Any] = {
-    "block_size": 8,
-    "max_model_len": 256,
-    "max_num_seqs": 24,  # windows hold little: many at once
-}
+# Windows hold little: many sequences at once.
+SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 24}
 TIGHT_KIB = 280  # the longest request just fits
 ROOMY_KIB = 8 << 10
 
@@ -42,14 +39,9 @@ Answers = list[list[int]]
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[KvPolicy | None, Answers]:
     """Every prompt's answer under every policy."""
-    answers: dict[KvPolicy | None, Answers] = {
-        policy: oracle_answers(tiny_model, prompts(), NUM_TOKENS, case)
-        for policy, case in (
-            (None, FULL),
-            (WINDOW, HybridCase(window=WINDOW.window, sinks=WINDOW.sinks)),
-            (NO_SINKS, HybridCase(window=NO_SINKS.window)),
-        )
-    }
+    cases: dict[KvPolicy | None, HybridCase] = {None: FULL}
+    cases |= {one: HybridCase(window=one.window, sinks=one.sinks) for one in (WINDOW, NO_SINKS)}
+    answers = {policy: oracle_answers(tiny_model, prompts(), NUM_TOKENS, case) for policy, case in cases.items()}
     engine = make_engine(str(tiny_model), **SETTINGS, enable_prefix_caching=False, max_num_batched_tokens=1024)
     for policy in (ADAPTIVE, HEAVY):
         found = [run(engine, [request])[0] for request in requests((policy,), "alone")]
@@ -139,10 +131,9 @@ def test_a_combination_is_exact(
         kv_cache_memory_bytes=(pool_kib << 10) // min(ranks, 2),  # each of several ranks has one of the two KV heads
         **host,
     )
-    if (
-        rates := engine.scheduler.cache.changes.rates
-    ) is not None:  # loads are worth their time, however busy the machine is
-        engine.scheduler.cache.changes.set_rates(rates._replace(token_ns=10**9))
+    changes = engine.scheduler.cache.changes
+    if changes.rates is not None:  # loads are worth their time, however busy the machine is
+        changes.set_rates(changes.rates._replace(token_ns=10**9))
         monkeypatch.setattr(RateMeter, "next_rates", lambda *_: None)
     policies = POLICIES[name]
     found = check(engine, policies, expected)

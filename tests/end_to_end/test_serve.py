@@ -302,9 +302,8 @@ def test_the_demo_model_after_haproxy(tmp_path: Path, monkeypatch: pytest.Monkey
     server = start_server("smollm2", tmp_path / "log", *flags)
     try:
         question: Any = [{"role": "user", "content": "Name three colours of the rainbow."}]
-        answer = client_of(server).chat.completions.create(
-            model="smollm2", messages=question, temperature=0, max_tokens=24
-        )
+        asked: Any = {"model": "smollm2", "messages": question, "temperature": 0, "max_tokens": 24}
+        answer = client_of(server).chat.completions.create(**asked)
         assert "rainbow" in (answer.choices[0].message.content or "").lower()
         (whole,) = asyncio.run(ask_all(server.url, REQUESTS[:1]))
         with contextlib.ExitStack() as stack:

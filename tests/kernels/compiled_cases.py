@@ -205,9 +205,8 @@ def small_calls() -> Iterator[Callable[[], Any]]:
     blocks = torch.empty(4, 4096, dtype=torch.uint8)
     yield partial(copy_blocks_triton, blocks, blocks.clone(), [(0, 1), (2, 3)])
     for size, dtype in product((2, 3, 8), (BF16, F32)):
-        yield partial(
-            one_shot_all_reduce_, torch.empty(2, 4096, dtype=dtype), PeerMemory.of(1, [0] * size, blocks.device)
-        )
+        memory = PeerMemory.of(1, [0] * size, blocks.device)
+        yield partial(one_shot_all_reduce_, torch.empty(2, 4096, dtype=dtype), memory)
 
 
 def prepare_calls() -> Iterator[Callable[[], Any]]:
@@ -342,8 +341,7 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
     for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
         x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
         yield partial(gated_rms_norm_triton, GatedNorm(x, x, weight, 1e-5, group, gates_first=first, by_sigmoid=False))
-    norm = GatedNorm(x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True)
-    yield partial(gated_rms_norm_triton, norm)
+    yield partial(gated_rms_norm_triton, GatedNorm(x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True))
 
 
 def adapters(num_rows: int, rank: int, dtype: torch.dtype) -> None:

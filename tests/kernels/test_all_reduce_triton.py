@@ -62,8 +62,7 @@ def test_all_ranks_get_the_sum_in_order_of_rank(size: int, tmp_path: Any) -> Non
         results = [process.receive() for process in processes]
     for summed, calls in results:
         assert all(got.equal(want) for got, want in zip(summed, wanted, strict=True))
-        assert calls[0] == len(wanted)
-        assert calls[4] == 0  # the largest tensor has four blocks
+        assert (calls[0], calls[4]) == (len(wanted), 0)  # the largest tensor has four blocks
 
 
 def wait_in_vain(comm: Communicator, rank: int, pipe: Connection) -> Any:
@@ -89,10 +88,5 @@ def test_a_launch_that_waits_can_be_aborted(tmp_path: Any) -> None:
 def test_tensors_that_fit() -> None:
     assert fits(torch.zeros(CAPACITY_BYTES // 4))
     assert fits(torch.zeros(2, 8, dtype=torch.bfloat16))
-    for other in (
-        torch.zeros(CAPACITY_BYTES // 4 + 1),
-        torch.zeros(8, dtype=torch.float64),
-        torch.zeros(7),
-        torch.zeros(4, 4).T,
-    ):
-        assert not fits(other)
+    doubles, odd, turned = torch.zeros(8, dtype=torch.float64), torch.zeros(7), torch.zeros(4, 4).T
+    assert not any(fits(other) for other in (torch.zeros(CAPACITY_BYTES // 4 + 1), doubles, odd, turned))

@@ -128,8 +128,7 @@ def test_without_kernels_torch_computes_and_the_log_says_why(monkeypatch, caplog
     finally:
         has_cpu_kernels.cache_clear()
     (record,) = caplog.records
-    assert "CPU kernels cannot be used" in record.message
-    assert "not on Plan 9" in record.message
+    assert all(words in record.message for words in ("CPU kernels cannot be used", "not on Plan 9"))
 
 
 def test_an_unknown_processor_is_refused(monkeypatch):
@@ -232,9 +231,7 @@ def test_the_number_of_items_may_be_read_at_replay(memory):
     x, count, out = torch.randn(96), torch.tensor([2]), torch.zeros(96)
     kernel = cpu_kernel("tests.kernels.double_kernel", "make_double")
     program, _ = record_program(lambda: launch(kernel, count, [x, out, 96]), memory)
-    assert torch.equal(out[:32], 2 * x[:32])
-    assert not out[32:].any()
+    assert out.equal(torch.cat([2 * x[:32], torch.zeros(64)]))
     count.fill_(5)
     program.replay()
-    assert torch.equal(out[:80], 2 * x[:80])
-    assert not out[80:].any()
+    assert out.equal(torch.cat([2 * x[:80], torch.zeros(16)]))

@@ -6,6 +6,7 @@ only pages that hold a block are ever touched.
 
 import mmap
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,20 +65,16 @@ def test_latent_attention_and_indexer() -> None:
     for window_cache, entry_cache in ((there, there), (there, near), (near, there)):
         got = latent_attention_triton(replace(inputs, window_cache=window_cache, entry_cache=entry_cache))
         assert got.equal(wanted)
-    chosen = [
-        select_entries_triton(q, weights, cache, slots, one, visible, top_k=2, scale=1.0) for cache in (there, near)
-    ]
-    assert chosen[0].equal(chosen[1])
+    rest: Any = (slots, one, visible)
+    got, wanted = (select_entries_triton(q, weights, cache, *rest, top_k=2, scale=1.0) for cache in (there, near))
+    assert got.equal(wanted)
 
 
 def test_pooled_rows() -> None:
     near = [torch.randn(IDS, 4, 1, 10) for _ in range(2)]
     slots, bias = torch.tensor([[11, 0, 5, 8], [3, 9, 10, -1]]), torch.randn(4, 10)
-    got, wanted = (
-        pool_rows_triton(caches[0], caches[1], slots, bias)
-        for caches in ([far(near[0]), far(near[1])], [near[0], near[1]])
-    )
-    assert got.equal(wanted)
+    got = pool_rows_triton(far(near[0]), far(near[1]), slots, bias)
+    assert got.equal(pool_rows_triton(near[0], near[1], slots, bias))
 
 
 def test_block_copies() -> None:

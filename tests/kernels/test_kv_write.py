@@ -1,6 +1,5 @@
 """`kv_write` and `prepare_qkv` on CPUs: torch against writing row by row, the kernel against torch, what is refused, and the
-Hadamard rotation. Inputs are random queries, keys and values of four tokens, and caches that are NaN elsewhere.
-"""
+Hadamard rotation. Inputs are random queries, keys and values of four tokens, and caches that are NaN elsewhere."""
 
 from dataclasses import replace
 from typing import Any

@@ -172,9 +172,8 @@ def rows_case(sequences: list[tuple[int, int]], size: int, dtype: torch.dtype = 
 
 def test_what_does_not_fit_is_refused() -> None:
     cache, slots = filled_cache(torch.tensor([0]), 8), torch.zeros(2, 1, dtype=torch.int64)
-    good = LatentInputs(
-        q=torch.zeros(2, 4, 8), window_cache=cache, window_slots=slots, sink_logits=torch.zeros(4), scale=1.0
-    )
+    q, sinks = torch.zeros(2, 4, 8), torch.zeros(4)
+    good = LatentInputs(q=q, window_cache=cache, window_slots=slots, sink_logits=sinks, scale=1.0)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"q": torch.zeros(2, 4, 9)}, "one head of q's width"),
         ({"q": torch.zeros(3, 4, 8)}, "a row of them for each"),
@@ -185,15 +184,13 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             latent_attention(replace(good, **changes))
     with pytest.raises(ValueError, match="a weight per query head in q's dtype"):
-        select_rows(torch.zeros(2, 4, 8), torch.zeros(2, 3), cache, rows_case([(0, 2)], SIZE).batch, top_k=1)
+        select_rows(q, torch.zeros(2, 3), cache, rows_case([(0, 2)], SIZE).batch, top_k=1)
     with pytest.raises(ValueError, match="as many series as groups"):
         pool_rows(cache, cache, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(2, 8))
     with pytest.raises(ValueError, match="must be float32"):
         pool_rows(cache.half(), cache.half(), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2, 8))
     with pytest.raises(ValueError, match="a weight per query head"):
-        select_entries(
-            torch.zeros(2, 4, 8), torch.zeros(2, 3), cache, slots, slots[:, 0], slots[:, 0], top_k=1, scale=1.0
-        )
+        select_entries(q, torch.zeros(2, 3), cache, slots, slots[:, 0], slots[:, 0], top_k=1, scale=1.0)
 
 
 def small_case() -> None:

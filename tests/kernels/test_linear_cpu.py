@@ -60,8 +60,7 @@ def test_gated(dtype, activation):
         plain, biased = pack_weight(gate, up=up), pack_weight(gate, biases[0], up=up, up_bias=biases[1])
         wanted = gated_linear_reference(x, gate, up, activation=activation)
         torch.testing.assert_close(gated_linear(x, plain, activation), wanted, **limit(dtype))
-        wide = biases[0].float(), biases[1].float()
-        wanted = gated_linear_reference(x, gate, up, wide, activation=activation)
+        wanted = gated_linear_reference(x, gate, up, (biases[0].float(), biases[1].float()), activation=activation)
         got = gated_linear(x, biased, activation)
         torch.testing.assert_close(got, wanted, **limit(dtype))
         assert gated_linear(x[-1:], biased, activation).equal(got[-1:])
@@ -79,9 +78,8 @@ def test_each_head_has_its_matrix(dtype):
 
 def test_logits_in_float32():
     (weight,), x = matrices(37, 40, torch.bfloat16), torch.randn(5, 40).bfloat16()
-    packed = pack_weight(weight)
-    got = linear(x, packed, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
-    wanted = linear_reference(x, weight, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
+    how: dict[str, Any] = {"scale": 3.0, "soft_cap": 2.0, "out_dtype": torch.float32}
+    got, wanted = linear(x, pack_weight(weight), **how), linear_reference(x, weight, **how)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -101,8 +99,7 @@ def test_embedding(dtype, width):
 def test_weights_are_unpacked_as_they_were(dtype):
     first, second = matrices(35, 41, dtype, count=2)
     bias = torch.randn(35)
-    assert pack_weight(first).unpack()[0].equal(first)
-    assert pack_weight(first.t()).unpack()[0].equal(first.t())
+    assert all(pack_weight(one).unpack()[0].equal(one) for one in (first, first.t()))
     gated = pack_weight(first, up=second, up_bias=bias)
     assert all(got.equal(wanted) for got, wanted in zip(gated.unpack(), (first, second), strict=True))
     assert all(b is not None and b.equal(wanted) for b, wanted in zip(gated.biases(), (0 * bias, bias), strict=True))
@@ -113,10 +110,9 @@ def test_reference_kernels_compute_with_packed_weights():
     (gate, up), x = matrices(20, 30, torch.float32, count=2), torch.randn(4, 30)
     bias, ids = torch.randn(20), torch.tensor([3, 9])
     packed, gated = pack_weight(gate, bias), pack_weight(gate, bias, up=up, up_bias=bias)
-    by_kernel = linear(x, packed), gated_linear(x, gated, "gelu_tanh"), embedding_rows(ids, packed)
-    with prefer("reference"):
-        by_torch = linear(x, packed), gated_linear(x, gated, "gelu_tanh"), embedding_rows(ids, packed)
-    torch.testing.assert_close(by_kernel, by_torch)
+    calls: Any = ((linear, x, packed), (gated_linear, x, gated, "gelu_tanh"), (embedding_rows, ids, packed))
+    for operator, *given in calls:
+        torch.testing.assert_close(operator(*given), in_torch(operator, *given))
 
 
 def test_what_does_not_fit_is_refused():
@@ -173,8 +169,7 @@ ARM = CpuTarget(
 def test_arm_code_can_be_made(module, maker):
     of_linear = {"method": "wide", "dtype": "f32", "out_dtype": "f32", "activation": "silu", "registers": 8}
     code = object_code(cpu_kernel(f"transom_kernels.{module}", maker, **(of_linear if "linear" in maker else {})), ARM)
-    assert code[:4] == b"\x7fELF"
-    assert int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64
+    assert (code[:4], int.from_bytes(code[18:20], "little")) == (b"\x7fELF", 183)  # EM_AARCH64
 
 
 def in_torch(operator: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
@@ -188,13 +183,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5 if exact else 2**-7, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("format", "dtype"),
-    [
-        ("int8", torch.float32), ("int8", torch.bfloat16), ("int8_min", torch.float32), ("int4", torch.float32),
-        ("int4_min", torch.float32),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("format", "dtype"), [("int8", torch.bfloat16), *((name, torch.float32) for name in FORMATS)])
 @pytest.mark.parametrize("shape", QUANTISED_SHAPES, ids=str)
 def test_the_product_is_the_reference(format, dtype, shape):
     rows, width, columns = shape
@@ -233,8 +222,8 @@ def test_gated_weights(format, activation):
 def test_logits():
     x, weight = torch.randn(6, 64).bfloat16(), pack(quantise(torch.randn(50, 64), "int8"))
     for scale, cap in ((1.0, None), (0.3, None), (1.0, 5.0), (0.3, 5.0)):
-        got = linear(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32)
-        assert_close(got, in_torch(linear, x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32))
+        how: dict[str, Any] = {"scale": scale, "soft_cap": cap, "out_dtype": torch.float32}
+        assert_close(linear(x, weight, **how), in_torch(linear, x, weight, **how))
 
 
 def test_zeros_and_tiny_numbers_give_zeros():
@@ -255,9 +244,7 @@ def test_weights_that_differ_are_refused():
 # --- weights
 
 
-@pytest.mark.parametrize(
-    ("format", "limit"), [("int8", 0.006), ("int8_min", 0.005), ("int4", 0.09), ("int4_min", 0.08)]
-)
+@pytest.mark.parametrize(("format", "limit"), [*zip(FORMATS, (0.006, 0.005, 0.09, 0.08), strict=True)])
 def test_rounding_a_weight(format, limit):
     weight = torch.randn(50, 70)
     weight[7] = 0
@@ -269,8 +256,7 @@ def test_rounding_a_weight(format, limit):
 @pytest.mark.parametrize("format", FORMATS)
 def test_packing_keeps_rows(format):
     first, other = quantise(torch.randn(50, 70), format), quantise(torch.randn(50, 70), format)
-    both = concatenated([first, other])
-    (unpacked,) = pack(both).unpacked()
+    (unpacked,) = pack(concatenated([first, other])).unpacked()
     assert unpacked.dequantised().equal(torch.cat([first.dequantised(), other.dequantised()]))
     for rows, wanted in zip(pack_gated(first, other).unpacked(), (first, other), strict=True):
         assert rows.dequantised().equal(wanted.dequantised())
@@ -278,8 +264,7 @@ def test_packing_keeps_rows(format):
 
 def test_bytes_in_memory():
     weight = torch.randn(64, 64)
-    sizes = [pack(quantise(weight, format)).nbytes * 8 / weight.numel() for format in FORMATS]
-    assert sizes == [8.5, 9.0, 4.5, 5.0]
+    assert [pack(quantise(weight, format)).nbytes * 8 / weight.numel() for format in FORMATS] == [8.5, 9.0, 4.5, 5.0]
 
 
 # --- checked, and on other processors

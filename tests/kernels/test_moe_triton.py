@@ -97,8 +97,8 @@ def test_instructions_that_widen_numbers_round_once(numbers: str) -> None:
     scales, zeros = torch.rand(len(words), 1).bfloat16().double(), torch.randint(0, 1 << bits, (len(words), 1))
     power = 88 if numbers == "fp8" else 101
     factors = (scales * 2.0**power).bfloat16().view(torch.int16).long().expand(-1, 2)
-    found = run(code, words @ HALVES, 16 // bits, factors @ HALVES, zeros.expand(-1, 2) @ HALVES)
-    for at, got in enumerate(found):
+    others = factors @ HALVES, zeros.expand(-1, 2) @ HALVES
+    for at, got in enumerate(run(code, words @ HALVES, 16 // bits, *others)):
         levels = words >> bits * at & (1 << bits) - 1
         if numbers == "fp8":
             wanted = (levels.to(torch.uint8).view(torch.float8_e4m3fn).double() * scales).nan_to_num(nan=0.0)
@@ -120,9 +120,8 @@ PTX: dict[str, Callable[..., Any]] = {
 def fused(*numbers: Any) -> torch.Tensor:
     """a * b + c of two bfloat16 numbers in each register, rounded once."""
     registers = torch.broadcast_tensors(*(torch.as_tensor(number) for number in numbers))
-    a, b, c = (
-        torch.stack((bits & 0xFFFF, bits >> 16), -1).to(torch.int16).view(torch.bfloat16).double() for bits in registers
-    )
+    halves = (torch.stack((bits & 0xFFFF, bits >> 16), -1).to(torch.int16) for bits in registers)
+    a, b, c = (numbers.view(torch.bfloat16).double() for numbers in halves)
     return ((a * b + c).bfloat16().view(torch.int16).long() & 0xFFFF) @ HALVES
 
 

@@ -107,8 +107,7 @@ def test_a_sink_of_minus_infinity_is_none(mask):
 def test_edges_of_window_and_chunk(mask):
     sequences = []
     for length in (1, 2, 6, 7, 8, 9, 15, 16, 17):
-        sequences.append(Sequence(start=length - 1, count=1))
-        sequences.append(Sequence(start=0, count=length))
+        sequences += [Sequence(start=length - 1, count=1), Sequence(start=0, count=length)]
         sequences.append(Sequence(start=length, count=3))
     check(make_case(sequences, Shape(heads=3, kv_heads=1)), **mask)
 
@@ -134,9 +133,8 @@ def test_window_group_whose_old_blocks_are_gone(sinks):
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_missing_block_is_an_error(kernels):
-    case = make_case([Sequence(start=30, count=1, first_key=24)], Shape())
     with prefer(kernels), pytest.raises(IndexError, match="reads logical blocks"):
-        attend(case)
+        attend(make_case([Sequence(start=30, count=1, first_key=24)], Shape()))
 
 
 @pytest.mark.parametrize("max_scores", [1, 300])
@@ -198,6 +196,10 @@ def test_wrong_arguments_name_what_does_not_fit():
         attend(case)
 
 
+OF_SEQUENCES = ("block_table", "first_block", "attend_from", "start")
+ON_THE_HOST = (*(f"{name}_host" for name in OF_SEQUENCES), "count_host")
+
+
 def shape_of(kv_format: str, dtype: torch.dtype) -> Shape:
     return replace(SHAPE, dtype=dtype, size=16 if (kv_format, dtype) in MODELS else SHAPE.size)
 
@@ -244,10 +246,8 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(kv_format: str, dt
         with kernel_threads(num_threads):
             assert torch.equal(attend_cpu(case.inputs(**caches, **mask)), expected)
     batch, row = case.batch, 0
-    hosts = ("block_table_host", "first_block_host", "attend_from_host", "start_host", "count_host")
     for b, sequence in enumerate(sequences):
-        names = ("block_table", "first_block", "attend_from", "start", *hosts)
-        own = {name: getattr(batch, name)[b : b + 1] for name in names}
+        own = {name: getattr(batch, name)[b : b + 1] for name in (*OF_SEQUENCES, *ON_THE_HOST)}
         offset = torch.tensor([0, sequence.count], dtype=torch.int32)
         rows = slice(row, row + sequence.count)
         alone = replace(case, q=case.q[rows], batch=replace(batch, **own, query_offset=offset, scratch={}))
@@ -279,10 +279,10 @@ def test_a_batch_without_host_lists_decodes_every_row() -> None:
     expected = check_cpu(case.inputs())
     batch = case.batch
     batch.query_offset = torch.tensor([0, 1, 2, 22, 22], dtype=torch.int32)
-    for name in ("block_table", "first_block", "attend_from", "start"):
+    for name in OF_SEQUENCES:
         values = getattr(batch, name)
         setattr(batch, name, torch.cat([values, values[:1]]))
-    for name in ("block_table_host", "first_block_host", "attend_from_host", "start_host", "count_host"):
+    for name in ON_THE_HOST:
         setattr(batch, name, [])
     torch.testing.assert_close(attend_cpu(case.inputs()), expected, atol=2e-5, rtol=2e-5)
 
@@ -336,8 +336,7 @@ def test_a_recorded_step_calls_nothing_but_kernels() -> None:
     k, v = torch.randn(2, 2, 24).bfloat16(), torch.randn(2, 2, 24).bfloat16()
 
     def step() -> torch.Tensor:
-        how = Preparation(hadamard=True)
-        q = prepare_qkv(QkvInputs(q=case.q, k=k, v=v, slots=slots, preparation=how, **caches))
+        q = prepare_qkv(QkvInputs(q=case.q, k=k, v=v, slots=slots, preparation=Preparation(hadamard=True), **caches))
         return paged_attention(replace(case, q=q).inputs(**caches))
 
     program, result = record_program(step, ReplayMemory())

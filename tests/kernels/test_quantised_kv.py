@@ -60,12 +60,8 @@ def poisoned_caches(
         view = floats.as_strided((ids, block_size, kv_heads), (stride // 4, 1, block_size), start // 4)
         return view.fill_(float("nan"))
 
-    return QuantisedCaches(
-        k=values(starts[0], elements[0]),
-        v=values(starts[1], elements[1]),
-        k_scale=scales(starts[2]),
-        v_scale=scales(starts[3]),
-    )
+    k, v = (values(start, width) for start, width in zip(starts[:2], elements, strict=True))
+    return QuantisedCaches(k=k, v=v, k_scale=scales(starts[2]), v_scale=scales(starts[3]))
 
 
 def quantised(case: Any, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
@@ -90,19 +86,16 @@ every_format = pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_rows_come_back_within_half_a_step(name: str) -> None:
     rows = torch.randn(50, 3, 20) * torch.logspace(-20, 15, 50)[:, None, None]
     elements, scale = quantise_rows(rows, FORMATS_BY_NAME[name])
-    assert elements.dtype == FORMATS_BY_NAME[name].dtype
-    assert elements.shape == (50, 3, 10 if name == "int4" else 20)
+    assert (elements.shape, elements.dtype) == ((50, 3, 10 if name == "int4" else 20), FORMATS_BY_NAME[name].dtype)
     assert (scale.shape, scale.dtype) == ((50, 3), torch.float32)
-    largest = rows.abs().amax(-1)
     error = (dequantise_rows(elements, scale) - rows).abs().amax(-1)
-    assert bool((error <= ERROR_OF_LARGEST[name] * largest).all())
+    assert bool((error <= ERROR_OF_LARGEST[name] * rows.abs().amax(-1)).all())
 
 
 def test_the_bytes_of_each_format() -> None:
     elements, scale = quantise_rows(torch.tensor([7.0, -7.0, 0.4, 3.6, -0.6, 0.0]), INT4)
     assert [f"{byte:02x}" for byte in elements.tolist()] == ["1f", "c8", "87"]  # 15 and 1, 8 and 12, 7 and 8
-    assert float(scale) == 1.0
-    assert dequantise_rows(elements, scale).tolist() == [7.0, -7.0, 0.0, 4.0, -1.0, 0.0]
+    assert (float(scale), dequantise_rows(elements, scale).tolist()) == (1.0, [7.0, -7.0, 0.0, 4.0, -1.0, 0.0])
     elements, scale = quantise_rows(torch.tensor([127.0, -127.0, 2.5, 3.5]), INT8)
     assert (elements.tolist(), float(scale)) == ([127, -127, 2, 4], 1.0)  # halves to even
     elements, scale = quantise_rows(torch.tensor([-448.0, 1.0, 17.0]), FORMATS_BY_NAME["fp8"])
@@ -118,8 +111,7 @@ def test_rows_of_zeros_of_tiny_numbers_and_of_none_that_is_finite(name: str) -> 
     rows[4] = 1e38
     elements, scale = quantise_rows(rows, FORMATS_BY_NAME[name])
     back = dequantise_rows(elements, scale)
-    assert back[0].tolist() == [0.0] * 4
-    assert float(scale[0]) == 0.0
+    assert (back[0].tolist(), float(scale[0])) == ([0.0] * 4, 0.0)
     assert bool((back[1].abs() < 1e-43).all())
     assert bool(back[2:4].isnan().all())
     torch.testing.assert_close(back[4], rows[4])

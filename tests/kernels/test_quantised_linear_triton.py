@@ -61,8 +61,7 @@ def test_products(monkeypatch: pytest.MonkeyPatch, kind: str, sizes: tuple[int, 
         weight = gpu_weight(stored, bias)
         with nan_memory():
             got = linear(x, weight, out_dtype=torch.float32)
-    wanted = x.float() @ stored.dequantised().T + bias
-    torch.testing.assert_close(got, wanted, atol=2e-4 * width**0.5, rtol=1e-4)
+    torch.testing.assert_close(got, x.float() @ stored.dequantised().T + bias, atol=2e-4 * width**0.5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("static", [0.0, 0.02])

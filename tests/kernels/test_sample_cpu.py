@@ -73,8 +73,7 @@ def sample_cpu(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
 
 
 def check_sample(kernel: Kernel, logits: torch.Tensor, params: SampleParams) -> None:
-    wanted = sample_reference(logits.clone(), params)
-    assert kernel(logits.clone(), params).tolist() == wanted.tolist()
+    assert kernel(logits.clone(), params).tolist() == sample_reference(logits.clone(), params).tolist()
 
 
 class SampleTests:
@@ -176,9 +175,8 @@ def test_noise_is_the_samplers_own() -> None:
 def test_slices_of_a_vocabulary_find_the_sample_of_the_whole(first_id: int) -> None:
     logits = torch.randn(8, 20_000)
     table = SampleTable()
-    numbers = torch.tensor(
-        [table.add(key=9 * row, temperature=row / 4, top_k=0, top_p=1.0, min_p=0.0) for row in range(8)]
-    )
+    rows = [table.add(key=9 * row, temperature=row / 4, top_k=0, top_p=1.0, min_p=0.0) for row in range(8)]
+    numbers = torch.tensor(rows)
     whole = sample_records(logits, table, numbers)
     parts, scores = [], torch.empty(2, 8, dtype=torch.float64)
     for index, (begin, end) in enumerate([(0, first_id), (first_id, 20_000)]):

@@ -92,9 +92,8 @@ def test_any_row(
     logits = torch.randn(2, vocabulary, generator=generator) * scale
     if forbids:
         logits[:, 1:].masked_fill_(torch.rand(2, vocabulary - 1, generator=generator) < 0.7, -math.inf)
-    check_sample(
-        sample_triton, logits, params_of(2, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p, first_key=seed)
-    )
+    params = params_of(2, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p, first_key=seed)
+    check_sample(sample_triton, logits, params)
 
 
 def test_what_does_not_fit_is_refused() -> None:

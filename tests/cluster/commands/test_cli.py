@@ -49,8 +49,7 @@ def test_flags_are_settings(served_settings):
     settings, given = served_settings[0]
     assert settings.kv_cache_memory_bytes == 2**20
     assert (settings.max_num_seqs, settings.enable_prefix_caching, settings.haproxy) == (7, False, True)
-    assert settings.api_key == ("a", "b")
-    assert Settings.parse(**given) == settings
+    assert (settings.api_key, settings) == (("a", "b"), Settings.parse(**given))
     named = {"model", "max_num_seqs", "kv_cache_memory_bytes", "enable_prefix_caching", "haproxy", "api_key"}
     assert given.keys() == named
 
@@ -148,14 +147,9 @@ def test_the_server_ends_when_a_process_of_ray_does(monkeypatch):
 
 
 def test_the_reason_of_a_failed_deployment_is_found_in_serves_message():
-    message = "\n".join(
-        [
-            "The deployment failed to start 1 times in a row. Error:",
-            "Traceback (most recent call last):",
-            '  File "x.py", line 1, in f',
-            "transom_core.errors.ModelError: no tensor named x in y.",
-            "",
-        ]
+    message = (
+        "The deployment failed to start 1 times in a row. Error:\nTraceback (most recent call last):\n"
+        '  File "x.py", line 1, in f\ntransom_core.errors.ModelError: no tensor named x in y.\n'
     )
     assert local_ray.failure_reason(["", message]) == "no tensor named x in y."
     assert "killed" in local_ray.failure_reason(["the worker was killed"])

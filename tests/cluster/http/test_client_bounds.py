@@ -58,21 +58,17 @@ MANY = 60
 
 def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Callable[[], int]]]:
     """All places of a router that clients can fill, by name: the bound in bytes, and how many there are now."""
-    verdicts, waiting = router.grammar_checker.kept, router.queue._waiting
+    verdicts, waiting, timelines = router.grammar_checker.kept, router.queue._waiting, router.timelines.store
     tables = [one for part in (limits, limits.work) for one in vars(part).values() if isinstance(one, ClientLimits)]
     max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST_PROMPTS
-    waiting_bytes = request_queue.MAX_WAITING * WAITING_REQUEST_BYTES + max_waiting_tokens * TOKEN_BYTES
     return {
         "bodies of requests that run": (client_limits.HELD_BODY_BYTES, lambda: limits.bodies.num_bytes),
         "verdicts on grammars": (verdicts.max_bytes, lambda: verdicts.num_bytes),
         "requests that wait": (
-            waiting_bytes,
+            request_queue.MAX_WAITING * WAITING_REQUEST_BYTES + max_waiting_tokens * TOKEN_BYTES,
             lambda: len(waiting) * WAITING_REQUEST_BYTES + waiting.num_tokens * TOKEN_BYTES,
         ),
-        "timelines": (
-            MAX_TIMELINES * MAX_EVENTS * EVENT_BYTES,
-            lambda: router.timelines.store.num_events * EVENT_BYTES,
-        ),
+        "timelines": (MAX_TIMELINES * MAX_EVENTS * EVENT_BYTES, lambda: timelines.num_events * EVENT_BYTES),
         "accounts of clients": (MAX_ACCOUNTS * ENTRY_BYTES, lambda: len(router.queue._turns) * ENTRY_BYTES),
         "limits of clients": (
             len(tables) * (MAX_IDLE_CLIENTS + 1) * ENTRY_BYTES,

@@ -62,13 +62,11 @@ async def test_clients_take_turns_by_the_time_of_their_work_and_a_client_keeps_i
     first.may_end.set()
     await asyncio.gather(*tasks)
     for client in "abc":
-        assert [name for name in order if name[0] == client] == sorted(
-            (name for name in order if name[0] == client), key=lambda name: int(name[1:])
-        )
+        numbers = [int(name[1:]) for name in order if name[0] == client]
+        assert numbers == sorted(numbers)
     clients = "".join(name[0] for name in order)
     # A's first text costs as much as ten chats of B, and as ten turns of C, whose weight makes 4 seconds count as one.
-    assert clients[0] == "a"
-    assert Counter(clients[: clients.index("a", 1)]) == {"a": 1, "b": 10, "c": 4}
+    assert (clients[0], Counter(clients[: clients.index("a", 1)])) == ("a", {"a": 1, "b": 10, "c": 4})
 
 
 async def test_work_that_is_cancelled_before_its_turn_never_runs_and_no_thread_is_lost():
@@ -84,8 +82,7 @@ async def test_work_that_is_cancelled_before_its_turn_never_runs_and_no_thread_i
     assert order == ["first"]  # still at work: its thread is not free
     for work in (first, third):
         work.may_end.set()
-    assert await last == "third"
-    assert order == ["first", "third"]
+    assert (await last, order) == ("third", ["first", "third"])
 
 
 async def test_an_error_is_raised_and_frees_the_thread():

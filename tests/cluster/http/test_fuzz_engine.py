@@ -179,10 +179,7 @@ class Client:
         assert text.count("HTTP/1.1 200 OK") == text.count("HTTP/1.1 ") == num_answers, text
         assert '"error"' not in text
         assert text.count("data: [DONE]") == (num_answers if self.plan["stream"] else 0)
-        assert (
-            text.count('"finish_reason":"length"') + text.count('"finish_reason": "length"')
-            == num_answers * self.plan["n"]
-        )
+        assert len(re.findall('"finish_reason": ?"length"', text)) == num_answers * self.plan["n"]
 
 
 USUAL: dict[str, Any] = {"path": "/v1/completions", "stream": True, "n": 2, "max_tokens": 40, "num_prompt": 60}
@@ -270,9 +267,8 @@ def test_every_response_is_as_the_document_says(guarded: EngineServer, subtests:
                 body["stream"] = num_good[case.path, True] <= num_good[case.path, False]
         # A route ignores query parameters that it does not know, and `headers` replace wrong ones.
         unknown = set(case.query or ()) - {parameter.name for parameter in case.operation.query}
-        has_other_fault = any(
-            case.meta.is_negative_at(place) for place in (ParameterLocation.BODY, ParameterLocation.PATH)
-        )
+        places = (ParameterLocation.BODY, ParameterLocation.PATH)
+        has_other_fault = any(case.meta.is_negative_at(place) for place in places)
         ignored = unknown and not has_other_fault
         checks = [one for one in CHECKED if not (ignored and one.__name__ == "negative_data_rejection")]
         headers = {"Authorization": f"Bearer {KEY}"}

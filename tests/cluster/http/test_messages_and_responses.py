@@ -31,9 +31,8 @@ TOOL = {
     "parameters": {"type": "object", "properties": {}},
 }
 
-RESPONSE_TOOLS: Any = [
-    {"type": "function", "name": name, "strict": True, "parameters": CITY} for name in ("weather", "time")
-]
+CITY_FUNCTION = {"type": "function", "strict": True, "parameters": CITY}
+RESPONSE_TOOLS: Any = [{**CITY_FUNCTION, "name": name} for name in ("weather", "time")]
 
 
 def official_client(server: HttpServer, api_key: str = KEY) -> Any:
@@ -274,13 +273,11 @@ def test_a_response(client):
 
 
 def test_sampling_reaches_the_worker(server):
-    post_response(
-        server, max_output_tokens=2, temperature=0.5, top_p=0.25, seed=7, stop="z", cache_salt="s", priority=0
-    )
+    sampling = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "stop": "z"}
+    post_response(server, max_output_tokens=2, **sampling, cache_salt="s", priority=0)
     request = server.worker.submitted[-1]
     assert (request.params.temperature, request.params.top_p, request.seed) == (0.5, 0.25, 7)
-    assert (request.params.stop, request.cache_salt) == (("z",), "s")
-    assert request.params.max_tokens == 2
+    assert (request.params.stop, request.cache_salt, request.params.max_tokens) == (("z",), "s", 2)
 
 
 def test_what_codex_sends_is_taken(server):
@@ -330,17 +327,13 @@ def test_a_warning_is_one_line_of_ascii(server):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"n": 2}, "n"),
-        (
-            {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},
-            "tools[1].parameters",
-        ),
+        ({"tools": [{"type": "web_search"}, TOOL | {"parameters": 3}]}, "tools[1].parameters"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
     ],
 )
 def test_errors_name_the_field_of_a_response(server, body, param):
     answer = post_response(server, **body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_an_error_in_mid_stream_is_an_event(server):
@@ -349,8 +342,8 @@ def test_an_error_in_mid_stream_is_an_event(server):
         events = events_of(post_response(server, stream=True))
     finally:
         server.worker.step_error = None
-    assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["error"]["code"] == "server_error"
+    last = events[-1]
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
     assert "secret" not in json.dumps(events)
 
 
@@ -361,12 +354,9 @@ def test_an_answer_with_reasoning_and_calls_is_sent_back_with_results(
     answer = speaking_client.responses.create(model="stub", input=ASKED_RESPONSE["input"], tools=RESPONSE_TOOLS)
     check_published("Response", answer.to_dict())
     reasoning, message, *calls = answer.output
-    assert reasoning.content[0].text == "Rain?"
-    assert message.content[0].text == "Let me look."
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
-        ("weather", {"city": "Paris"}),
-        ("time", {"city": "Rome"}),
-    ]
+    assert [item.content[0].text for item in (reasoning, message)] == ["Rain?", "Let me look."]
+    asked = [(call.name, json.loads(call.arguments)) for call in calls]
+    assert asked == [("weather", {"city": "Paris"}), ("time", {"city": "Rome"})]
     assert (answer.status, answer.output_text) == ("completed", "Let me look.")
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1

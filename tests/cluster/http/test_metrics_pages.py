@@ -57,8 +57,7 @@ async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
         text = (await get(api)).text
         assert labels_of(text, "transom_steps_total", "worker") == ["w0"]
         assert labels_of(text, "transom_build_info", "router") == ["r0", "r2"]
-        counts = [sample(api.router, "dropped_scrapes_total", target=target) for target in ("worker", "router")]
-        assert counts == [2, 1]
+        assert [sample(api.router, "dropped_scrapes_total", target=one) for one in ("worker", "router")] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +136,8 @@ async def test_discovery_has_a_target_for_each_process_at_the_address_asked() ->
             kind, _, process_id = labels["instance"].partition("/")
             assert (labels["__meta_transom_kind"], labels["__meta_transom_id"]) == (kind, process_id)
             assert {s.labels.get(kind) for family in parse_text(page.text) for s in family.samples} == {process_id}
-        names = [group["labels"]["instance"] for group in document]
-        assert names == ["router/r0", "router/r1", "router/r2", "worker/w0", "worker/w1"]
+        names = ["router/r0", "router/r1", "router/r2", "worker/w0", "worker/w1"]
+        assert [group["labels"]["instance"] for group in document] == names
 
 
 async def test_discovery_below_a_prefix() -> None:
@@ -152,15 +151,13 @@ async def test_processes_that_are_unknown_or_silent() -> None:
     async with running_api(stub("w0"), StubWorker(worker="w1", metrics=None)) as api:
         for name in ("worker/w9", "router/r9", "w0", "", "worker/", "other/w0"):
             response = await get(api, f"/metrics/process?name={name}")
-            assert response.status_code == 404
-            assert response.json()["error"]["code"] == "process_not_found"
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "process_not_found")
         assert (await get(api, "/metrics/process?name=worker/w1")).status_code == 504
         api.router.peers = StubPeers(TimeoutError(), make_router(router_id="r2"))
         assert (await get(api, "/metrics/process?name=router/r1")).status_code == 504
         assert (await get(api, "/metrics/process?name=router/r2")).status_code == 200
         response = await get(api, "/metrics/process")
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "name"
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "name")
 
 
 async def test_one_collection_a_second_serves_all_callers() -> None:
@@ -178,8 +175,7 @@ async def test_one_collection_a_second_serves_all_callers() -> None:
     now_s = 0.9
     assert await pages.get("all", collect) == "page 5"
     now_s = 1.0
-    assert await pages.get("all", collect) == "page 6"
-    assert await pages.get("other", collect) == "page 7"
+    assert [await pages.get(name, collect) for name in ("all", "other")] == ["page 6", "page 7"]
     now_s = 100.0
     await pages.get("third", collect)
     assert len(pages) == 1  # those that no client asks for any more are forgotten

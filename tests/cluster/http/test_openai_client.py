@@ -17,12 +17,10 @@ PROMPT_TOKENS = len("user:hi;assistant:")
 
 def test_chat(client):
     answer = client.chat.completions.create(**CHAT, max_tokens=4)
-    assert answer.object == "chat.completion"
-    assert answer.model == "stub"
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == "abcd"
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.choices[0].logprobs is None
+    (choice,) = answer.choices
+    assert (answer.object, answer.model) == ("chat.completion", "stub")
+    assert (choice.message.role, choice.message.content) == ("assistant", "abcd")
+    assert (choice.finish_reason, choice.logprobs) == ("length", None)
     assert answer.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": 4,
@@ -42,16 +40,13 @@ def test_choices_are_requests_of_one_seed(client, server):
     client.chat.completions.create(**CHAT, max_tokens=5, n=3)
     requests = server.worker.submitted[-3:]
     assert [request.choice_index for request in requests] == [0, 1, 2]
-    assert len({request.seed for request in requests}) == 1
-    assert {request.params.n for request in requests} == {1}
+    assert {(request.seed, request.params.n) for request in requests} == {(requests[0].seed, 1)}
 
 
 def test_every_chunk_may_have_the_usage_so_far(client):
     asked = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    chat, text = (
-        client.chat.completions.create(**CHAT, **asked),
-        client.completions.create(model="stub", prompt="hi", **asked),
-    )
+    chat = client.chat.completions.create(**CHAT, **asked)
+    text = client.completions.create(model="stub", prompt="hi", **asked)
     counts = [[chunk.usage.completion_tokens for chunk in stream] for stream in (chat, text)]
     # a chat's first chunk has the role, its last but one the finish reason
     assert counts == [[1, 1, 2, 3, 3, 3], [1, 2, 3, 3]]
@@ -61,8 +56,7 @@ def test_chat_logprobs(client):
     answer = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
     assert [entry.token for entry in content] == ["a", "b"]
-    assert content[0].bytes == [97]
-    assert content[0].logprob == -0.5
+    assert (content[0].bytes, content[0].logprob) == ([97], -0.5)
     assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [("b", -0.5), ("c", -1.5)]
 
 
@@ -75,8 +69,7 @@ def test_completion_of_token_ids(client, server):
 
 def test_completion_logprobs_with_echo(client):
     choice = client.completions.create(model="stub", prompt="hi", max_tokens=2, echo=True, logprobs=1).choices[0]
-    assert choice.text == "hiab"
-    assert choice.logprobs.tokens == ["h", "i", "a", "b"]
+    assert (choice.text, choice.logprobs.tokens) == ("hiab", ["h", "i", "a", "b"])
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
     assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
     assert choice.logprobs.top_logprobs == [None, {"i": -0.5}, {"a": -0.5}, {"b": -0.5}]
@@ -95,9 +88,8 @@ def test_vllm_fields_reach_the_contract(client, server):
         "priority": 3,
         "cache_salt": "tenant",
     }
-    client.completions.create(
-        model="stub", prompt="x", max_tokens=2, seed=11, stop=["q"], logit_bias={"5": 2}, extra_body=extra
-    )
+    standard = {"max_tokens": 2, "seed": 11, "stop": ["q"], "logit_bias": {"5": 2}}
+    client.completions.create(model="stub", prompt="x", **standard, extra_body=extra)
     request = server.worker.submitted[-1]
     params = request.params
     assert (request.seed, request.priority, request.cache_salt) == (11, 3, "tenant")
@@ -123,9 +115,8 @@ def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, spea
         ("time", 1, AskWeather(city="Rome")),
     ]
     message = completion.choices[0].message
-    assert message.content == "Let me look."
     calls = [call.function.parsed_arguments for call in message.tool_calls or ()]
-    assert calls == [event.parsed_arguments for event in done]
+    assert (message.content, calls) == ("Let me look.", [event.parsed_arguments for event in done])
     assert last_request(speaking_server).grammar is not None  # the helper's tools are strict
 
 

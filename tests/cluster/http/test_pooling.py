@@ -21,16 +21,14 @@ from transom_core.config import LimitsConfig
 
 TEXTS = ["The sky", "A window above a door, with bars that slide", "x"]
 QUERY, DOCUMENTS = "The sky", ["A window above a door", "bars that slide", "The sky over the sea is blue"]
+SETTINGS: dict[str, Any] = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "dtype": "float32"}
 Post = Callable[..., httpx.Response]
 Scores = Callable[[Sequence[str]], list[float]]
 
 
 @pytest.fixture(scope="module")
 def served(tiny_model) -> Iterator[EngineServer]:
-    limits: dict[str, Any] = dict(
-        kv_cache_memory_bytes="8MiB", num_threads=1, max_num_batched_tokens=16, dtype="float32"
-    )
-    with engine_server(tiny_model, **limits) as running:
+    with engine_server(tiny_model, **SETTINGS, max_num_batched_tokens=16) as running:
         yield running
 
 
@@ -115,8 +113,7 @@ def classifier(tiny_model, tmp_path_factory) -> Iterator[tuple[Post, Scores]]:
         ids = [tiny_tokenizer()(QUERY, text, return_tensors="pt").input_ids for text in texts]
         return [oracle(one, use_cache=False).logits[0, 0].sigmoid().item() for one in ids]
 
-    limits: dict[str, Any] = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "dtype": "float32"}
-    with engine_server(folder, **limits) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with engine_server(folder, **SETTINGS) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         yield lambda path, **body: client.post(path, json={"model": "tiny", **body}), scores
 
 

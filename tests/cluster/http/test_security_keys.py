@@ -93,8 +93,7 @@ async def test_a_key_file_opens_too(tmp_path):
 
 
 async def test_a_key_has_a_weight(tmp_path):
-    path = key_file(tmp_path, "light\nheavy   weight=2.5\n")
-    async with running_api(api_key_file=str(path)) as api:
+    async with running_api(api_key_file=str(key_file(tmp_path, "light\nheavy   weight=2.5\n"))) as api:
         for key in ("light", "heavy"):
             response = await api.client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(key))
             assert response.status_code == 200
@@ -155,8 +154,7 @@ def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
     for presented in (b"a", b"b" * 100, b"x" * 5000):
         compared.clear()
         keys.owner_of(presented)
-        assert len(compared) == 3
-        assert {len(digest) for pair in compared for digest in pair} == {32}
+        assert [len(digest) for pair in compared for digest in pair] == [32] * 6
 
 
 async def salts_of(api, key: str, **body) -> list[Any]:
@@ -187,10 +185,8 @@ async def test_with_salt_by_key_each_client_has_its_own_salt():
         assert first == again
         salts = {first, *await salts_of(api, "b")}
         salts |= {*await salts_of(api, "a", cache_salt="x"), *await salts_of(api, "b", cache_salt="x")}
-        forged = await salts_of(api, "b", cache_salt=first)  # another's salt is no way to another's cache
-        salts |= set(forged)
-        assert len(salts) == 5
-        assert len({chain_root(16, cache_salt=salt) for salt in salts}) == 5
+        salts |= {*await salts_of(api, "b", cache_salt=first)}  # another's salt is no way to another's cache
+        assert len(salts) == len({chain_root(16, cache_salt=salt) for salt in salts}) == 5
         assert not any(salt.startswith(("a", "b:")) and len(salt) < 10 for salt in salts)
 
 

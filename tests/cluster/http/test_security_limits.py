@@ -15,7 +15,7 @@ from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientL
 from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
 from transom_core.config import LimitsConfig, PriorityConfig
-from transom_core.contract import ErrorInfo, OutputEvent
+from transom_core.contract import ErrorInfo, FinishReason, OutputEvent
 from transom_core.errors import Overloaded, RateLimited, RequestError, RequestTimeout, StepFailed, WorkerLost
 
 
@@ -57,12 +57,8 @@ async def test_a_client_over_its_rate_learns_when_to_retry():
         assert (await api.complete(temperature=-1)).status_code == 400  # counted as well
         assert (await api.client.post("/tokenize", json={"prompt": "x"})).status_code == 200
         response = await api.complete(stream=True)
-        assert problem(response, 429) | {"message": ""} == {
-            "message": "",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "rate_limit_exceeded",
-        }
+        wanted = {"type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+        assert problem(response, 429).items() >= wanted.items()
         assert 1 <= int(response.headers["retry-after"]) <= 30
         for path in ("/v1/models", "/metrics", "/health"):
             assert (await api.client.get(path)).status_code == 200  # these have limits of their own
@@ -129,11 +125,8 @@ async def test_a_request_counts_until_its_last_byte_or_until_the_client_disconne
             request = worker.submitted[0]
             worker.max_events = None
             error = ErrorInfo.of(StepFailed("x")) if end == "error" else None
-            worker.push(
-                OutputEvent(
-                    request_id=request.request_id, position=1, finish_reason="error" if error else "stop", error=error
-                )
-            )
+            reason: FinishReason = "error" if error else "stop"
+            worker.push(OutputEvent(request_id=request.request_id, position=1, finish_reason=reason, error=error))
             await call.ended()
         worker.max_events = None
         third = api.call("/v1/completions", {"prompt": "hi", "max_tokens": 2})
@@ -153,10 +146,9 @@ async def test_a_client_that_disconnects_before_its_body_is_complete_no_longer_c
 
 
 def test_headers_over_the_limit_are_431_from_a_real_server_too():
-    key = {"authorization": "Bearer k"}
     with (
         http_server(limits=LimitsConfig(max_header_bytes=4096), api_keys=("k",)) as server,
-        httpx.Client(base_url=server.url, headers=key, timeout=GIVE_UP_S) as client,
+        httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}, timeout=GIVE_UP_S) as client,
     ):
         for headers in ({"x-long": "y" * 4096}, {f"x-{i}": "y" * 100 for i in range(60)}, {"x": "y" * 2**20}):
             response = client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
@@ -261,8 +253,7 @@ async def test_the_tokens_of_all_prompts_together_are_bounded(api, monkeypatch):
     assert (await api.complete(prompt=["x" * 100] * 2, n=3)).status_code == 200
     error = problem(await api.complete(prompt=["x" * 101] * 2, n=3), 400)
     assert error["param"] == "prompt"
-    assert "606" in error["message"]
-    assert "600" in error["message"]
+    assert all(number in error["message"] for number in ("606", "600"))
     calls = encoded_lengths(api, monkeypatch)
     problem(await api.complete(prompt=["x" * 300] * 100), 400)
     assert calls == [300] * 3
@@ -292,8 +283,7 @@ def test_tokens_come_back_by_the_minute_and_outputs_leave_a_debt():
     counted, clock = limits(per_minute=60)
     with counted.request("a", cost=1000):  # more than the bucket ever holds: it starts with a full one
         counted.charge("a", 20)
-    assert counted.budget("a") == Budget(60, 0, 1020.0)
-    assert take(counted) == 961
+    assert (counted.budget("a"), take(counted)) == (Budget(60, 0, 1020.0), 961)
     clock.now_s = 960.0
     for client in range(MAX_IDLE_CLIENTS + 1):
         take(counted, f"other {client}")
@@ -315,8 +305,7 @@ async def test_tokens_of_a_client_are_bounded_and_headers_tell_what_is_left():
         assert [headers[f"x-ratelimit-limit-{name}"] for name in ("requests", "tokens")] == ["60", "100"]
         assert headers["x-ratelimit-remaining-requests"] == "58"
         assert headers["x-ratelimit-remaining-tokens"] == "0"  # two prompts of 30, and 40 tokens of output
-        assert headers["x-ratelimit-reset-requests"].endswith("s")
-        assert headers["x-ratelimit-reset-tokens"].endswith("s")
+        assert all(headers[f"x-ratelimit-reset-{name}"].endswith("s") for name in ("requests", "tokens"))
         refused = await api.complete(prompt="x" * 10)
         assert "more than 100 tokens a minute" in problem(refused, 429)["message"]
         assert 1 <= int(refused.headers["retry-after"]) <= 6

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -77,27 +77,16 @@ def worker_events(
     token_ids: Sequence[int], params: SamplingParams, *, num_resumed: int = 0, request_id: str = "r"
 ) -> list[OutputEvent]:
     """The events of a worker that samples these tokens, as far as its stop conditions let it."""
-    request = Request(
-        request_id=request_id,
-        prompt_token_ids=(0,),
-        params=params,
-        seed=0,
-        resumed_output_ids=tuple(token_ids[:num_resumed]),
-    )
+    resumed = tuple(token_ids[:num_resumed])
+    request = Request(request_id=request_id, prompt_token_ids=(0,), params=params, seed=0, resumed_output_ids=resumed)
     running = RunningRequest(request, Vocabulary(), eos_token_ids=frozenset({END}), max_model_len=1000, arrival_s=0.0)  # type: ignore[arg-type]
     assert running.finish_reason is None
     events = []
     for position in range(num_resumed, len(token_ids)):
         if running.finish_reason is None:
-            output = SequenceOutput(
-                request_id,
-                token_ids[position],
-                position,
-                num_cached_tokens=0,
-                index_version=0,
-                is_first=position == num_resumed,
-                at_limit=False,
-            )
+            plain: Any = {"num_cached_tokens": 0, "index_version": 0, "at_limit": False}
+            is_first = position == num_resumed
+            output = SequenceOutput(request_id, token_ids[position], position, is_first=is_first, **plain)
             events.append(running.token_event(output))
     return events
 
@@ -180,16 +169,14 @@ def test_the_parser_gets_the_workers_text_and_whole_tokens(
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(events)), len(events)]
     as_for_a_slow_client = [joined(events[a:b]) for a, b in pairwise(bounds)]
     joined_parts, joined_parser, joined_reader = read(as_for_a_slow_client, params)
-    assert joined_parser.pushed == parser.pushed
+    assert (joined_parser.pushed, texts(joined_parts)) == (parser.pushed, texts(parts))
     assert joined_reader.reasoning_spans == reader.reasoning_spans
-    assert texts(joined_parts) == texts(parts)
 
 
 def test_reasoning_is_counted_without_its_markers() -> None:
     params = SamplingParams(max_tokens=100)
     reader = read(worker_events([0, THINK, 0, 1, 2, END_THINK, 0, THINK, 3, END], params), params)[2]
-    assert reader.reasoning_spans == [range(2, 5), range(8, 10)]
-    assert reader.num_reasoning_tokens == 5
+    assert (reader.reasoning_spans, reader.num_reasoning_tokens) == ([range(2, 5), range(8, 10)], 5)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +185,7 @@ def test_reasoning_is_counted_without_its_markers() -> None:
 def test_a_marker_of_which_a_stop_string_cut_something_is_none(stop: str, pushed: list[tuple[int, str]]) -> None:
     params = SamplingParams(max_tokens=100, stop=(stop,))
     parser = read(worker_events([0, THINK, 1], params), params)[1]
-    assert parser.pushed == pushed
-    assert parser.state == "message"
+    assert (parser.pushed, parser.state) == (pushed, "message")
 
 
 def test_an_unfinished_character_goes_before_the_marker_after_it() -> None:

@@ -87,8 +87,7 @@ def whole(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> dict[s
         for event in events_of(steps, **events):
             writer.usage.add(index, event)
             writer.add(index, event)
-    answer: dict[str, Any] = json.loads("".join(json_pieces(writer.body())))
-    return answer
+    return json.loads("".join(json_pieces(writer.body())))
 
 
 def stream(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> list[dict[str, Any]]:
@@ -97,8 +96,7 @@ def stream(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> list[
         for event in events_of(steps, **events):
             writer.usage.add(index, event)
             text += "".join(writer.chunks(index, event))
-    text += "".join(writer.stream_end())
-    return stream_events(text)
+    return stream_events(text + "".join(writer.stream_end()))
 
 
 def deltas(chunks: Sequence[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
@@ -125,8 +123,7 @@ def joined_message(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str
 
 
 def test_pieces_of_one_kind_in_one_event_make_one_delta() -> None:
-    got = deltas(stream(writer_of(ALL), ALL, per_event=100))
-    kinds = [next(iter(delta), None) for delta in got]
+    kinds = [next(iter(delta), None) for delta in deltas(stream(writer_of(ALL), ALL, per_event=100))]
     assert kinds == ["role", "reasoning_content", "content", *["tool_calls"] * 4, None]
 
 
@@ -325,23 +322,18 @@ PROMPT = "user:hi;assistant:"
 
 def prompt_entries(text: str, num_top: int) -> list[Any]:
     """As the stub worker makes them: each token at rank 1, and its successors after it."""
-    found: list[Any] = [None]
-    for character in text[1:]:
+
+    def entry(token: int) -> dict[str, Any]:
         ranks = range(max(num_top, 1))
-        found.append(
-            {
-                str(ord(character) + k): {"logprob": -0.5 - k, "rank": k + 1, "decoded_token": chr(ord(character) + k)}
-                for k in ranks
-            }
-        )
-    return found
+        return {str(token + k): {"logprob": -0.5 - k, "rank": k + 1, "decoded_token": chr(token + k)} for k in ranks}
+
+    return [None, *map(entry, text[1:].encode())]
 
 
 async def test_a_chat_has_them_beside_its_choices(api: Api) -> None:
     for num_top in (0, 1, 2):
         answer = (await api.chat(prompt_logprobs=num_top, n=2)).json()
-        assert answer["prompt_logprobs"] == prompt_entries(PROMPT, num_top)
-        assert len(answer["choices"]) == 2
+        assert (answer["prompt_logprobs"], len(answer["choices"])) == (prompt_entries(PROMPT, num_top), 2)
     assert "prompt_logprobs" not in (await api.chat()).json()
 
 

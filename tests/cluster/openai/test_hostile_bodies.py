@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from transom_cluster.openai.messages.chat_form import messages_chat
 from transom_cluster.openai.messages.request_body import MessagesRequest
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
-from transom_cluster.openai.request import body_shape
+from transom_cluster.openai.request import body_shape, completion_request
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import MAX_CONTAINERS, MAX_STRINGS, SMALL_BODY_BYTES, check_shape
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
@@ -52,6 +52,8 @@ def numbered(before: str, unit: str, after: str) -> Callable[[int], bytes]:
 
 USER = '"messages":[{"role":"user","content":"x"}]'
 CONTENT = '{"max_tokens":1,"messages":[{"role":"user","content":'
+CALLS = '{"messages":[{"role":"assistant","tool_calls":['
+FUNCTION = ',"tools":[{"type":"function","function":{"name":"f",'
 BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     # name: path, and the body of a size
     "prompt: ids, then a string": (COMPLETION, filled('{"prompt":[', "1,", ',"x"]}')),
@@ -71,22 +73,9 @@ BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "blocks: empty": (MESSAGES, filled(CONTENT + "[", '{"type":"text","text":""},', "]}]}")),
     "blocks: one text": (MESSAGES, filled(CONTENT + '[{"type":"text","text":"', "word ", '"}]}]}')),
     "chat_template_kwargs": (CHAT, numbered("{" + USER + ',"chat_template_kwargs":{', '"x#":[]', "}}")),
-    "tool_calls: right ones": (
-        CHAT,
-        filled(
-            '{"messages":[{"role":"assistant","tool_calls":[', '{"function":{"name":"f","arguments":"{}"}},', "]}]}"
-        ),
-    ),
-    "tool_calls: nesting": (
-        CHAT,
-        filled('{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"', "[", '"}}]}]}'),
-    ),
-    "tools: one enum": (
-        CHAT,
-        numbered(
-            "{" + USER + ',"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":[', '"#"', "]}}}]}"
-        ),
-    ),
+    "tool_calls: right ones": (CHAT, filled(CALLS, '{"function":{"name":"f","arguments":"{}"}},', "]}]}")),
+    "tool_calls: nesting": (CHAT, filled(CALLS + '{"function":{"name":"f","arguments":"', "[", '"}}]}]}')),
+    "tools: one enum": (CHAT, numbered("{" + USER + FUNCTION + '"parameters":{"enum":[', '"#"', "]}}}]}")),
     "guided_choice": (COMPLETION, numbered('{"prompt":"x","guided_choice":[', '"#"', "]}")),
     "guided_grammar: EBNF": (COMPLETION, filled('{"prompt":"x","guided_grammar":"', "root ::= root\\n", '"}')),
     "metadata: numbers": (CHAT, filled('{"max_tokens":1,' + USER + ',"metadata":[', "1,", "]}")),
@@ -154,14 +143,12 @@ def test_a_body_allocates_ten_times_its_size_at_most(name):
 
 def test_a_long_list_is_read_in_pieces_and_names_the_wrong_element(monkeypatch):
     ids = [i % 997 for i in range(PIECE_BYTES)]
-    good = msgspec.json.encode({"prompt": ids})
     parser = PARSERS["/v1/completions"]
-    assert parser.parse(good).prompts(LIMITS) == [ids]
+    assert parser.parse(msgspec.json.encode({"prompt": ids})).prompts(LIMITS) == [ids]
     lists = [ids, ids[:3], ids[5:]]
     assert parser.parse(msgspec.json.encode({"prompt": lists})).prompts(LIMITS) == lists
-    bad = msgspec.json.encode({"prompt": [*ids, "x"]})
     with pytest.raises(RequestError, match='is "x": expected `int`') as caught:
-        parser.parse(bad).prompts(LIMITS)
+        parser.parse(msgspec.json.encode({"prompt": [*ids, "x"]})).prompts(LIMITS)
     assert caught.value.param == f"prompt[{len(ids)}]"
     for wrong in (5, "]", [[1]], None):
         with pytest.raises(RequestError) as caught:
@@ -171,9 +158,7 @@ def test_a_long_list_is_read_in_pieces_and_names_the_wrong_element(monkeypatch):
 
 def test_lists_that_are_too_long_are_refused_before_any_id_is_read(monkeypatch):
     short = ModelLimits(max_model_len=1000, vocab_size=1000)
-    monkeypatch.setattr(
-        "transom_cluster.openai.request.completion_request.read_ids", lambda *_: pytest.fail("the ids were read")
-    )
+    monkeypatch.setattr(completion_request, "read_ids", lambda *_: pytest.fail("the ids were read"))
     with pytest.raises(RequestError, match="2000 tokens"):
         PARSERS["/v1/completions"].parse(msgspec.json.encode({"prompt": [1] * 2000})).prompts(short)
     with pytest.raises(RequestError, match="2,000 ids"):

@@ -30,7 +30,7 @@ def test_calls_become_objects_and_results_get_their_functions_name() -> None:
         {
             "role": "tool",
             "tool_call_id": "call_1",
-            "content": [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}],
+            "content": [{"type": "text", "text": text} for text in ("ra", "in")],
         },
     )
     function = {"name": "weather", "arguments": {"city": "Köln", "days": [1]}}
@@ -59,9 +59,8 @@ def test_a_message_of_a_response_comes_back_unchanged() -> None:
     answer = assistant(content="Hi", **dict.fromkeys(("refusal", "annotations", "audio", "function_call")))
     delta = call(index=0)
     delta["function"]["parsed_arguments"] = {}
-    (message,) = converted(
-        {**answer, "reasoning_content": "Hm", "reasoning": "Hm", "parsed": {"a": 1}, "tool_calls": [delta]}
-    )
+    answer |= {"reasoning_content": "Hm", "reasoning": "Hm", "parsed": {"a": 1}, "tool_calls": [delta]}
+    (message,) = converted(answer)
     assert message["content"] == "Hi"
     assert message["reasoning_content"] == message["reasoning"] == "Hm"
 
@@ -115,11 +114,9 @@ CHAT: list[dict[str, Any]] = [
 
 
 def ids(chat: list[dict[str, Any]]) -> list[str]:
-    found = [
-        one
-        for message in chat
-        for one in [call["id"] for call in message.get("tool_calls", ())] + [message.get("tool_call_id")]
-    ]
+    found = []
+    for message in chat:
+        found += [call["id"] for call in message.get("tool_calls", ())] + [message.get("tool_call_id")]
     return [one for one in found if one]
 
 

@@ -5,6 +5,7 @@ The fields that hold an answer's text to a form: each form of each API, one at a
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -149,10 +150,9 @@ def test_what_an_answer_may_or_must_call(choice: Any, parallel: bool, demand: To
     ],
 )
 def test_a_choice_that_the_tools_cannot_meet(tools: Any, choice: Any, words: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        demand_of(raw(choice), tools)
-    assert caught.value.param == "tool_choice"
-    assert words in str(caught.value)
+    error = refused(partial(demand_of, tools=tools), choice)
+    assert error.param == "tool_choice"
+    assert words in str(error)
 
 
 def test_without_tools_nothing_is_demanded() -> None:
@@ -161,8 +161,7 @@ def test_without_tools_nothing_is_demanded() -> None:
 
 
 def form(**fields: Any) -> tuple[MessageDemand, str]:
-    texts = {name: Raw(msgspec.json.encode(fields.get(name))) for name in FIELDS}
-    return read_answer_form(texts, lambda _: None)
+    return read_answer_form({name: raw(fields.get(name)) for name in FIELDS}, lambda _: None)
 
 
 def json_schema(**fields: Any) -> dict[str, Any]:

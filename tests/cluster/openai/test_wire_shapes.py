@@ -13,6 +13,7 @@ from tests.cluster.openai.published_document import ANTHROPIC, OPENAI, check_pub
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.request.body import BodyParser
 
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
 
@@ -20,8 +21,7 @@ COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": Tr
 @pytest.mark.parametrize("fields", CHATS, ids=str)
 async def test_chats(api, fields):
     whole = ChatCompletion.model_validate_json((await api.chat(**fields)).content, strict=True)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    sent = stream_events((await api.chat(**fields, **options)).text)
+    sent = stream_events((await api.chat(**fields, **STREAMED)).text)
     chunks = [ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True) for event in sent]
     assert chunks[-1].usage == whole.usage
     for choice in whole.choices:
@@ -37,11 +37,9 @@ async def test_completions(api, fields):
     answer = await api.complete(**fields)
     check_published("CreateCompletionResponse", answer.json())
     whole = Completion.model_validate_json(answer.content, strict=True)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = stream_events((await api.complete(**fields, **options)).text)
-    assert last["choices"] == []
+    *chunks, last = stream_events((await api.complete(**fields, **STREAMED)).text)
     assert whole.usage is not None
-    assert last["usage"] == whole.usage.model_dump(exclude_none=True)
+    assert (last["choices"], last["usage"]) == ([], whole.usage.model_dump(exclude_none=True))
     prompts = fields.get("prompt", ["hi"])
     num_choices = len(prompts) * fields.get("n", 1)
     assert whole.usage.prompt_tokens == sum(map(len, prompts))

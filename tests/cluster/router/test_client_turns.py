@@ -4,6 +4,7 @@ Days of traffic: nothing in a router grows with the number of requests, clients 
 """
 
 import asyncio
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -196,7 +197,6 @@ async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkey
             place(requests)
 
         monkeypatch.setattr(api.router.queue, "_place", noted)
-
         async with asyncio.timeout(60):
             answers = [complete_as(api, "attacker", prompt=["x"] * 128), complete_as(api, "victim")]
             assert [(await answer).status_code for answer in answers] == [200, 200]
@@ -295,9 +295,8 @@ async def test_many_short_prompts_make_room_where_the_queue_is_full_of_tokens(mo
 async def serve(api: Api, begin: int, end: int) -> None:
     """Requests of many clients: complete, wrong, refused; and workers that come and go."""
     for first in range(begin, end, AT_ONCE):
-        worker = StubWorker(
-            worker=f"w-{first}", admission_error=ErrorInfo.of(Overloaded("full")) if first % 3 else None
-        )
+        refusal = ErrorInfo.of(Overloaded("full")) if first % 3 else None
+        worker = StubWorker(worker=f"w-{first}", admission_error=refusal)
         api.directory.add(worker)
         await until(lambda: sum(one.takes_requests for one in api.router.connections.values()) == 2)
         calls = []
@@ -313,10 +312,8 @@ async def serve(api: Api, begin: int, end: int) -> None:
 
 
 async def test_a_router_does_not_grow_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = request_timelines.TimelineStore.__init__
-    monkeypatch.setattr(
-        request_timelines.TimelineStore, "__init__", lambda store: init(store, max_timelines=100, max_ended_events=200)
-    )
+    init = partialmethod(request_timelines.TimelineStore.__init__, max_timelines=100, max_ended_events=200)
+    monkeypatch.setattr(request_timelines.TimelineStore, "__init__", init)
     keys = tuple(f"key-{number}" for number in range(NUM_KEYS))
     limits = LimitsConfig(requests_per_minute=10**6, concurrent_requests=1000, request_timeout_s=3600.0)
     async with running_api(api_keys=keys, limits=limits, timings=timings(drain_s=0.0)) as api:

@@ -30,8 +30,7 @@ class Speaker(StubWorker):
 
     def event_of(self, request: Request, position: int, *, is_last: bool) -> OutputEvent:
         token_id = ord(self.identity[0]) + position
-        event = super().event_of(request, position, is_last=is_last)
-        return event._replace(token_ids=(token_id,), text=chr(token_id))
+        return super().event_of(request, position, is_last=is_last)._replace(token_ids=(token_id,), text=chr(token_id))
 
 
 class Cluster(RuleBasedStateMachine):
@@ -98,14 +97,9 @@ class Cluster(RuleBasedStateMachine):
 
     async def read(self, name: str, max_tokens: int, num_choices: int) -> None:
         """A client that checks every event: none missing, none twice, all of the model that the answer names."""
+        params = SamplingParams(max_tokens=max_tokens)
         requests = [
-            Request(
-                request_id=f"{name}-{i}",
-                prompt_token_ids=(1, 2),
-                params=SamplingParams(max_tokens=max_tokens),
-                seed=0,
-                choice_index=i,
-            )
+            Request(request_id=f"{name}-{i}", prompt_token_ids=(1, 2), params=params, seed=0, choice_index=i)
             for i in range(num_choices)
         ]
         texts, is_done = [""] * num_choices, [False] * num_choices

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.cluster.conftest import PATIENT, Api, running_api, sample, sent_events, timings, until
-from tests.cluster.stub_worker import LETTERS, StubWorker
+from tests.cluster.stub_worker import LETTERS, StubWorker, stub_workers
 from tests.matrices import some_daily
 from transom_cluster.router.failover import (
     EVIDENCE,
@@ -126,8 +126,8 @@ def test_a_request_that_only_waited_is_not_to_blame():
     streaming = [Attempt(num_new_tokens=3) for _ in range(2)]
     queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)
     attempts = [*streaming, queued, unsent, unanswered]
-    may = may_have_run(attempts, max_num_seqs=3)
-    assert may == [*streaming, queued, unanswered]  # one running slot may have been the queued one's
+    # One running slot may have been the queued one's.
+    assert may_have_run(attempts, max_num_seqs=3) == [*streaming, queued, unanswered]
     assert may_have_run(attempts, max_num_seqs=2) == [*streaming, unanswered]
 
 
@@ -142,11 +142,9 @@ def test_which_requests_migrate():
     assert lose("moved").migrating == [streaming, queued, unsent]  # streams that have begun first
     assert [one.record.num_migrations for one in attempts] == [0, 0, 0]
     assert lose("lost").given_up == []
-    assert [one.record.num_migrations for one in attempts] == [1, 1, 0]
-    assert [one.record.num_losses for one in attempts] == [1, 1, 0]
+    assert [(one.record.num_migrations, one.record.num_losses) for one in attempts] == [(1, 1), (1, 1), (0, 0)]
     decision = lose("torn")
-    assert decision.given_up == [streaming, queued]
-    assert decision.migrating == [unsent]
+    assert (decision.given_up, decision.migrating) == ([streaming, queued], [unsent])
     assert [one.record.num_losses for one in attempts] == [1, 1, 0]
 
 
@@ -189,7 +187,7 @@ async def test_poison_among_many_ends_few_workers_and_itself(
     poison_at: int, stream: bool, cause: LossCause, num_lost: int
 ) -> None:
     """32 streams; all others get their whole answer."""
-    workers = [StubWorker(worker=f"w{i}", poison=POISON, poison_at=poison_at, poison_cause=cause) for i in range(6)]
+    workers = stub_workers(6, poison=POISON, poison_at=poison_at, poison_cause=cause)
     async with running_api(*workers, routing_policy="round_robin", **PATIENT) as api:
         prompts = ["innocent"] * 20 + ["poison!"] + ["innocent"] * 11
         answers = [asyncio.create_task(api.complete(prompt=p, max_tokens=26, stream=stream)) for p in prompts]
@@ -201,13 +199,10 @@ async def test_poison_among_many_ends_few_workers_and_itself(
                 events = sent_events(response.text) if stream else [response.json()]
                 assert "".join(event["choices"][0]["text"] for event in events) == LETTERS
         (stopped,) = [r for p, r in zip(prompts, responses, strict=True) if p == "poison!"]
-        if stream and poison_at:
-            assert stopped.status_code == 200
-            assert "[DONE]" not in stopped.text
-            error = sent_events(stopped.text)[-1]["error"]
-        else:
-            assert stopped.status_code == 500
-            error = stopped.json()["error"]
+        has_begun = stream and poison_at > 0
+        assert stopped.status_code == (200 if has_begun else 500)
+        assert "[DONE]" not in stopped.text
+        error = sent_events(stopped.text)[-1]["error"] if has_begun else stopped.json()["error"]
         assert error["code"] == "poison_request"
         assert f"{num_lost} workers" in error["message"]
         assert sample(api.router, "failovers_total", outcome="poison") == 1
@@ -223,9 +218,7 @@ async def test_poison_among_many_ends_few_workers_and_itself(
 
 async def test_a_request_that_was_cleared_holds_up_no_other_suspect() -> None:
     """Of two losses one is explained; a request that is cleared of it continues, and a suspect of the other loss may join it."""
-    first, second, third, last = (
-        StubWorker(worker=f"w{i}", max_events=1, poison=POISON, poison_at=2) for i in range(4)
-    )
+    first, second, third, last = stub_workers(4, max_events=1, poison=POISON, poison_at=2)
     async with running_api(first, failover=FailoverConfig(wait_s=120.0, max_lost_workers=2)) as api:
         innocent, poison = (asyncio.create_task(api.complete(prompt=p, max_tokens=26)) for p in ("innocent", "poison!"))
         await until(lambda: first.num_silent == 2 and first.is_read)
@@ -258,9 +251,8 @@ async def test_two_routers_that_lose_a_shared_worker_twice_stop_no_request() -> 
         for _ in range(2):
             await until(lambda: all(one.num_running and one.num_silent == len(one.submitted) for one in shares))
             await until(lambda: all(one.is_read for one in shares))
-            num_lost = sum(share.num_running for share in shares)
-            assert num_lost == 2
-            lost = ErrorInfo.of(WorkerLost("A rank died.", loss_cause="exception", num_lost=num_lost))
+            assert sum(share.num_running for share in shares) == 2
+            lost = ErrorInfo.of(WorkerLost("A rank died.", loss_cause="exception", num_lost=2))
             for share in shares:
                 share.end_all(lost)
         for share in shares:
@@ -274,7 +266,7 @@ async def test_two_routers_that_lose_a_shared_worker_twice_stop_no_request() -> 
 @pytest.mark.parametrize(("cause", "num_at_once"), [("unknown", 8), ("killed", 8), ("host_lost", 8), ("exception", 1)])
 async def test_streams_go_on_at_once_unless_a_request_may_be_to_blame(cause: LossCause, num_at_once: int) -> None:
     """Where one worker is left, quarantine would have the streams continue one by one."""
-    first, second = (StubWorker(worker=f"w{i}", max_events=1) for i in range(2))
+    first, second = stub_workers(2, max_events=1)
     async with running_api(first, **PATIENT) as api:
         answers = [asyncio.create_task(api.complete(max_tokens=26)) for _ in range(8)]
         await until(lambda: first.num_silent == 8 and first.is_read)

@@ -73,8 +73,7 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     events = [e for _, e in asyncio.run(output.next())]
     assert "".join(e.text for e in events) == TEXT
     assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
-    assert output.num_unfinished == 0
-    assert one_request.has_ended
+    assert (output.num_unfinished, one_request.has_ended) == (0, True)
 
 
 async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
@@ -83,8 +82,7 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     old = place(one_request)
     one_request.leave_worker()
     place(one_request)
-    connection = WorkerConnection("w0", worker, "r0", RouterTimings())
-    await connection.submit([(one_request, old)])
+    await WorkerConnection("w0", worker, "r0", RouterTimings()).submit([(one_request, old)])
     assert one_request.state is AttemptState.PLACED
     worker.kill()
 
@@ -170,8 +168,7 @@ async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_th
         api.worker.die()
         assert (await waiting).status_code == 503
         await api.worker.until(lambda: api.worker.aborted)
-        assert len(attempts) == 3
-        assert api.worker.aborted == [api.worker.submitted[0].request_id]
+        assert (len(attempts), api.worker.aborted) == (3, [api.worker.submitted[0].request_id])
 
 
 async def test_a_worker_without_a_heartbeat_is_lost_and_its_stream_is_opened_again():
@@ -196,12 +193,8 @@ async def test_a_router_shows_its_workers_that_it_is_there():
 async def test_a_submission_that_hangs_ends_when_the_link_breaks():
     worker = StubWorker()
     async with running_api(worker, **NO_FAILOVER) as api:
-        never = asyncio.Event()
-
-        async def hang(*_):
-            await never.wait()
-
-        worker.submit = hang  # type: ignore[method-assign]
+        never: Any = asyncio.Event().wait
+        worker.submit = lambda *_: never()  # type: ignore[method-assign]
         waiting = asyncio.create_task(api.complete())
         await until(lambda: num_in_flight(api.router))
         worker.die()

@@ -58,8 +58,7 @@ def test_steady_load_moves_nothing():
     """One request more or less, around any number of workers."""
     for workers in (1, 2, 3):
         for wobble in (-1, 0, 1):
-            loads = [load(12 + wobble, used=0.6 + 0.05 * wobble, tokens=500) for _ in range(workers)]
-            assert wanted(*loads) == workers
+            assert wanted(*[load(12 + wobble, used=0.6 + 0.05 * wobble, tokens=500)] * workers) == workers
 
 
 def test_a_burst_asks_for_all_that_it_needs_at_once():
@@ -73,8 +72,7 @@ def test_slow_first_tokens_add_one_at_a_time():
     assert wanted(late, target=2) == 2  # it is starting
     assert wanted(late, load(10)) == 3
     assert wanted(load(10, 0, first_s=60.0)) == 1  # of the past: no request waits
-    close = load(3, 1, tokens=100, first_s=1.6)
-    assert wanted(close, load(3)) == 2  # one less would be late
+    assert wanted(load(3, 1, tokens=100, first_s=1.6), load(3)) == 2  # one less would be late
 
 
 @pytest.mark.parametrize(("used", "workers"), [(0.5, 1), (0.84, 1), (0.9, 2)])
@@ -101,5 +99,4 @@ def test_zero_stays_until_a_request_waits():
 
 
 def test_workers_that_start_are_not_taken_away_before_they_help():
-    waiting = load(16, 20, tokens=5000, first_s=4.0)
-    assert wanted(waiting, target=3) == 3
+    assert wanted(load(16, 20, tokens=5000, first_s=4.0), target=3) == 3

@@ -96,9 +96,8 @@ def others(count: int) -> list[tuple[int, ...]]:
 
 def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
     made = placer(cached={"b": whole(PROMPT, version=7)})
-    assert made.place(request("r"), WORKERS) == PlacementDecision(
-        worker_id="b", reason="longest_hit", predicted=HitTokens(HIT)
-    )
+    decision = PlacementDecision(worker_id="b", reason="longest_hit", predicted=HitTokens(HIT))
+    assert made.place(request("r"), WORKERS) == decision
     assert made.first_event("r", usage(HIT - 64)) == 64
     assert made.first_event("r", usage(HIT)) is None  # once
     assert made.first_event("unknown", usage(0)) is None
@@ -137,15 +136,13 @@ def test_equal_prompts_are_hashed_once_and_others_again(monkeypatch: pytest.Monk
     predicted = [made.place(request(f"r{choice}"), WORKERS).predicted.total for choice in range(4)]
     assert (predicted, hashed) == ([HIT] * 4, [2000])
     hashed.clear()
-    predicted = [
-        made.place(changed, WORKERS).predicted.total
-        for changed in (
-            request("salted", cache_salt="tenant"),
-            request("resumed", cache_salt="tenant", resumed_output_ids=(1, 2)),
-            request("plain", resumed_output_ids=(1, 2)),
-            request("longer", (*PROMPT, 1)),
-        )
-    ]
+    changed = (
+        request("salted", cache_salt="tenant"),
+        request("resumed", cache_salt="tenant", resumed_output_ids=(1, 2)),
+        request("plain", resumed_output_ids=(1, 2)),
+        request("longer", (*PROMPT, 1)),
+    )
+    predicted = [made.place(one, WORKERS).predicted.total for one in changed]
     assert (predicted, hashed) == ([0, 0, 2000, 2000], [2000] * 4)
 
 
@@ -156,8 +153,7 @@ def test_a_prompt_is_hashed_as_far_as_a_worker_has_it(monkeypatch: pytest.Monkey
     assert made.place(request("r", long), ["a"]).predicted.total == 2_992
     assert sum(hashed) <= 2 * 3_000
     hashed.clear()
-    assert made.place(request("s", long[1:]), WORKERS).predicted.total == 0
-    assert sum(hashed) == 2_048
+    assert (made.place(request("s", long[1:]), WORKERS).predicted.total, sum(hashed)) == (0, 2_048)
 
 
 @pytest.mark.parametrize("policy", ["kv", "round_robin"])
@@ -196,8 +192,7 @@ def test_what_other_routers_sent_counts_and_what_this_one_sent_is_not_counted_tw
     made.update("a", WorkerMessage(load=load(num_waiting=5, waiting_tokens=9000)))
     assert worker.candidate(0).queue_tokens == 9000
     made.update("a", WorkerMessage(load=load(num_running=2, waiting_tokens=1500)))  # the others have left
-    assert worker.candidate(0).queue_tokens == 1500
-    assert worker.candidate(0).num_requests == 2
+    assert (worker.candidate(0).queue_tokens, worker.candidate(0).num_requests) == (1500, 2)
     for i in range(2):
         made.first_event(f"r{i}", usage(0))
     assert worker.candidate(0).queue_tokens == 1500

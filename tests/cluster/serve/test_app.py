@@ -120,7 +120,5 @@ def test_deployments_have_the_requested_numbers_of_replicas():
     settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
     assert app.router_deployment(settings).num_replicas == 2
     assert app.router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
-    workers = app.worker_deployment(
-        settings, worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
-    )
-    assert workers.num_replicas == 3
+    resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    assert app.worker_deployment(settings, resources).num_replicas == 3

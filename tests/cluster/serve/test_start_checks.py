@@ -89,9 +89,8 @@ def test_host_tiers_that_do_not_fit_together_are_refused_with_the_numbers(monkey
     monkeypatch.setattr(start_checks, "available_host_bytes", lambda: 6 * 2**30)
     start_checks.check_host_tiers(settings)
     monkeypatch.setattr(start_checks, "available_host_bytes", lambda: 4 * 2**30)
-    with pytest.raises(
-        ConfigError, match=r"all 4 ranks .* take 6442450944 bytes, .* 4294967296 bytes free.*most 1.00GiB"
-    ):
+    words = r"all 4 ranks .* take 6442450944 bytes, .* 4294967296 bytes free.*most 1.00GiB"
+    with pytest.raises(ConfigError, match=words):
         start_checks.check_host_tiers(settings)
 
 
@@ -121,9 +120,8 @@ def test_all_workers_one_more_and_the_routers_fit(cores, replicas, ranks, thread
 
 def test_threads_are_divided_among_workers_and_ranks():
     assert of(LAPTOP).num_threads == 2
-    assert of(LAPTOP, replicas=2).num_threads == 1
-    assert of(LAPTOP, replicas=2, tensor_parallel_size=2).num_threads == 1
-    assert of(LAPTOP, max_replicas=2).num_threads == 1
+    for settings in ({"replicas": 2}, {"replicas": 2, "tensor_parallel_size": 2}, {"max_replicas": 2}):
+        assert of(LAPTOP, **settings).num_threads == 1
     several = ClusterResources(node_cpus=(16.0, 16.0, 16.0), num_gpus=0)
     assert of(several, replicas=3).num_threads == 16
     assert of(several, replicas=4, tensor_parallel_size=2).num_threads == 4

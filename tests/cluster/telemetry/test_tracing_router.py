@@ -154,9 +154,8 @@ async def test_the_client_decides_else_the_ratio(
 
 
 async def test_errors_set_the_status(collector: Collector) -> None:
-    async with running_api(
-        StubWorker(admission_error=ErrorInfo.of(Overloaded(MARK))), tracing=traced(collector)
-    ) as api:
+    full = ErrorInfo.of(Overloaded(MARK))
+    async with running_api(StubWorker(admission_error=full), tracing=traced(collector)) as api:
         assert (await ask(api)).status_code == 503
     async with running_api(StubWorker(step_error=ErrorInfo.of(StepFailed(MARK))), tracing=traced(collector)) as api:
         assert "error" in (await ask(api, stream=True)).text
@@ -164,8 +163,7 @@ async def test_errors_set_the_status(collector: Collector) -> None:
     refused, broken, wrong = named(collector, "POST /v1/completions")
     for span, kind, status in ((refused, "Overloaded", 503), (broken, "StepFailed", 200)):
         assert span.status.status_code is StatusCode.ERROR
-        assert span.attributes["error.type"] == kind
-        assert span.attributes["http.response.status_code"] == status
+        assert span.attributes.items() >= {"error.type": kind, "http.response.status_code": status}.items()
     assert wrong.attributes["http.response.status_code"] == 400
     assert wrong.status.status_code is StatusCode.UNSET
     assert [one.attributes["error.type"] for one in named(collector, "worker")] == ["Overloaded", "StepFailed"]
@@ -187,14 +185,13 @@ async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: P
     replicas = [WorkerReplica(config, "tiny", f"w{i}") for i in range(2)]
     for i, replica in enumerate(replicas):
         own = Tracing(TracingConfig(endpoint=ENDPOINT), role="worker", name=f"w{i}", exporter=collector)
-        spans = RequestSpans(own, f"w{i}")
-        replica.engine.timelines.exporter = TimelineExporter([spans], close_formats=own.close)
+        exporter = TimelineExporter([RequestSpans(own, f"w{i}")], close_formats=own.close)
+        replica.engine.timelines.exporter = exporter
     dying, other = (Mortal(replica) for replica in replicas)
     try:
         dying.num_events = 7
-        tracing = traced(collector, model="tiny")
         async with (
-            routed(tiny_model, dying, other, tracing=tracing) as router,
+            routed(tiny_model, dying, other, tracing=traced(collector, model="tiny")) as router,
             httpx.AsyncClient(transport=httpx.ASGITransport(app=build_api(router)), base_url="http://test") as client,
         ):
             body = {"prompt": list(range(5, 40)), "max_tokens": 20, "ignore_eos": True}
@@ -210,10 +207,8 @@ async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: P
     assert (first.status.status_code, first.attributes["error.type"]) == (StatusCode.ERROR, "lost")
     assert second.status.status_code is StatusCode.UNSET
     assert second.attributes["transom.resumed_tokens"] == 7
-    assert (first.attributes["transom.routing_policy"], second.attributes["transom.placement_reason"]) == (
-        "round_robin",
-        "only_one",
-    )
+    assert first.attributes["transom.routing_policy"] == "round_robin"
+    assert second.attributes["transom.placement_reason"] == "only_one"
     assert span.status.status_code is StatusCode.UNSET
     for attempt in (first, second):
         below = [one for one in collector.get_finished_spans() if one.parent and is_below(one, attempt)]

@@ -21,9 +21,12 @@ USER = {"role": "user", "content": "hi"}
 ADD = {"type": "function", "name": "add", "description": "Adds.", "strict": True, "parameters": {"type": "object"}}
 
 
+def raw(value: Any) -> Raw:
+    return Raw(json.dumps(value).encode())
+
+
 def read(value: Any, *, instructions: str | None = None, warnings: list[str] | None = None) -> list[dict[str, Any]]:
-    warnings = [] if warnings is None else warnings
-    return read_messages(Raw(json.dumps(value).encode()), instructions=instructions, warnings=warnings)
+    return read_messages(raw(value), instructions=instructions, warnings=[] if warnings is None else warnings)
 
 
 def call(call_id: str, name: str = "add", arguments: str = "{}", **more: Any) -> dict[str, Any]:
@@ -36,17 +39,9 @@ def chat_call(call_id: str, name: str = "add", arguments: str = "{}") -> dict[st
 
 def test_messages_have_any_form_of_text():
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
-    spoken = {
-        "id": "msg_1",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "phase": "final_answer",
-        "content": [
-            {"type": "output_text", "text": "c", "annotations": [], "logprobs": []},
-            {"type": "refusal", "refusal": "no"},
-        ],
-    }
+    envelope = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "phase": "final_answer"}
+    said = {"type": "output_text", "text": "c", "annotations": [], "logprobs": []}
+    spoken = {**envelope, "content": [said, {"type": "refusal", "refusal": "no"}]}
     assert read([{"type": "message", "role": "user", "content": parts}, spoken, USER]) == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "cno"},
@@ -101,8 +96,7 @@ def test_reasoning_comes_back_from_encrypted_content():
     warnings: list[str] = []
     own = {"type": "reasoning", "summary": [], "encrypted_content": write_reasoning("Hm. \u00fc")}
     other = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA"}
-    assert read([own, call("a")], warnings=warnings)[0]["reasoning_content"] == "Hm. \u00fc"
-    assert warnings == []
+    assert (read([own, call("a")], warnings=warnings)[0]["reasoning_content"], warnings) == ("Hm. \u00fc", [])
     assert "reasoning_content" not in read([other, call("a")], warnings=warnings)[0]
     assert warnings == ["input[0]: encrypted_content of another server is skipped"]
 
@@ -156,10 +150,6 @@ def test_texts_are_joined_once_at_the_end():
     assert read(reasoning) == [{"role": "assistant", "reasoning_content": "".join(texts)}]
 
 
-def raw(value: Any) -> Raw:
-    return Raw(json.dumps(value).encode())
-
-
 def read_given_tools(*tools: Any, names: ToolNames | None = None, warnings: list[str] | None = None) -> Any:
     found = read_tools(raw(tools), names=names or ToolNames(), warnings=[] if warnings is None else warnings)
     return [
@@ -180,10 +170,8 @@ def test_functions():
 
 def test_custom_tools_take_one_text():
     names = ToolNames()
-    (tool,) = read_given_tools(
-        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "a+|b"}},
-        names=names,
-    )
+    pattern = {"type": "grammar", "syntax": "regex", "definition": "a+|b"}
+    (tool,) = read_given_tools({"type": "custom", "name": "patch", "format": pattern}, names=names)
     assert tool["function"]["parameters"] == {
         "type": "object",
         "properties": {"input": {"type": "string", "pattern": "^(a+|b)$"}},

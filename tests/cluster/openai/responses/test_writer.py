@@ -66,28 +66,18 @@ def make_writer(parts: Sequence[AnswerPart], *, num_top: int | None = None, **bo
         num_top_logprobs=num_top,
         includes_encrypted_reasoning=request.includes_encrypted_reasoning,
     )
-    engine_request = Request(request_id="r", prompt_token_ids=(1, 2, 3), params=SamplingParams(), seed=0)
-    return ResponsesWriter(
-        ResponseMetadata(id="resp_abc", model="m", created_s=7),
-        [engine_request],
-        ScriptedReader(parts),
-        options,
-        request_echo(request, SamplingParams()),
-    )
+    requests = [Request(request_id="r", prompt_token_ids=(1, 2, 3), params=SamplingParams(), seed=0)]
+    echo = request_echo(request, SamplingParams())
+    metadata = ResponseMetadata(id="resp_abc", model="m", created_s=7)
+    return ResponsesWriter(metadata, requests, ScriptedReader(parts), options, echo)
 
 
 def events_of(parts: Sequence[AnswerPart], reason: Any = "stop", **event: Any) -> list[OutputEvent]:
-    usage = Usage(num_prompt_tokens=3, num_output_tokens=len(parts), num_cached_tokens=2)
+    event["usage"] = Usage(num_prompt_tokens=3, num_output_tokens=len(parts), num_cached_tokens=2)
+    reasons = [None] * len(parts) + [reason]
     return [
-        OutputEvent(
-            request_id="r",
-            position=at,
-            token_ids=(97,),
-            finish_reason=reason if at == len(parts) else None,
-            usage=usage,
-            **event,
-        )
-        for at in range(len(parts) + 1)
+        OutputEvent(request_id="r", position=at, token_ids=(97,), finish_reason=one, **event)
+        for at, one in enumerate(reasons)
     ]
 
 
@@ -118,7 +108,7 @@ def body_of(writer: ResponsesWriter, events: Sequence[OutputEvent]) -> dict[str,
     for event in events:
         writer.usage.add(0, event)
         writer.add(0, event)
-    body: dict[str, Any] = json.loads("".join(json_pieces(writer.body())))
+    body = json.loads("".join(json_pieces(writer.body())))
     check_published("Response", body)
     Response.model_validate(body, strict=False)
     return body
@@ -200,12 +190,9 @@ def test_usage_and_the_fields_of_the_request():
         "total_tokens": len(ANSWER) + 4,
     }
     assert (body["status"], body["error"], body["incomplete_details"]) == ("completed", None, None)
-    assert body["store"] is False
-    assert body["tools"] == [TOOL]
-    assert body["tool_choice"] == {"type": "function", "name": "add"}
-    assert body["parallel_tool_calls"] is False
-    assert body["reasoning"] == {"effort": "low", "summary": "auto"}
-    assert body["text"]["format"]["name"] == "s"
+    assert (body["store"], body["parallel_tool_calls"]) == (False, False)
+    assert (body["tools"], body["tool_choice"]) == ([TOOL], {"type": "function", "name": "add"})
+    assert (body["reasoning"], body["text"]["format"]["name"]) == ({"effort": "low", "summary": "auto"}, "s")
     assert (body["instructions"], body["max_output_tokens"], body["metadata"]) == ("Be brief.", 50, {"a": "b"})
     assert (body["prompt_cache_key"], body["user"]) == ("k", "u")
 
@@ -214,8 +201,7 @@ def test_an_answer_that_reaches_its_greatest_length_is_incomplete():
     parts: list[AnswerPart] = [CallBegin(0, "add"), CallArguments(0, '{"a'), CallEnd(0, False)]
     events = stream(make_writer(parts), events_of(parts, "length"))
     final = events[-1]["response"]
-    assert events[-1]["type"] == "response.incomplete"
-    assert final["status"] == "incomplete"
+    assert (events[-1]["type"], final["status"]) == ("response.incomplete", "incomplete")
     assert final["incomplete_details"] == {"reason": "max_output_tokens"}
     assert final["output"][0]["status"] == "incomplete"
     message = body_of(make_writer([MessageText("a")]), events_of([MessageText("a")], "length"))["output"][0]
@@ -235,9 +221,8 @@ def test_a_stream_that_fails_ends_with_what_was_sent():
     text += "".join(writer.stream_error(wire_error(RequestTimeout("Too late."))))
     events = sent_events(text)
     failed = events[-1]["response"]
-    assert events[-1]["type"] == "response.failed"
+    assert (events[-1]["type"], failed["status"]) == ("response.failed", "failed")
     assert failed["error"] == {"code": "server_error", "message": "Too late."}
-    assert failed["status"] == "failed"
     assert [item["type"] for item in failed["output"]] == ["reasoning", "message"]
 
 
@@ -254,10 +239,8 @@ def test_log_probabilities_are_those_of_the_message(num_top):
     token = Logprob(token_id=97, logprob=-0.5, rank=1)
     logprobs = (TokenLogprobs(chosen=token, top=(token,) * num_top),)
     parts: list[AnswerPart] = [MessageText("a"), MessageText("a")]
-    events = stream(
-        make_writer(parts, num_top=num_top, include=["message.output_text.logprobs"]),
-        events_of(parts, logprobs=logprobs),
-    )
+    writer = make_writer(parts, num_top=num_top, include=["message.output_text.logprobs"])
+    events = stream(writer, events_of(parts, logprobs=logprobs))
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
     expected = {**entry, "top_logprobs": [entry] * num_top}
     deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
