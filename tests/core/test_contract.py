@@ -40,8 +40,7 @@ def test_wrong_parameters_name_themselves(field: str, value: object) -> None:
 def test_equal_values_in_several_forms_are_read_alike() -> None:
     one = SamplingParams(stop="end", stop_token_ids=[7], logit_bias={"3": 1})  # type: ignore[arg-type, dict-item]
     assert one == SamplingParams(stop=("end",), stop_token_ids=(7,), logit_bias={3: 1.0})
-    unset = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
-    assert unset == SamplingParams()
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
     assert SamplingParams(seed=-(2**63)).seed == -(2**63)
     assert SamplingParams(seed=2**64 - 1).seed == 2**64 - 1
     assert SamplingParams(top_k=-1) != SamplingParams(top_k=0)

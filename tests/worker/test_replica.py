@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_driver import make_request, num_active
 from tests.hooked_executor import HookedExecutor
+from tests.present import present
 from transom_core.contract import OutputEvent, Request, WorkerMessage
 from transom_core.errors import EngineDead
 from transom_core.settings.settings import Settings
@@ -128,8 +129,7 @@ async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerRepli
 
 async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
     (error,) = await replica.submit("no-such-router", [request("x")])
-    assert error is not None
-    assert error.kind == "EngineDead"
+    assert present(error).kind == "EngineDead"
 
 
 async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerReplica) -> None:
@@ -153,8 +153,7 @@ async def test_an_id_in_use_is_refused_and_its_running_request_continues(
             for router in ("a", "b"):
                 fine, error = await replica.submit(router, [request("fine"), request("same")])
                 assert fine is None
-                assert error is not None
-                assert error.param == "request_id"
+                assert present(error).param == "request_id"
             assert all(error is not None for error in await replica.submit("b", [request("twice"), request("twice")]))
         assert [event.position for event in (await collect(stream, {"same"}))["same"]] == list(range(50))
     assert replica.num_requests == 0
@@ -272,13 +271,11 @@ async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
         executor.before_step = fail
         assert await replica.submit("r", [request("doomed")]) == [None]
         (event,) = (await collect(stream, {"doomed"}))["doomed"]
-        assert event.error is not None
-        assert "fell over" in event.error.message
+        assert "fell over" in present(event.error).message
         for _ in range(2):  # the traceback of an exception that is raised again would grow
             with pytest.raises(EngineDead) as dead:
                 replica.check_health()
             assert isinstance(dead.value.__cause__, RuntimeError)
             assert len(dead.traceback) == 2
         (refused,) = await replica.submit("r", [request("late")])
-        assert refused is not None
-        assert refused.kind == "EngineDead"
+        assert present(refused).kind == "EngineDead"

@@ -11,16 +11,11 @@ def _deep(levels: int) -> str:
 
 def _products(groups: int, alternatives: int) -> dict[str, Any]:
     """All combinations of one alternative of each group."""
-    return {
-        "allOf": [
-            {
-                "anyOf": [
-                    {"type": "object", "properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(alternatives)
-                ]
-            }
-            for i in range(groups)
-        ]
-    }
+
+    def objects(i: int) -> list[dict[str, Any]]:
+        return [{"type": "object", "properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(alternatives)]
+
+    return {"allOf": [{"anyOf": objects(i)} for i in range(groups)]}
 
 
 TOO_MUCH: dict[str, Any] = {
@@ -48,9 +43,7 @@ LARGE: dict[str, Any] = {
     "a long string": {"type": "string", "minLength": 1_000_000},
     "many numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000, "maxItems": 10**9},
     "a recursive tree": {
-        "$defs": {
-            "t": {"type": "object", "properties": {"left": {"$ref": "#/$defs/t"}, "right": {"$ref": "#/$defs/t"}}}
-        },
+        "$defs": {"t": {"type": "object", "properties": {side: {"$ref": "#/$defs/t"} for side in ("left", "right")}}},
         "$ref": "#/$defs/t",
     },
     "much choice in a pattern": {"type": "string", "pattern": "^(a|b)*a(a|b){20}$"},

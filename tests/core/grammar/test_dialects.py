@@ -73,12 +73,10 @@ def test_a_structure_begins_at_its_trigger_and_nowhere_else() -> None:
 
 
 def test_xgrammars_form_means_the_same() -> None:
-    content = {"type": "json_schema", "json_schema": INTEGER}
-    tag = {"begin": ADD["begin"], "content": content, "end": ADD["end"]}
+    tag = {"begin": ADD["begin"], "content": {"type": "json_schema", "json_schema": INTEGER}, "end": ADD["end"]}
     form = {"type": "triggered_tags", "triggers": ["<function="], "tags": [tag]}
-    assert structural({"type": "structural_tag", "format": form}) == structural(
-        {"structures": [ADD], "triggers": ["<function="]}
-    )
+    expected = structural({"structures": [ADD], "triggers": ["<function="]})
+    assert structural({"type": "structural_tag", "format": form}) == expected
 
 
 def test_a_trigger_that_is_a_marker_is_its_token() -> None:

@@ -31,17 +31,13 @@ def json_grammar(schema: Any) -> str:
     return "start: %json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 
+_FIELDS = {
+    "name": {"type": "string", "maxLength": 8},
+    "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+}
 PERSON = json_grammar(
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 8},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-        },
-        "required": ["name", "age", "tags"],
-        "additionalProperties": False,
-    }
+    {"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False}
 )
 
 

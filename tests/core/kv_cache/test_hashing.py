@@ -26,18 +26,12 @@ def test_digests_agree_exactly_on_common_prefixes(shared: list[int], a: list[int
 
 def test_identity_salt_policy_adapter_and_block_size_give_different_chains() -> None:
     tokens = list(range(8))
-    chains = [
-        chain_of(tokens, 4),
-        chain_of(tokens, 4, identity="a"),
-        chain_of(tokens, 4, cache_salt="a"),
-        chain_of(tokens, 4, kv_policy="a"),
-        chain_of(tokens, 4, adapter="a"),
-        chain_of(tokens, 4, kv_policy="a", adapter="a"),
-        chain_of(tokens, 4, cache_salt=""),
-        chain_of(tokens, 4, cache_salt="ab", kv_policy="c"),
-        chain_of(tokens, 4, cache_salt="a", kv_policy="bc"),
-        chain_of(tokens, 8),
+    kinds: list[dict[str, str]] = [
+        *({}, {"identity": "a"}, {"cache_salt": "a"}, {"kv_policy": "a"}, {"adapter": "a"}, {"cache_salt": ""}),
+        *({"kv_policy": "a", "adapter": "a"}, {"cache_salt": "ab", "kv_policy": "c"}),
+        {"cache_salt": "a", "kv_policy": "bc"},
     ]
+    chains = [*(chain_of(tokens, 4, **kind) for kind in kinds), chain_of(tokens, 8)]
     assert len({digests[-1] for digests in chains}) == len(chains)
 
 

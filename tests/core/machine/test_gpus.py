@@ -40,27 +40,18 @@ def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, driver: GpuDriver) 
     assert read_driver() == driver
 
 
+NONE_VISIBLE = ("", "-1", "NoDevFiles", "0,1,0", "GPU-bbbb-2,GPU-bbbb", "GPU-unknown", "MIG-part-1")
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
         (None, (H100, L4)),
-        ("", ()),
-        ("-1", ()),
-        ("NoDevFiles", ()),
-        ("1", (L4,)),
-        ("1,-1,0", (L4,)),
-        ("0,2,1", (H100,)),
-        (" 1 , 0 ", (L4, H100)),
-        ("1gpu,+0", (L4, H100)),
-        ("0,1,0", ()),
-        ("GPU-bbbb", (L4,)),
-        ("GPU-bbbb-2,GPU-aaaa-1", (L4, H100)),
-        ("GPU-bbbb-2,GPU-bbbb", ()),
+        *((visible, ()) for visible in NONE_VISIBLE),
         ("GPU-", ()),  # of both
-        ("GPU-bbbb-2,0", (L4,)),
-        ("0,GPU-bbbb-2", (H100,)),
-        ("GPU-unknown", ()),
-        ("MIG-part-1", ()),
+        *((visible, (L4,)) for visible in ("1", "1,-1,0", "GPU-bbbb", "GPU-bbbb-2,0")),
+        *((visible, (H100,)) for visible in ("0,2,1", "0,GPU-bbbb-2")),
+        *((visible, (L4, H100)) for visible in (" 1 , 0 ", "1gpu,+0", "GPU-bbbb-2,GPU-aaaa-1")),
     ],
 )
 def test_visible_devices_as_cuda_counts_them(visible: str | None, expected: tuple[Gpu, ...]) -> None:
@@ -124,8 +115,7 @@ def test_what_keeps_a_gpu_idle_is_named(
     tmp_path: Path, driver: GpuDriver, torch: TorchBuild, variables: dict[str, str], message: str | None
 ) -> None:
     (tmp_path / "Python.h").touch()
-    compiler = tmp_path / "gcc"
-    compiler.touch(mode=0o755)
+    (tmp_path / "gcc").touch(mode=0o755)
     problem = gpu_problem(driver, torch, {"PATH": str(tmp_path)} | variables, python_include=str(tmp_path))
     assert (problem is None) == (message is None)
     assert message is None or re.search(message, problem or "")
@@ -155,8 +145,7 @@ def test_pythons_headers_are_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_too_few_gpus(driver: GpuDriver, visible: str | None, message: str | None) -> None:
-    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    problem = too_few_gpus(4, driver, "four ranks", variables)
+    problem = too_few_gpus(4, driver, "four ranks", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert (problem is None) == (message is None)
     assert (message or "") in (problem or "")
 

@@ -55,23 +55,13 @@ def test_renders_as_transformers(folder: Path, tiny: Tokenizer, template: str | 
     assert list(got.token_ids) == oracle(want, add_special_tokens=False)["input_ids"]
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a <place>.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-        },
-    }
-]
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+WEATHER = {"name": "weather", "description": "The weather of a <place>.", "parameters": PLACE}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}
 TOOL_CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather in Köln?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "name": "weather", "content": "rain"},
 ]
 TOOL_TEMPLATE = """
@@ -131,8 +121,7 @@ def test_boundaries_are_where_messages_end(tiny: Tokenizer) -> None:
     assert pieces[:-1] == [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
     assert pieces[-1] == "<|im_start|>assistant\n"
     for i, boundary in enumerate(chat.turn_boundaries, 1):
-        part = tiny.apply_chat_template(CHAT[:i], add_generation_prompt=False)
-        assert part.token_ids == chat.token_ids[:boundary]
+        assert tiny.apply_chat_template(CHAT[:i], add_generation_prompt=False).token_ids == chat.token_ids[:boundary]
 
 
 def test_templates_that_look_ahead_have_no_boundary(tiny: Tokenizer) -> None:

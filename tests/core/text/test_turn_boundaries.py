@@ -30,12 +30,8 @@ TEMPLATES = {
     "glued": EACH + "{{ m.content }}" + END + "{% endif %}",
     "trimmed": EACH + "<|im_start|>{{ m.role }}\n{{ m.content | trim }}" + END + "<|im_start|>{% endif %}",
 }
-CONTENTS = st.lists(
-    st.sampled_from(
-        ["the", " th", "e", " ", "\n", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "a", "é", "🦜", "."]
-    ),
-    max_size=6,
-).map("".join)
+PIECES = ["the", " th", "e", " ", "\n", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "a", "é", "🦜", "."]
+CONTENTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 CHATS = st.lists(CONTENTS, min_size=1, max_size=5).map(
     lambda contents: [{"role": "user", "content": content} for content in contents]
 )

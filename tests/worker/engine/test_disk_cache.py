@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_driver import OnThread, drain, make_engine, make_request, run
 from tests.prefix_chains import chain_of
+from tests.present import present
 from tests.thread_ranks import ThreadRanks
 from tests.worker.conftest import Start
 from tests.worker.engine.test_engine_restart import Fragile
@@ -32,6 +33,8 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 512, "max_num_seqs": 4, "disk_space": "64MiB",
 }  # fmt: skip
 WINDOWS: dict[str, Any] = {"window": 40, "window_pattern": "SF"}
+Answers = list[tuple[list[int], int]]  # tokens, and how many of the prompt's were cached
+Written = tuple[Path, Answers]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -45,11 +48,10 @@ def open_engine(start: Start, tmp_path: Path) -> Start:
 
 
 def disk_of(engine: Engine) -> EngineDiskTier:
-    assert engine._disk is not None
-    return engine._disk
+    return present(engine._disk)
 
 
-def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = None) -> list[tuple[list[int], int]]:
+def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = None) -> Answers:
     """Each prompt's answer and how many of its tokens were cached, one request after the other."""
     found = []
     for number, prompt in enumerate(tokens):
@@ -58,8 +60,10 @@ def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = N
     return found
 
 
-Answers = list[tuple[list[int], int]]
-Written = tuple[Path, Answers]
+def assert_cached(found: Answers, expected: Answers, *, least: int = 200) -> None:
+    """The same answers, for each of which at least so many tokens were cached."""
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert min(cached for _, cached in found) >= least
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +84,7 @@ def written(written_once: Written, tmp_path: Path) -> Answers:
 
 def usage(engine: Engine) -> DiskUsage:
     (report,) = engine.executor.rank_reports()
-    assert report.usage.disk is not None
-    return report.usage.disk
+    return present(report.usage.disk)
 
 
 RANKS: dict[str, Any] = {"executor": partial(ThreadRanks, size=2), "kv_cache_memory_bytes": 300 << 10}
@@ -100,10 +103,7 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
     num_ranks = 1 + ("executor" in settings)
     assert len(list((tmp_path / "transom-kv").iterdir())) == num_ranks + 1  # a folder each, and the count of bytes
     second = open_engine(**settings)
-    found = answers(second, prompts(8))
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    cached = [count for _, count in found]
-    assert all(count >= 200 for count in cached), cached  # what was in the first engine's memory at its end, too
+    assert_cached(answers(second, prompts(8)), expected)  # what was in the first engine's memory at its end, too
     if num_ranks == 1:  # several report their usage once a second
         assert usage(second).num_read > 0
         assert usage(second).num_broken == 0
@@ -121,14 +121,13 @@ def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_take
     engine = open_engine()
     engine.add(replace(make_request("hostile", prompts(1)[0], max_tokens=6), client="hostile"))
     (loading,) = disk_of(engine)._loading.values()
-    waiting = engine.scheduler.admission.waiting
     for estimate_s, names in ((0.0, ["hostile", "victim-0"]), (1e6, ["hostile", "victim-0", "own"])):
         loading.estimate_s = estimate_s  # of reading: nothing, or more than computing the prefix takes
         if estimate_s:
             engine.add(replace(make_request("own", prompts(1)[0], max_tokens=6), client="hostile"))
         request = make_request(f"victim-{int(estimate_s > 0)}", prompts(1)[0], max_tokens=6)
         engine.add(replace(request, client="victim"))
-        assert [one.request.request_id for one in waiting.held] == names
+        assert [one.request.request_id for one in engine.scheduler.admission.waiting.held] == names
     drain(engine)
 
 
@@ -141,8 +140,7 @@ def test_a_restart_of_the_ranks_ends_imports(open_engine: Start, written: Answer
     assert len(engine.scheduler.admission.waiting.held) == 1
     executor.is_lost = True
     (event,) = engine.step()
-    assert event.error is not None
-    assert event.error.kind == "WorkerLost"
+    assert present(event.error).kind == "WorkerLost"
     assert not disk_of(engine).is_busy
     assert not engine.scheduler.cache.tiers.imports.opened
     engine.step()
@@ -164,9 +162,7 @@ def test_a_window_policy_hits_what_it_left_on_the_disk(open_engine: Start) -> No
     second = open_engine()
     assert ask(second, WindowPolicy(sinks=4, window=99), 0)[1] == 0
     assert ask(second, None, 1)[1] == 0
-    found = [ask(second, policy, number) for number in range(12)]
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert all(cached >= 100 for _, cached in found)
+    assert_cached([ask(second, policy, number) for number in range(12)], expected, least=100)
     assert usage(second).num_broken == usage(second).num_missing == 0
 
 
@@ -216,14 +212,13 @@ def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
     disk.watch._ended.set()  # no listing but those of the test
     answers_again = hang(monkeypatch).set
     monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
-    before = changes.rates
-    assert before is not None
+    before = present(changes.rates)
 
     assert answers(engine, prompts(1)) == [(written[0][0], 0)]  # it has waited, and was computed then
     assert disk.is_away
     assert len(engine.scheduler.cache.tiers.imports.opened) == 1  # its blocks: the read may still write them
-    assert changes.rates is not None
-    assert not changes.rates.are_worth_reading(10**6, more_ns=changes.rates.reading_ns([1] * len(before.read_ns)))
+    rates = present(changes.rates)
+    assert not rates.are_worth_reading(10**6, more_ns=rates.reading_ns([1] * len(before.read_ns)))
     assert not engine.has_work
     for number in (1, 2):
         engine.add(make_request(f"later {number}", prompts(3)[number], max_tokens=6))
@@ -327,10 +322,7 @@ def test_what_is_in_memory_at_an_orderly_end_is_written(open_engine: Start, tmp_
     assert not list(tmp_path.rglob("*.kv"))
     first.fail(EngineDead("The worker is shutting down.", loss_cause="stopped"))
     first.shutdown()
-    second = open_engine()
-    found = answers(second, prompts(2))
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert all(cached >= 200 for _, cached in found)
+    assert_cached(answers(open_engine(), prompts(2)), expected)
 
 
 @pytest.mark.parametrize("why", ["it failed", "the disk is too slow"])

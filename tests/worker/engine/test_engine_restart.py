@@ -12,6 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.engine_driver import WAIT_S, OnThread, make_engine, make_hooked_engine, make_request, run
+from tests.present import present
 from tests.worker.conftest import Start
 from transom_core.config import EngineConfig, RanksConfig
 from transom_core.contract import WorkerMessage
@@ -273,8 +274,7 @@ def test_a_turn_that_takes_too_long() -> None:
     assert looks.first_hang(50) is None  # no turn
     looks.turns.begin()
     assert looks.first_hang(50) == TIMEOUT_S / PERIOD_S
-    error = looks.turns.overdue()
-    assert error is not None
+    error = present(looks.turns.overdue())
     assert error.loss_cause == "hung"
     assert "80 s (--step-timeout-s)" in str(error)
 
@@ -349,14 +349,12 @@ def test_requests_of_a_thread_that_hangs_end_with_an_error(hanging: Hanging, whe
     if where != "step":
         hanging.thread.call(hanging.hang)
     assert hanging.entered.wait(WAIT_S)
-    event = hanging.last_event("r")
-    assert event.error is not None
-    assert (event.error.kind, event.error.loss_cause) == ("EngineDead", "hung")
+    error = present(hanging.last_event("r").error)
+    assert (error.kind, error.loss_cause) == ("EngineDead", "hung")
     assert hanging.hung.wait(WAIT_S)
     assert "hangs" in str(hanging.thread.dead)
     (late,) = hanging.submit(make_request("late", [5]))
-    assert late is not None
-    assert late.kind == "EngineDead"
+    assert present(late).kind == "EngineDead"
     hanging.thread.shutdown()  # does not wait for the thread
     hanging.release.set()  # what the thread does now has no effect
     hanging.thread._thread.join(WAIT_S)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine_driver import WAIT_S, OnThread, make_engine, make_hooked_engine, make_request, unusable_request
 from tests.prefix_chains import chain_of
+from tests.present import present
 from tests.worker.conftest import Start
 from transom_core.contract import ErrorInfo, OutputEvent, Request
 from transom_core.errors import Overloaded
@@ -42,8 +43,7 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: OnThr
 
 def test_a_request_that_breaks_admission_is_refused_alone(harness: OnThread) -> None:
     (error,) = harness.submit(unusable_request("odd"))
-    assert error is not None
-    assert (error.kind, error.message) == ("StepFailed", "not a number")
+    assert (present(error).kind, present(error).message) == ("StepFailed", "not a number")
     assert harness.submit(make_request("fine", [5], max_tokens=1)) == [None]
     assert harness.last_event("fine").finish_reason == "length"
 
@@ -63,21 +63,18 @@ def test_a_thread_that_ends_ends_every_request_with_an_error(
     harness.thread.abort(["anything"])
     if is_shut_down:
         harness.thread.shutdown()
-    event = harness.last_event("running")
-    assert event.error is not None
-    assert event.error.kind == "EngineDead"
-    assert ("shutting down" if is_shut_down else "an invariant is broken") in event.error.message
-    assert harness.thread.dead is not None
-    (error,) = harness.submit(make_request("late", [5]))
-    assert error is not None
+    error = present(harness.last_event("running").error)
     assert error.kind == "EngineDead"
+    assert ("shutting down" if is_shut_down else "an invariant is broken") in error.message
+    assert harness.thread.dead is not None
+    (late,) = harness.submit(make_request("late", [5]))
+    assert present(late).kind == "EngineDead"
 
 
 def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tokens_and_ends(harness: OnThread) -> None:
     names = [f"r{at}" for at in range(3)]
     assert harness.submit(*(make_request(one, [5, 6, 7], max_tokens=5) for one in names))
-    refused = harness.submit(make_request("fine", [5], max_tokens=1), unusable_request("odd"))
-    assert any(refused)
+    assert any(harness.submit(make_request("fine", [5], max_tokens=1), unusable_request("odd")))
     messages, ended = [], 0
     while ended < len(names):
         messages.append(harness.delivered.get(timeout=WAIT_S))
@@ -88,21 +85,13 @@ def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tok
         if any(event.usage is not None for event in message.events):
             assert message.load is not None
         assert not message.taken or message.load is not None
-    assert messages[-1].load is not None
-    assert messages[-1].load.num_running == 0
+    assert present(messages[-1].load).num_running == 0
 
 
 def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
     """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
-    engine = make_engine(
-        str(tiny_model),
-        device="cpu",
-        block_size=8,
-        max_model_len=256,
-        kv_cache_memory_bytes=300 << 10,
-        swap_space="1MiB",
-    )
-
+    sizes: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "kv_cache_memory_bytes": 300 << 10}
+    engine = make_engine(str(tiny_model), device="cpu", swap_space="1MiB", **sizes)
     num_steps, asleep, step = [0], threading.Event(), engine.step
 
     def counted(*deliver: Any) -> list[OutputEvent]:
@@ -128,8 +117,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
         chain = chain_of(prompt, 8, identity=cache.identity)
         return cache.tiers.exports.begin(chain, cache.find(chain, len(prompt)))
 
-    opened = thread.call(export).result(WAIT_S)
-    assert opened is not None
+    opened = present(thread.call(export).result(WAIT_S))
     harness.submit(make_request("second", prompt[::-1], max_tokens=2))
     assert asleep.wait(WAIT_S)
     before = num_steps[0]
@@ -231,8 +219,7 @@ def test_what_waits_to_be_added_is_bounded_and_each_client_has_its_share() -> No
         engine.submit("a", 1024, name=f"{number}-")
     refused = engine.submit("a", 1024)
     assert engine.ended == [refused]
-    assert refused.results[0] is not None
-    assert refused.results[0].kind == "Overloaded"
+    assert present(refused.results[0]).kind == "Overloaded"
     engine.submit("b", 1024)
     assert engine.ended == [refused]
 
@@ -254,20 +241,16 @@ def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(start: St
         on_thread.submit(replace(make_request("victim", [5, 6], max_tokens=100), client="victim"))
         prompts = [replace(make_request(f"h{number}", [7], max_tokens=1), client="hostile") for number in range(300)]
         assert on_thread.submit(*prompts) == [None] * 300
-        left = [
-            replace(one, request_id=f"left {one.request_id}", params=replace(one.params, max_tokens=500))
-            for one in prompts
-        ]
+        long = replace(prompts[0].params, max_tokens=500)
+        left = [replace(one, request_id=f"left {one.request_id}", params=long) for one in prompts]
         future = thread.submit(left)
         thread.abort([one.request_id for one in left])  # while most of them are still to be added
         assert future.result(WAIT_S) == [None] * 300
         ended = set()
         while len(ended) < 301:
-            ended |= {
-                event.request_id for event in on_thread.delivered.get(timeout=WAIT_S).events if event.finish_reason
-            }
+            events = on_thread.delivered.get(timeout=WAIT_S).events
+            ended |= {event.request_id for event in events if event.finish_reason}
         assert ended == {"victim", *(one.request_id for one in prompts)}
     finally:
         thread.shutdown()
-    pieces = [len(piece.split()) for piece in " ".join(order).split("step")]
-    assert max(pieces) <= MAX_PIECE
+    assert max(len(piece.split()) for piece in " ".join(order).split("step")) <= MAX_PIECE

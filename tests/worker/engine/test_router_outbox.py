@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.present import present
 from transom_core.contract import OutputEvent, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_worker.engine.router_outbox import HEARTBEAT_S, NEWS_PERIOD_S, SILENT_ROUTER_S, RouterOutbox, is_news
@@ -34,6 +35,13 @@ def opened(clock: VirtualClock, load: WorkerLoad = IDLE) -> RouterOutbox:
     return outbox
 
 
+async def begun(outbox: RouterOutbox) -> asyncio.Task[WorkerMessage | None]:
+    """A reader that waits for the next message."""
+    reading = asyncio.create_task(outbox.receive())
+    await asyncio.sleep(0)
+    return reading
+
+
 def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
     clock = VirtualClock()
     outbox = opened(clock)
@@ -43,8 +51,7 @@ def test_events_are_due_at_once_and_take_all_news_with_them() -> None:
     assert outbox.due_s() == -math.inf
     message = outbox.take()
     assert (message.events, message.load, message.taken) == ((event(),), BUSY, ("r",))
-    assert message.kv is not None
-    assert (message.kv.after, message.kv.version) == (0, 2)
+    assert (present(message.kv).after, present(message.kv).version) == (0, 2)
     assert outbox.due_s() == clock.now_s + HEARTBEAT_S
 
 
@@ -54,8 +61,7 @@ def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an
     num_messages = 0
     for version in range(1, 50 * 60):  # a minute of steps of 20 ms, each of which changes index and load
         clock.now_s += 0.02
-        load = replace(BUSY, waiting_tokens=4000 * (version % 2))
-        outbox.put(WorkerMessage(kv=change(version), load=load))
+        outbox.put(WorkerMessage(kv=change(version), load=replace(BUSY, waiting_tokens=4000 * (version % 2))))
         if outbox.due_s() <= clock.now_s:
             assert outbox.take().kv is not None
             num_messages += 1
@@ -102,19 +108,14 @@ def test_a_load_is_news_when_routers_would_judge_the_worker_differently(
 
 async def test_a_reader_gets_what_is_due_in_one_message_and_ends_when_the_outbox_is_closed() -> None:
     outbox = RouterOutbox()
-    reading = asyncio.create_task(outbox.receive())
-    await asyncio.sleep(0)
+    reading = await begun(outbox)
     outbox.put(WorkerMessage(kv=WHOLE, load=IDLE))
     assert (await reading) == WorkerMessage(kv=WHOLE, load=IDLE)
-    reading = asyncio.create_task(outbox.receive())
-    await asyncio.sleep(0)
+    reading = await begun(outbox)
     outbox.put(WorkerMessage(events=(event("a"),)))
     outbox.put(WorkerMessage(events=(event("b"),)))  # before the reader runs
-    message = await reading
-    assert message is not None
-    assert message.events == (event("a"), event("b"))
-    reading = asyncio.create_task(outbox.receive())
-    await asyncio.sleep(0)
+    assert present(await reading).events == (event("a"), event("b"))
+    reading = await begun(outbox)
     outbox.close()
     assert await reading is None
 
@@ -135,9 +136,6 @@ async def test_a_reader_is_woken_when_news_gets_due(monkeypatch: pytest.MonkeyPa
     outbox = RouterOutbox()
     outbox.put(WorkerMessage(kv=WHOLE, load=IDLE))
     await outbox.receive()
-    reading = asyncio.create_task(outbox.receive())
-    await asyncio.sleep(0)
+    reading = await begun(outbox)
     outbox.put(WorkerMessage(load=BUSY))
-    message = await asyncio.wait_for(reading, 60)
-    assert message is not None
-    assert message.load == BUSY
+    assert present(await asyncio.wait_for(reading, 60)).load == BUSY

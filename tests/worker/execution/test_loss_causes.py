@@ -31,11 +31,8 @@ def test_errors(error: Exception, cause: LossCause) -> None:
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        (1, "crash"),
-        (-signal.SIGSEGV, "crash"),
-        (-signal.SIGABRT, "crash"),
-        (-signal.SIGKILL, "killed"),
-        (-signal.SIGTERM, "killed"),
+        *((code, "crash") for code in (1, -signal.SIGSEGV, -signal.SIGABRT)),
+        *((code, "killed") for code in (-signal.SIGKILL, -signal.SIGTERM)),
     ],
 )
 def test_exits(code: int, cause: LossCause, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

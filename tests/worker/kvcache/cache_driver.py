@@ -7,6 +7,7 @@ reads. So a block that was freed too early, published with other contents or mov
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tests.prefix_chains import chain_of
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
@@ -318,15 +319,8 @@ class CacheDriver:
             found = [on_device | others for on_device, others in zip(found, in_host, strict=True)]
         expected = cheapest_hit(self.specs, found, chain, limit, unit=BLOCK, window_repair=repair)
         assert (hit.num_hash_blocks, hit.start) == expected
-        assert hit == find_hit(
-            self.cache.retentions,
-            self.mirror.groups,
-            chain,
-            limit,
-            window_repair=repair,
-            host=in_host,
-            rates=self.mirror.rates,
-        )
+        how: dict[str, Any] = {"window_repair": repair, "host": in_host, "rates": self.mirror.rates}
+        assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, **how)
         return hit
 
     def _extend(self, sequence: CacheSequence, count: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.prefix_chains import chain_of
+from tests.present import present
 from tests.worker.kvcache.cache_driver import ROOT, CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, check_cache, layout
 from transom_core.errors import ConfigError
@@ -157,12 +158,10 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
     lower = max(cache.checkpoints.tree.nodes(), key=lambda node: node.boundary)
     while lower.tier != HOST:
         assert cache.eviction.evict_one()
-    assert lower.parent is not None
-    assert lower.parent.tier != HOST
+    assert present(lower.parent).tier != HOST
     chain = [*chain_of(first + tokens(2, 40), BLOCK)[: lower.boundary], bytes(32)]
     cache.tiers.disk.add(0, [bytes(32)])
-    opened = cache.tiers.imports.begin(chain, cache.find(chain, len(chain) * BLOCK + 1, with_disk=True))
-    assert opened is not None
+    opened = present(cache.tiers.imports.begin(chain, cache.find(chain, len(chain) * BLOCK + 1, with_disk=True)))
     assert opened.locked is lower
     while cache.eviction.evict_one():
         pass
@@ -178,16 +177,14 @@ def test_an_import_keeps_what_it_goes_on_from_in_the_host_tier() -> None:
     chain = [bytes([number]) * 32 for number in range(200)]
     most = sum(len(cache.tiers.host.arena.blocks(page, 0)) for page in range(cache.tiers.host.arena.num_pages))
     begin, end = most // 2, most
-    first = cache.tiers.imports.begin(chain, find_files(driver, chain[:begin]))
-    assert first is not None
+    first = present(cache.tiers.imports.begin(chain, find_files(driver, chain[:begin])))
     cache.tiers.imports.publish(first)
     cache.tiers.imports.end(first)
     cache.tiers.disk.add(0, chain[begin : end + 1])
     longer = cache.find(chain, (end + 1) * BLOCK + 1, with_disk=True)
     assert cache.tiers.imports.begin(chain, longer) is None  # one block too many: it would have to evict what it needs
     assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])
-    second = cache.tiers.imports.begin(chain, cache.find(chain, end * BLOCK + 1, with_disk=True))
-    assert second is not None
+    second = present(cache.tiers.imports.begin(chain, cache.find(chain, end * BLOCK + 1, with_disk=True)))
     assert len(second.blocks) == end - begin
     assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])
     cache.tiers.imports.end(second)

@@ -15,26 +15,12 @@ RATES = {SPARSE: 4, HEAVY: 16}
 WINDOW = 16
 
 _SIZES: dict[str, Any] = {
-    "moe_intermediate_size": 48,
-    "num_hidden_layers": len(LAYERS),
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "partial_rotary_factor": 0.25,
-    "q_lora_rank": 24,
-    "o_groups": 2,
-    "o_lora_rank": 24,
+    **{"num_hidden_layers": len(LAYERS), "layer_types": list(LAYERS), "compress_rates": RATES},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.25},
+    **{"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 24, "hc_sinkhorn_iters": 5, "sliding_window": WINDOW},
     "index_n_heads": 16,  # with few heads all scores may be 0, and ties prove nothing
-    "index_head_dim": 16,
-    "index_topk": 5,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 6,
-    "sliding_window": WINDOW,
-    "layer_types": list(LAYERS),
-    "compress_rates": RATES,
-    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
-    "swiglu_limit": 2.0,
-    "hc_sinkhorn_iters": 5,
+    **{"index_head_dim": 16, "index_topk": 5, "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"]},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "swiglu_limit": 2.0},
     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
 }
 

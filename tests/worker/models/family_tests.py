@@ -29,14 +29,19 @@ MAX_MODEL_LEN = 256
 BLOCK = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FamilyCase:
     """A family's config, and mistakes (changes to the config) that must show in what transformers computes."""
 
-    family: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     mistakes: tuple[dict[str, Any], ...] = ()
+    family: str = ""
     records: bool = True  # whether its decode steps are recorded
+
+
+def each(**settings: Any) -> tuple[dict[str, Any], ...]:
+    """Mistakes of one setting each."""
+    return tuple({name: value} for name, value in settings.items())
 
 
 def by_name(cases: dict[str, FamilyCase]) -> dict[str, FamilyCase]:

@@ -20,7 +20,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _LARGEST_FP8 = 448.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A way to store matrices. `held` is the format of the CPU kernels that holds it; None: it is widened."""
 
@@ -174,95 +174,77 @@ def _gptq_config(bits: int, group: int, **settings: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | settings
 
 
-def _modelopt(algorithm: str) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+def _modelopt(algorithm: str, **settings: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]} | settings
 
 
 FORMATS: dict[str, Format] = {
     **{
         f"awq {group}": Format(
-            config={"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True},
-            stored=partial(awq, group=group),
+            {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True},
+            partial(awq, group=group),
             held="int4_min",
         )
         for group in (32, 64, 128)
     },
-    "gptq": Format(config=_gptq_config(4, 32), stored=partial(gptq, group=32), held="int4"),
-    "gptq asym": Format(
-        config=_gptq_config(4, 64, sym=False), stored=partial(gptq, group=64, zeros=True), held="int4_min"
-    ),
+    "gptq": Format(_gptq_config(4, 32), partial(gptq, group=32), held="int4"),
+    "gptq asym": Format(_gptq_config(4, 64, sym=False), partial(gptq, group=64, zeros=True), held="int4_min"),
     "gptq v2": Format(
-        config=_gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
-        stored=partial(gptq, group=32, zeros=True, version=2),
+        _gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        partial(gptq, group=32, zeros=True, version=2),
         held="int4_min",
     ),
-    "gptq int8": Format(config=_gptq_config(8, -1), stored=lambda w: gptq(w, w.shape[1], bits=8), held="int8"),
-    "gptq order": Format(config=_gptq_config(4, 32, desc_act=True), stored=partial(gptq, group=32, order=True)),
-    "gptq order, all": Format(
-        config=_gptq_config(4, -1, desc_act=True), stored=lambda w: gptq(w, w.shape[1]), held="int4"
-    ),
+    "gptq int8": Format(_gptq_config(8, -1), lambda w: gptq(w, w.shape[1], bits=8), held="int8"),
+    "gptq order": Format(_gptq_config(4, 32, desc_act=True), partial(gptq, group=32, order=True)),
+    "gptq order, all": Format(_gptq_config(4, -1, desc_act=True), lambda w: gptq(w, w.shape[1]), held="int4"),
     **{
         f"w4a16 {group or 'channel'}{' asym' * zeros}": Format(
-            config=compressed(
-                "pack-quantized", 4, "group" if group else "channel", group_size=group, symmetric=not zeros
-            ),
-            stored=partial(packed, group=group, zeros=zeros),
+            compressed("pack-quantized", 4, "group" if group else "channel", group_size=group, symmetric=not zeros),
+            partial(packed, group=group, zeros=zeros),
             held="int4_min" if zeros else "int4",
         )
         for group in (32, 64, 128, None)
         for zeros in (False, True)
     },
     "w4a16 order": Format(
-        config=compressed("pack-quantized", 4, "group", group_size=32, actorder="group"),
-        stored=partial(packed, group=32, order=True),
+        compressed("pack-quantized", 4, "group", group_size=32, actorder="group"), partial(packed, group=32, order=True)
     ),
-    "w4a16 16": Format(
-        config=compressed("pack-quantized", 4, "group", group_size=16), stored=partial(packed, group=16)
-    ),
+    "w4a16 16": Format(compressed("pack-quantized", 4, "group", group_size=16), partial(packed, group=16)),
     "w8a16": Format(
-        config=compressed("pack-quantized", 8, "group", group_size=32),
-        stored=partial(packed, group=32, bits=8),
-        held="int8",
+        compressed("pack-quantized", 8, "group", group_size=32), partial(packed, group=32, bits=8), held="int8"
     ),
-    "w8a8": Format(config=compressed("int-quantized", 8, "channel"), stored=int8, held="int8"),
+    "w8a8": Format(compressed("int-quantized", 8, "channel"), int8, held="int8"),
     "w8a8 asym": Format(
-        config=compressed("int-quantized", 8, "channel", symmetric=False),
-        stored=partial(int8, zeros=True),
-        held="int8_min",
+        compressed("int-quantized", 8, "channel", symmetric=False), partial(int8, zeros=True), held="int8_min"
     ),
     "fp8 blocks": Format(
-        config={"quant_method": "fp8", "weight_block_size": [32, 32]},
-        stored=partial(fp8, group=(32, 32), name=".weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [32, 32]}, partial(fp8, group=(32, 32), name=".weight_scale_inv")
     ),
     "fp8 tensor": Format(
-        config={"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
-        stored=partial(fp8, group=None, name=".weight_scale_inv", shape=()),
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+        partial(fp8, group=None, name=".weight_scale_inv", shape=()),
     ),
-    "fbgemm": Format(
-        config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, stored=partial(fp8, group=(1, 1 << 30))
-    ),
+    "fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, partial(fp8, group=(1, 1 << 30))),
     "ct fp8 tensor": Format(
-        config=compressed("float-quantized", 8, "tensor", kind="float"), stored=partial(fp8, group=None, shape=(1,))
+        compressed("float-quantized", 8, "tensor", kind="float"), partial(fp8, group=None, shape=(1,))
     ),
     "ct fp8 channel": Format(
-        config=compressed("float-quantized", 8, "channel", kind="float"), stored=partial(fp8, group=(1, 1 << 30))
+        compressed("float-quantized", 8, "channel", kind="float"), partial(fp8, group=(1, 1 << 30))
     ),
     "ct fp8 blocks": Format(
-        config=compressed("float-quantized", 8, "block", kind="float", block_structure=[32, 16]),
-        stored=partial(fp8, group=(32, 16)),
+        compressed("float-quantized", 8, "block", kind="float", block_structure=[32, 16]), partial(fp8, group=(32, 16))
     ),
-    "modelopt fp8": Format(config=_modelopt("FP8"), stored=partial(fp8, group=None, shape=())),
+    "modelopt fp8": Format(_modelopt("FP8"), partial(fp8, group=None, shape=())),
     "modelopt nvfp4": Format(
-        config=_modelopt("MIXED_PRECISION")
-        | {"quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}},
-        stored=partial(fp4, group=16, writer="modelopt"),
+        _modelopt("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}),
+        partial(fp4, group=16, writer="modelopt"),
     ),
     "nvfp4": Format(
-        config=compressed("nvfp4-pack-quantized", 4, "tensor_group", kind="float", group_size=16),
-        stored=partial(fp4, group=16, writer="compressed"),
+        compressed("nvfp4-pack-quantized", 4, "tensor_group", kind="float", group_size=16),
+        partial(fp4, group=16, writer="compressed"),
     ),
     "ct mxfp4": Format(
-        config=compressed("mxfp4-pack-quantized", 4, "group", kind="float", group_size=32),
-        stored=partial(fp4, group=32, writer="compressed"),
+        compressed("mxfp4-pack-quantized", 4, "group", kind="float", group_size=32),
+        partial(fp4, group=32, writer="compressed"),
     ),
 }

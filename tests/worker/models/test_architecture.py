@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.checkpoints import SIZES
+from tests.present import present
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import (
@@ -63,29 +64,18 @@ def test_layer_types_by_family(changes: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text"])
 def test_the_rules_are_those_of_transformers(family: str) -> None:
     """What transformers writes out, its layer types, is what we make of the config without them."""
-    sizes = SMALL | {"model_type": family, "num_hidden_layers": 12}
-    config = AutoConfig.for_model(**sizes).to_dict()
+    config = AutoConfig.for_model(**(SMALL | {"model_type": family, "num_hidden_layers": 12})).to_dict()
     without = {key: value for key, value in config.items() if key not in ("layer_types", "no_rope_layers")}
     assert read_architecture(without).layers == read_architecture(config).layers
 
 
 def test_mimo_as_published() -> None:
     """Under names of its own, and with windows that do not count the query."""
-    published = SMALL | {
-        "model_type": "mimo_v2_flash",
-        "layernorm_epsilon": 1e-5,
-        "v_head_dim": 8,
-        "sliding_window": 128,
-    }
+    published = SMALL | {"model_type": "mimo_v2_flash", "layernorm_epsilon": 1e-5, "v_head_dim": 8}
     del published["rms_norm_eps"]
-    published |= {
-        "sliding_window_size": 128,
-        "moe_intermediate_size": 32,
-        "rope_theta": 5_000_000,
-        "swa_rope_theta": 10_000,
-        "n_routed_experts": 8,
-    }
-    published |= {"partial_rotary_factor": 0.334, "routed_scaling_factor": None, "swa_num_key_value_heads": 4}
+    published |= {"sliding_window": 128, "sliding_window_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8}
+    published |= {"rope_theta": 5_000_000, "swa_rope_theta": 10_000, "swa_num_key_value_heads": 4}
+    published |= {"partial_rotary_factor": 0.334, "routed_scaling_factor": None}
     ours = read_architecture(published)
     assert ours == read_architecture(AutoConfig.for_model(**published).to_dict())
     assert ours.layers[1].window == 129
@@ -227,8 +217,7 @@ def test_nemotron_h_as_published() -> None:
     assert (len(architecture.layers), sum(architecture.num_feed_forwards)) == (29, 23)
     assert [layer.recurrent for layer in architecture.layers[:5]] == [4, 4, 4, None, 4]
     assert architecture.num_feed_forwards[:5] == (1, 1, 0, 1, 1)
-    mixture = architecture.mixture
-    assert mixture is not None
+    mixture = present(architecture.mixture)
     assert (mixture.inner_size, mixture.shared_size, len(mixture.layers)) == (1856, 3712, 23)
     assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (8, 64)
     assert set(architecture.ropes) == {None}
@@ -236,8 +225,7 @@ def test_nemotron_h_as_published() -> None:
     (line,) = rank_lines(rank_shares(architecture, 1))
     assert "an expert" in line
     assert "dense" not in line
-    pruned = published | {"hybrid_override_pattern": "M-M---MM*-", "num_hidden_layers": 10}
-    dense = read_architecture(pruned)
+    dense = read_architecture(published | {"hybrid_override_pattern": "M-M---MM*-", "num_hidden_layers": 10})
     assert (dense.num_feed_forwards, dense.mixture, dense.intermediate_size) == ((1, 3, 0, 0, 1), None, 1024)
     for wrong, message in (
         ({"hybrid_override_pattern": "-M", "num_hidden_layers": 2}, "block 0 is '-', and no block is before it"),
@@ -300,10 +288,9 @@ def test_jamba_as_published() -> None:
     architecture = runnable(read_architecture(published))
     assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
     assert [i for i, layer in enumerate(architecture.layers) if layer.recurrent is None] == [4, 12, 20, 28]
-    first, mixture = architecture.layers[0], architecture.mixture
+    first, mixture = architecture.layers[0], present(architecture.mixture)
     sizes = (first.num_heads, first.value_size, first.head_size, first.recurrent, first.step_rank)
     assert sizes == (128, 64, 16, 4, 256)
-    assert mixture is not None
     assert (mixture.num_experts, mixture.normalise, sorted(mixture.layers)) == (16, False, [*range(1, 32, 2)])
     assert (set(architecture.ropes), largest_size(architecture).size) == ({None}, 32)
     assert read_architecture(published | {"num_experts": 1}).mixture is None
@@ -349,8 +336,7 @@ def test_deepseek_v3_as_published() -> None:
     """Scores have the factor 192 ** -0.5, and YaRN's magnitude twice: once for queries, once for keys."""
     mscales = {"mscale": 1.0, "mscale_all_dim": 1.0}
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **mscales}
-    mla = read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla
-    assert mla is not None
+    mla = present(read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla)
     assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)
     assert mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
@@ -362,11 +348,12 @@ def test_indexers_as_published(name: str) -> None:
     architecture = runnable(read_architecture(published))
     saved = read_architecture(AutoConfig.for_model(**published).to_dict())
     assert (architecture.layers, architecture.mla) == (saved.layers, saved.mla)
-    mla, is_glm = architecture.mla, name == "glm-5.1"
-    assert mla is not None
+    is_glm = name == "glm-5.1"
     layers = frozenset((0, 1, *range(5, 78, 4)) if is_glm else range(61))
     heads = 32 if is_glm else 64
-    assert mla.indexer == Indexer(num_heads=heads, size=128, top_k=2048, interleaved=is_glm, layers=layers)
+    expected = Indexer(num_heads=heads, size=128, top_k=2048, interleaved=is_glm, layers=layers)
+    assert present(architecture.mla).indexer == expected
+    shared = "indexer_types must be" if is_glm else "'shared', which deepseek_v32 models do not"
     for wrong, message in (
         ({"index_topk": 0}, "index_topk 0: heads and tokens must be at least 1"),
         ({"index_head_dim": 32}, "index_head_dim 32.*as wide as qk_rope_head_dim 64"),
@@ -374,10 +361,7 @@ def test_indexers_as_published(name: str) -> None:
         ({"index_local_blocks": 2}, "the field 'index_local_blocks' is not known"),
         ({"indexer_types": ["full"]}, "indexer_types must be"),
         ({"indexer_types": ["shared"] * architecture.num_layers}, "indexer_types"),
-        (
-            {"index_topk_pattern": "FS"},
-            "indexer_types must be" if is_glm else "'shared', which deepseek_v32 models do not",
-        ),
+        ({"index_topk_pattern": "FS"}, shared),
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(published | wrong)
@@ -412,9 +396,7 @@ SPARSE = SMALL | {"num_hidden_layers": 7, "sliding_window": 8, "attention_chunk_
 
 
 def mixture(family: str, **changes: Any) -> Mixture:
-    found = read_architecture(SPARSE | {"model_type": family} | changes).mixture
-    assert found is not None
-    return found
+    return present(read_architecture(SPARSE | {"model_type": family} | changes).mixture)
 
 
 @pytest.mark.parametrize(
@@ -436,11 +418,8 @@ def test_which_layers_have_experts(family: str, changes: dict[str, Any], layers:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"])
 def test_what_configs_of_experts_leave_out_is_transformers_default(family: str) -> None:
-    sizes = {
-        name: value
-        for name, value in SPARSE.items()
-        if name not in ("attention_chunk_size", "v_head_dim", "model_type")
-    }
+    left_out = ("attention_chunk_size", "v_head_dim", "model_type")
+    sizes = {name: value for name, value in SPARSE.items() if name not in left_out}
     assert mixture(family) == mixture(family, **AutoConfig.for_model(family, **sizes).to_dict())
 
 
@@ -480,12 +459,8 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "yarn not truncated": (
         GptOssRotaryEmbedding,
-        {
-            "model_type": "gpt_oss",
-            "sliding_window": 8,
-            "rope_theta": 150_000.0,
-            "rope_scaling": {"rope_type": "yarn", **YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        },
+        {"model_type": "gpt_oss", "sliding_window": 8, "rope_theta": 150_000.0}
+        | {"rope_scaling": {"rope_type": "yarn", **YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
     ),
     "gemma3 as published": (
         Gemma3RotaryEmbedding,
@@ -498,11 +473,8 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma4 by default": (Gemma4TextRotaryEmbedding, {"model_type": "gemma4_text", "global_head_dim": 32}),
     "gemma4": (
         Gemma4TextRotaryEmbedding,
-        {
-            "model_type": "gemma4_text",
-            "global_head_dim": 32,
-            "rope_parameters": {"sliding_attention": PLAIN, "full_attention": PROPORTIONAL},
-        },
+        {"model_type": "gemma4_text", "global_head_dim": 32}
+        | {"rope_parameters": {"sliding_attention": PLAIN, "full_attention": PROPORTIONAL}},
     ),
     "olmo3 as published": (
         Olmo3RotaryEmbedding,

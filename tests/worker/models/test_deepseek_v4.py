@@ -187,14 +187,8 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose, seen = select_entries, set[tuple[int, torch.Size]]()
-    settings = Settings.parse(
-        model=str(small),
-        dtype="float32",
-        max_model_len=256,
-        max_num_batched_tokens=40,
-        max_num_seqs=3,
-        kv_cache_memory_bytes="8MiB",
-    )
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 40, "max_num_seqs": 3, "kv_cache_memory_bytes": "8MiB"}
+    settings = Settings.parse(model=str(small), dtype="float32", **sizes)
     setup = ModelSetup(settings.engine_config())
     runner = setup.allocate(setup.pool_bytes())
 
@@ -212,13 +206,12 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
 def test_a_row_without_a_block_is_an_error() -> None:
     """As the window's keys would be if the scheduler had dropped a block too early."""
     case = make_case([Sequence(start=30, count=1, first_key=24)], Shape(kv_heads=1))
-    nothing = LayerCache(torch.empty(0), torch.empty(0))
     batch = ForwardBatch(
         token_ids=torch.zeros(1, dtype=torch.int64),
         positions=torch.tensor([30]),
         groups=(case.batch,),
         group_of_layer=(0,),
-        caches=(nothing,),
+        caches=(LayerCache(torch.empty(0), torch.empty(0)),),
         logit_rows=torch.tensor([0]),
     )
     metadata = AttentionMetadata(batch, RotaryEmbedding(torch.tensor([0.5]), dtype=torch.float32, interleaved=True))

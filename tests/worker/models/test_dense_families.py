@@ -7,19 +7,21 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 YARN = dict(
     rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
 )
+LLAMA3_ROPE = {
+    **{"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
 # As published: with 0.5 scores of position 200 grow 2.3 times, and the errors of quantised keys with them.
 MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
-GEMMA3_ROPE = {
-    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-    FULL: {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
-}
+DISTANT = PLAIN_ROPE | {"rope_theta": 10_000.0}  # which turns more slowly
+GEMMA3_ROPE = {SLIDING: PLAIN_ROPE | {"rope_theta": 100.0}, FULL: DISTANT | {"rope_type": "linear", "factor": 8.0}}
 MLA: dict[str, Any] = {
     **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"head_dim": 8, "num_key_value_heads": 4},
@@ -53,142 +55,107 @@ FALCON: dict[str, Any] = {
     **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
     **{"ssm_multipliers": [0.7, 1.2, 0.4, 0.9, 1.5], "mlp_multipliers": [0.8, 1.3]},
 }
-BIASES = {**{"attention_bias": True, "mlp_bias": True}, **{"mamba_proj_bias": True, "projectors_bias": True}}
+BIASES = {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
 _CASES = {
-    "falcon_h1": FamilyCase(
-        config=FALCON, mistakes=({"ssm_multipliers": [0.7, 1.2, 0.9, 0.4, 1.5]}, {"mlp_multipliers": [1.0, 1.0]})
-    ),
+    "falcon_h1": FamilyCase(FALCON, each(ssm_multipliers=[0.7, 1.2, 0.9, 0.4, 1.5], mlp_multipliers=[1.0, 1.0])),
     "falcon_h1 with norms and biases": FamilyCase(
-        config=FALCON | BIASES | {"mamba_rms_norm": True},
-        mistakes=({"mamba_norm_before_gate": False}, {"key_multiplier": 1.0}),
+        FALCON | BIASES | {"mamba_rms_norm": True}, each(mamba_norm_before_gate=False, key_multiplier=1.0)
     ),
     "nemotron_h": FamilyCase(
-        config=NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
-        mistakes=({"layer_norm_epsilon": 1e-1}, {"mlp_hidden_act": "silu"}),
+        NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
+        each(layer_norm_epsilon=1e-1, mlp_hidden_act="silu"),
     ),
     "granite4": FamilyCase(
+        MAMBA | {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True},
+        each(position_embedding_type="rope", residual_multiplier=1.0, rms_norm_eps=1e-1),
         family="granitemoehybrid",
-        config=MAMBA | {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True},
-        mistakes=({"position_embedding_type": "rope"}, {"residual_multiplier": 1.0}, {"rms_norm_eps": 1e-1}),
     ),
     "qwen3_5": FamilyCase(
+        DELTA_NET,
+        each(rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 1.0}, rms_norm_eps=1e-2),
         family="qwen3_5_text",
-        config=DELTA_NET,
-        mistakes=({"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}}, {"rms_norm_eps": 1e-2}),
     ),
     "llama3": FamilyCase(
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
+        each(rope_parameters=DISTANT),
         family="llama",
-        config={
-            "rope_parameters": {
-                **{"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0},
-                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-            },
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-        mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},),
     ),
     "smollm3": FamilyCase(
-        config={"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
-        mistakes=({"sliding_window": 17}, {"no_rope_layers": [1, 1, 1, 1]}),
+        {"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
+        each(sliding_window=17, no_rope_layers=[1, 1, 1, 1]),
     ),
-    "mistral": FamilyCase(config={"sliding_window": 24}, mistakes=({"sliding_window": 25},)),
-    "mistral without windows": FamilyCase(
-        config={"sliding_window": None, "seed": 1}, mistakes=({"sliding_window": 190},)
-    ),
+    "mistral": FamilyCase({"sliding_window": 24}, each(sliding_window=25)),
+    "mistral without windows": FamilyCase({"sliding_window": None, "seed": 1}, each(sliding_window=190)),
     "ministral": FamilyCase(
-        config={"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, mistakes=({"sliding_window": 19},)
+        {"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, each(sliding_window=19)
     ),
     "qwen2": FamilyCase(
-        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
-        mistakes=({"sliding_window": 17},),
+        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+        each(sliding_window=17),
     ),
     "youtu": FamilyCase(
-        config=MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False},
-        mistakes=({"rope_interleave": True},),
+        MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False}, each(rope_interleave=True)
     ),
     "qwen3": FamilyCase(
-        config={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
-        mistakes=({"sliding_window": 15},),
+        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
+        each(sliding_window=15),
     ),
     "gemma2": FamilyCase(
-        config={
-            **{"seed": 3, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
-            "final_logit_softcapping": 14.0,
-        },
-        mistakes=(
-            {"sliding_window": 17},
-            {"attn_logit_softcapping": None},
-            {"final_logit_softcapping": None},
-            {"query_pre_attn_scalar": 16},
-        ),
+        {"seed": 3, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0}
+        | {"final_logit_softcapping": 14.0},
+        each(sliding_window=17, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=16),
     ),
     "gemma3": FamilyCase(
+        {"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 24, "query_pre_attn_scalar": 20}
+        | {"rope_parameters": GEMMA3_ROPE},
+        each(sliding_window=23, rope_parameters=GEMMA3_ROPE | {SLIDING: DISTANT})
+        + each(rope_parameters=GEMMA3_ROPE | {FULL: DISTANT}),
         family="gemma3_text",
-        config={
-            **{"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 24, "query_pre_attn_scalar": 20},
-            "rope_parameters": GEMMA3_ROPE,
-        },
-        mistakes=(
-            {"sliding_window": 23},
-            {"rope_parameters": GEMMA3_ROPE | {SLIDING: {"rope_type": "default", "rope_theta": 10_000.0}}},
-            {"rope_parameters": GEMMA3_ROPE | {FULL: {"rope_type": "default", "rope_theta": 10_000.0}}},
-        ),
     ),
     "gemma4": FamilyCase(
+        {"looking": 0.8, "num_hidden_layers": 8, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL]}
+        | {"num_kv_shared_layers": 4, "global_head_dim": 32, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16}
+        | {"vocab_size_per_layer_input": VOCAB_SIZE, "sliding_window": 20, "final_logit_softcapping": 14.0},
+        each(sliding_window=19, final_logit_softcapping=None),
         family="gemma4_text",
-        config={
-            **{"looking": 0.8, "num_hidden_layers": 8, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING, FULL]},
-            **{"num_kv_shared_layers": 4, "global_head_dim": 32, "num_global_key_value_heads": 1},
-            **{"attention_k_eq_v": True, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16},
-            **{"vocab_size_per_layer_input": VOCAB_SIZE, "sliding_window": 20, "final_logit_softcapping": 14.0},
-        },
-        mistakes=({"sliding_window": 19}, {"final_logit_softcapping": None}),
     ),
     "gemma4 with experts": FamilyCase(
+        {"looking": 0.8, "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 32, "sliding_window": 20}
+        | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
+        each(sliding_window=21, top_k_experts=3),
         family="gemma4_text",
-        config={
-            **{"looking": 0.8, "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 32},
-            **{"hidden_size_per_layer_input": 0, "sliding_window": 20, "enable_moe_block": True, "num_experts": 8},
-            **{"top_k_experts": 2, "moe_intermediate_size": 32},
-        },
-        mistakes=({"sliding_window": 21}, {"top_k_experts": 3}),
     ),
     "olmo3": FamilyCase(
-        config={"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
-        mistakes=({"sliding_window": 21}, {"rope_parameters": {SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}}),
+        {"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
+        each(sliding_window=21, rope_parameters={SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}),
     ),
     "ministral3": FamilyCase(
-        config={"rope_parameters": MINISTRAL3_ROPE},
-        mistakes=({"rope_parameters": MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}}, {"sliding_window": 190}),
+        {"rope_parameters": MINISTRAL3_ROPE},
+        each(rope_parameters=MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}, sliding_window=190),
     ),
-    "olmo2": FamilyCase(mistakes=({"rms_norm_eps": 1.0},)),
+    "olmo2": FamilyCase(mistakes=each(rms_norm_eps=1.0)),
     "exaone4": FamilyCase(
-        config={"sliding_window": 20, "sliding_window_pattern": 2},
-        mistakes=({"sliding_window": 21}, {"layer_types": [SLIDING] * 4}),
+        {"sliding_window": 20, "sliding_window_pattern": 2}, each(sliding_window=21, layer_types=[SLIDING] * 4)
     ),
     "exaone4 without windows": FamilyCase(
-        config={"sliding_window": None, "layer_types": [FULL] * 4}, mistakes=({"sliding_window": 190},)
+        {"sliding_window": None, "layer_types": [FULL] * 4}, each(sliding_window=190)
     ),
     "lfm2": FamilyCase(
-        config={
-            **{"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16},
-            **{"block_ffn_dim_multiplier": 1.3, "seed": 2},
-        },
-        mistakes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, {"norm_eps": 1.0}),
+        {"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16}
+        | {"block_ffn_dim_multiplier": 1.3, "seed": 2},
+        each(rope_parameters=PLAIN_ROPE | {"rope_theta": 100.0}, norm_eps=1.0),
     ),
     "granite": FamilyCase(
-        config=GRANITE | {"seed": 1},
-        mistakes=({"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"attention_multiplier": 0.2}),
+        GRANITE | {"seed": 1}, each(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.2)
     ),
     "phi3": FamilyCase(
-        config={"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
-        mistakes=({"sliding_window": 25}, {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}),
+        {"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
+        each(sliding_window=25, rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
     ),
-    "seed_oss": FamilyCase(
-        config={"head_dim": 24, "attention_out_bias": True}, mistakes=({"attention_out_bias": False},)
-    ),
-    "cohere2": FamilyCase(config={"sliding_window": 24, "logit_scale": 0.25}, mistakes=({"sliding_window": 23},)),
+    "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}, each(attention_out_bias=False)),
+    "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}, each(sliding_window=23)),
 }
 CASES = by_name(_CASES)
 
@@ -209,5 +176,5 @@ class TestDenseFamilies(FamilyTests):
 
 def test_biases_of_latent_rows_and_low_rank_queries(tmp_path: Path) -> None:
     config = CASES["youtu"].config | {"attention_bias": True}
-    family = Family.of(make_checkpoint(tmp_path, "youtu", **config), FamilyCase(family="youtu", config=config))
+    family = Family.of(make_checkpoint(tmp_path, "youtu", **config), FamilyCase(config, family="youtu"))
     family.ask(family.engine(), "biased", [1, 2])

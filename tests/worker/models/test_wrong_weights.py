@@ -245,8 +245,7 @@ def test_tensors_that_no_layer_reads_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, bias: str
 ) -> None:
     make_checkpoint(tmp_path, family, **FAMILIES[family])
-    frequencies = f"{bias.rpartition('.')[0]}.rotary_emb.inv_freq"
-    rewrite(tmp_path, str, {bias: torch.ones(64), frequencies: torch.ones(8)})
+    rewrite(tmp_path, str, {bias: torch.ones(64), f"{bias.rpartition('.')[0]}.rotary_emb.inv_freq": torch.ones(8)})
     with caplog.at_level(logging.WARNING, "transom.worker"):
         continuation(tmp_path)
     assert f"1 tensors of its layers are not used, such as {bias}" in caplog.text

@@ -8,22 +8,13 @@ from transom_core.model_config.attention_layers import CHUNKED, COMPRESSED_HEAVI
 def _config(
     model_type: str, layers: list[str] | int, heads: int, kv_heads: int, size: int, length: int, **more: Any
 ) -> Any:
-    types = {} if isinstance(layers, int) else {"layer_types": layers}
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": layers if isinstance(layers, int) else len(layers),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": size,
-        "hidden_size": heads * size,
-        "intermediate_size": 1024,
-        "vocab_size": 1024,
+    sizes = {
+        **{"model_type": model_type, "num_hidden_layers": layers if isinstance(layers, int) else len(layers)},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "rms_norm_eps": 1e-6},
+        **{"hidden_size": heads * size, "intermediate_size": 1024, "vocab_size": 1024, "dtype": "bfloat16"},
         "max_position_embeddings": length,
-        "rms_norm_eps": 1e-6,
-        "dtype": "bfloat16",
-        **types,
-        **more,
     }
+    return sizes | ({} if isinstance(layers, int) else {"layer_types": layers}) | more
 
 
 def _gemma(layers: int) -> list[str]:

@@ -248,14 +248,8 @@ def test_without_hybrid_one_full_group_holds_all_layers() -> None:
 
 
 def test_compressed_layers_are_in_groups_for_window_entries_indexer_and_state() -> None:
-    sparse = Compression(ratio=4, overlap=1, index_size=4)
-    shape = architecture(
-        [
-            layer(8, latent=True),
-            layer(8, latent=True, compression=sparse),
-            layer(8, latent=True, compression=Compression(ratio=128)),
-        ]
-    )
+    compressions = (None, Compression(ratio=4, overlap=1, index_size=4), Compression(ratio=128))
+    shape = architecture([layer(8, latent=True, compression=one) for one in compressions])
     groups = make_groups(shape, block_size=16, hybrid=True)
     assert [(group.name, group.layers, group.block_size) for group in groups] == [
         ("compressed_4", (1,), 16),

@@ -20,7 +20,7 @@ from transom_core.kv_cache.retention import Retention
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import retention_under
 from transom_worker.planner.pages import peak_demands
-from transom_worker.planner.plan import plan_cache, plan_from_config
+from transom_worker.planner.plan import CachePlan, plan_cache, plan_from_config
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -130,17 +130,15 @@ MIXES: dict[str, dict[str, Any]] = {
     "full and state": BASE | DELTA_NET | {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
     "full and ragged chunk": BASE | {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 27},
 }
-COMPRESSED = {
-    "num_hidden_layers": 4,
-    "layer_types": CONFIGS["deepseek-v4-flash"]["layer_types"][:4],
-    "max_position_embeddings": 512,
-    "compress_rates": {"heavily_compressed_attention": 32},
-    "head_dim": 32,
-    "qk_rope_head_dim": 8,
-    "index_head_dim": 8,
-    "sliding_window": 20,
+MIXES["compressed"] = CONFIGS["deepseek-v4-flash"] | {
+    **{"num_hidden_layers": 4, "layer_types": CONFIGS["deepseek-v4-flash"]["layer_types"][:4]},
+    **{"max_position_embeddings": 512, "compress_rates": {"heavily_compressed_attention": 32}, "sliding_window": 20},
+    **{"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 8},
 }
-MIXES["compressed"] = CONFIGS["deepseek-v4-flash"] | COMPRESSED
+
+
+def planned(mix: str, pool_kib: int, length: int, **more: Any) -> CachePlan:
+    return plan_from_config(MIXES[mix], memory_bytes=pool_kib * 1024, block_size=8, max_model_len=length, **more)
 
 
 def run_together(
@@ -189,13 +187,7 @@ def run_together(
 )
 def test_planned_requests_fit_and_one_more_does_not(mix: str, length: int, steps_in_flight: int) -> None:
     for pool_kib in (300, 407, 1000):
-        plan = plan_from_config(
-            MIXES[mix],
-            memory_bytes=pool_kib * 1024,
-            block_size=8,
-            max_model_len=length,
-            steps_in_flight=steps_in_flight,
-        )
+        plan = planned(mix, pool_kib, length, steps_in_flight=steps_in_flight)
         requests = plan.concurrency[-1].requests
         together: dict[str, Any] = {"length": length, "block_size": 8, "steps_in_flight": steps_in_flight}
         if requests:
@@ -215,18 +207,9 @@ POLICIES = (
 @pytest.mark.parametrize("length", [24, 41, 129])
 def test_planned_requests_with_a_kv_policy_fit_and_one_more_does_not(policy: KvPolicy, length: int) -> None:
     for pool_kib in (300, 1000):
-        plan = plan_from_config(
-            MIXES["full"],
-            memory_bytes=pool_kib * 1024,
-            block_size=8,
-            max_model_len=length,
-            retention_of=partial(retention_under, policy),
-        )
-        requests = plan.concurrency[-1].requests
-        full = plan_from_config(MIXES["full"], memory_bytes=pool_kib * 1024, block_size=8, max_model_len=length)
-        assert (requests > full.concurrency[-1].requests) == (
-            length == 129 or (length == 41 and policy.text == POLICIES[0].text)
-        )
+        plan = planned("full", pool_kib, length, retention_of=partial(retention_under, policy))
+        requests, of_full = plan.concurrency[-1].requests, planned("full", pool_kib, length).concurrency[-1].requests
+        assert (requests > of_full) == (length == 129 or (length == 41 and policy.text == POLICIES[0].text))
         # The scheduler's length is longer: a policy of this size is allowed, and requests end at theirs.
         together: dict[str, Any] = {"length": length, "block_size": 8, "kv_policy": policy, "max_model_len": 256}
         assert run_together(plan.layout, num_requests=requests, **together)

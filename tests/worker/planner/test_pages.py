@@ -4,6 +4,7 @@ for blocks of any sizes: every group finds room in each, and little is lost."""
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -70,8 +71,7 @@ def test_heads_are_dealt_whole_and_blocks_fit(architecture: Architecture, data: 
 
 
 def check_blocks(architecture: Architecture, size: int) -> None:
-    groups = cache_groups(architecture, block_size=16, dtype="float32", tensor_parallel_size=size)
-    layout = make_layout(groups, 1 << 24)
+    layout = make_layout(cache_groups(architecture, block_size=16, dtype="float32", tensor_parallel_size=size), 1 << 24)
     for rank in range(size):
         own = cache_groups(architecture, block_size=16, dtype="float32", tensor_parallel_size=size, rank=rank)
         placed = rank_layout(layout, own)
@@ -185,13 +185,8 @@ def test_pages_hold_as_many_blocks_of_each_group_everywhere(sizes: list[int], bl
     ],
 )
 def test_thousand_pages_waste_less_than_two_percent(name: str, dtype: str, ranks: int) -> None:
-    groups = cache_groups(
-        read_architecture(CONFIGS[name]),
-        block_size=16,
-        dtype="bfloat16",
-        kv_cache_dtype=dtype,
-        tensor_parallel_size=ranks,
-    )
+    formats: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": dtype}
+    groups = cache_groups(read_architecture(CONFIGS[name]), block_size=16, tensor_parallel_size=ranks, **formats)
     for pool_gib in (1, 3, 6, 10, 13, 16, 20, 27, 40, 55, 80, 141)[:: num_examples(daily=4, exhaustive=1)]:
         layout = make_layout(groups, pool_gib * 2**30)
         waste = max(group_waste(layout, index) for index in range(len(groups)))

@@ -25,14 +25,8 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module", params=[1, 2])
 def started(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Executor, ExecutorInfo]]:
-    config = Settings.parse(
-        model=str(tiny_model),
-        kv_cache_memory_bytes="1MiB",
-        num_threads=1,
-        device="cpu",
-        tensor_parallel_size=request.param,
-        enable_lora=True,
-    ).engine_config()
+    settings = {"kv_cache_memory_bytes": "1MiB", "num_threads": 1, "device": "cpu", "enable_lora": True}
+    config = Settings.parse(model=str(tiny_model), tensor_parallel_size=request.param, **settings).engine_config()
     executor = create_executor(replace(config, cache=replace(config.cache, swap_space_bytes=1 << 20)))
     try:
         yield executor, executor.start()

@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.engine_driver import drain, make_engine, make_request, run
+from tests.present import present
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.ranks.rank_watch import left_behind, process_ids, wait_until_gone
 from transom_core.contract import Request
@@ -54,9 +55,8 @@ def how(request: pytest.FixtureRequest) -> signal.Signals:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, how: signal.Signals) -> Iterator[Engine]:
-    timeout_s = STEP_TIMEOUTS_S[how]
     engine = make_engine(
-        str(tiny_model), device="cpu", tensor_parallel_size=2, steps_in_flight=2, step_timeout_s=timeout_s
+        str(tiny_model), device="cpu", tensor_parallel_size=2, steps_in_flight=2, step_timeout_s=STEP_TIMEOUTS_S[how]
     )
     assert "rank 1 of 2: query heads 3-5 of 6, KV heads 1 of 2; inner columns 96-191 of 192" in engine.report
     yield engine
@@ -176,10 +176,9 @@ def test_a_lost_rank_costs_a_restart(
     while not events:  # the step that was under way may have answered
         events = [event for event in engine.step() if event.error is not None]
     assert {event.request_id for event in events} == {request.request_id for request in requests(name)}
-    for event in events:
-        assert event.error is not None
-        assert event.error.kind == "WorkerLost"
-        assert re.search(SEEN[how].format(rank), event.error.message), event.error.message
+    for error in (present(event.error) for event in events):
+        assert error.kind == "WorkerLost"
+        assert re.search(SEEN[how].format(rank), error.message), error.message
     assert engine.is_restarting
     wait_until_gone(*pids)
     with pytest.raises(WorkerLost, match="again"):
@@ -203,16 +202,14 @@ def test_a_loss_that_a_call_between_two_steps_meets(engine: Engine, how: signal.
     with pytest.raises(RankLost):
         engine.executor.take_read_ends()
     (event,) = [event for event in drain(engine) if event.error is not None]
-    assert event.error is not None
-    assert event.error.loss_cause == "killed"
+    assert present(event.error).loss_cause == "killed"
     assert not engine.is_restarting
 
 
 def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:
     executor = engine.executor
     engine.add(make_request("r", PROMPTS[0]))
-    plan = engine.scheduler.schedule()
-    assert plan is not None
+    plan = present(engine.scheduler.schedule())
     plan.logits_from, plan.sample = [plan.start[0] + plan.count[0]], [1]  # a token of no logits
     executor.submit(plan)
     with pytest.raises(RankLost, match=r"Rank [01] of 2"):

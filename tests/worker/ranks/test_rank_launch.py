@@ -142,8 +142,7 @@ def lines_of_ranks(
     monkeypatch.setattr(group, "process_name", lambda: "worker/abc")
 
     def start(what_they_do: str) -> list[dict[str, Any]]:
-        program = (sys.executable, "-P", "-c", RANK.format(what_they_do))
-        monkeypatch.setattr(process_launcher, "PROGRAM", program)
+        monkeypatch.setattr(process_launcher, "PROGRAM", (sys.executable, "-P", "-c", RANK.format(what_they_do)))
         executor = RanksExecutor(in_json, process_launcher.RankProcesses)
         executor.start()
         executor.shutdown()
@@ -155,10 +154,8 @@ def lines_of_ranks(
 
 def test_every_line_of_a_rank_is_json_with_its_rank_and_worker(lines_of_ranks: Any) -> None:
     lines = lines_of_ranks(TALK)
-    assert {(line["process"], line["rank"], line["worker"]) for line in lines} == {
-        ("rank/0", 0, "abc"),
-        ("rank/1", 1, "abc"),
-    }
+    origins = {(line["process"], line["rank"], line["worker"]) for line in lines}
+    assert origins == {("rank/0", 0, "abc"), ("rank/1", 1, "abc")}
     assert len({line["pid"] for line in lines}) == 2
     for rank in (0, 1):
         own, others, warning, uncaught = [line for line in lines if line["rank"] == rank]

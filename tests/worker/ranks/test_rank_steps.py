@@ -100,10 +100,8 @@ def test_a_cpu_computes_one_plan_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("looks", "order"),
     [
-        (
-            0,
-            ["launch 1", "finish 1", "launch 2", "finish 2", "launch 3", "finish 3"],
-        ),  # the device is faster than the host
+        # The device is faster than the host.
+        (0, ["launch 1", "finish 1", "launch 2", "finish 2", "launch 3", "finish 3"]),
         (3, ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2", "finish 3"]),
     ],
 )

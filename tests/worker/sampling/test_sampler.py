@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.late_uploads import PromptUploads
+from tests.present import present
 from tests.thread_ranks import ThreadComm, on_ranks
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
@@ -34,6 +35,7 @@ KINDS = {
 }
 STEPS = 3
 GREEDY, NOISY = SamplingParams(temperature=0.0), SamplingParams()
+GATHERED = [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]]
 ALL_KINDS = [
     *KINDS.values(),
     GREEDY,
@@ -139,8 +141,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     add(sampler, 0, [1, 2], 2, params)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5))
     before = logits.clone()
-    entry = sampler.sample(logits, [0]).logprobs[0]
-    assert entry is not None
+    entry = present(sampler.sample(logits, [0]).logprobs[0])
     assert torch.equal(logits, before)
     expected = logits[0].log_softmax(-1)
     assert entry.chosen.token_id == 20
@@ -258,9 +259,7 @@ def test_tokens_that_stay_on_the_device_are_the_same(size: int) -> None:
             sampler = ShardedSampler(parallel, first_id=first, eos_token_ids=(EOS,))
             for seq_id, params in enumerate(kinds):
                 add(sampler, seq_id, [1, 2, 1], 2, params)
-            launched = sampler.launch(logits[:, first:end].clone(), range(len(kinds)), mask)
-            assert launched is not None
-            return launched.tolist()
+            return present(sampler.launch(logits[:, first:end].clone(), range(len(kinds)), mask)).tolist()
 
         with prefer("reference"):
             expected = run_rows(Sampler(eos_token_ids=(EOS,)), kinds, [logits.clone()], [mask])[0].token_ids
@@ -274,14 +273,7 @@ def share(parallel: Parallel, num_ids: int) -> slice:
 
 @pytest.mark.parametrize(
     ("kinds", "size", "exchanged"),
-    [
-        (
-            [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]],
-            2,
-            (2 * 500, 3),
-        ),
-        ([GREEDY, NOISY], 3, (0, 1)),  # a step of local rows is one all-reduce
-    ],
+    [(GATHERED, 2, (2 * 500, 3)), ([GREEDY, NOISY], 3, (0, 1))],  # a step of local rows is one all-reduce
     ids=["gathered", "local"],
 )
 def test_only_rows_that_need_it_are_gathered(

@@ -164,16 +164,8 @@ def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], *, row:
     changes = TokenTable().gather([row], [counts], [params.repetition_penalty], SharedMemory())
     if changes is not None:
         columns = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "keys"), torch.empty(0))
-        apply_changes(
-            logits,
-            SampleParams(
-                **columns,
-                change_row=changes.row,
-                change_id=changes.token,
-                change_factor=changes.row_value,
-                change_minus=changes.value,
-            ),
-        )
+        columns |= {"change_row": changes.row, "change_id": changes.token, "change_factor": changes.row_value}
+        apply_changes(logits, SampleParams(**columns, change_minus=changes.value))
 
 
 @settings(deadline=None)

@@ -8,6 +8,7 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.present import present
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.dividing import QUANTUM, share_limit
@@ -64,8 +65,7 @@ def test_steps_of_fixed_and_proportional_time_come_to_the_target():
     """Each step costs 20 ms and 0.4 ms a token; the limit's own steps are what is measured."""
     pace, elapsed_s = PromptPace(0.2), 0.0
     for _ in range(40):
-        num_tokens = pace.limit(0, decodes=False)
-        assert num_tokens is not None
+        num_tokens = present(pace.limit(0, decodes=False))
         elapsed_s = 0.02 + 0.0004 * num_tokens
         pace.stepped(step((0, num_tokens)), takes(elapsed_s))
     assert 0.2 - 64 * 0.0006 < elapsed_s <= 0.2
@@ -158,29 +158,23 @@ def test_short_prompts_pass_a_long_one():
     assert order == sorted(order)
 
 
-def prompt_step(num_tokens: int) -> StepPlan:
-    return StepPlan(step_id=0, start=[0], count=[num_tokens])
-
-
 def test_rates_change_only_when_they_are_off_by_a_quarter() -> None:
     meter = RateMeter([1000, 500])
     rates = LoadRates(1_000_000, (100, 50))
     assert meter.next_rates(rates) is None  # nothing was measured
-    meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))  # 1 ms a token
+    meter.stepped(PROMPT, StepTimings(forward_s=0.1))  # 1 ms a token
     assert meter.next_rates(rates) is None
-    meter.stepped(prompt_step(20), StepTimings(forward_s=9.0))  # too few tokens
+    meter.stepped(step((0, 20)), StepTimings(forward_s=9.0))  # too few tokens
     meter.stepped(StepPlan(step_id=0, start=[5] * 99, count=[1] * 99), StepTimings(forward_s=9.0))  # decoding
     assert meter.next_rates(rates) is None
     for _ in range(20):
         meter.loaded([2, 4], 4e-3)  # 4,000 bytes: 1 us a byte
-    loaded = meter.next_rates(rates)
-    assert loaded is not None
+    loaded = present(meter.next_rates(rates))
     assert loaded.token_ns == 1_000_000
     assert loaded.block_ns == pytest.approx((1_000_000, 500_000), rel=0.03)
     for _ in range(50):
-        meter.stepped(prompt_step(100), StepTimings(prepare_s=0.05, forward_s=0.15))
-    changed = meter.next_rates(rates)
-    assert changed is not None
+        meter.stepped(PROMPT, StepTimings(prepare_s=0.05, forward_s=0.15))
+    changed = present(meter.next_rates(rates))
     assert changed.token_ns == pytest.approx(2_000_000, rel=0.03)
     assert meter.next_rates(changed) is None
 
@@ -192,8 +186,7 @@ def test_reads_have_a_rate_of_their_own() -> None:
     assert meter.next_rates(rates) is None
     for _ in range(20):
         meter.made([2, 4], 12e-6)  # 4,000 bytes: 3 ns a byte
-    changed = meter.next_rates(rates)
-    assert changed is not None
+    changed = present(meter.next_rates(rates))
     assert changed.read_ns == pytest.approx((3_000, 1_500), rel=0.03)
     assert changed[:2] == rates[:2]
 
@@ -203,12 +196,11 @@ def test_loads_that_were_slow_are_tried_again() -> None:
     meter = RateMeter([1000])
     for _ in range(20):
         meter.loaded([1], 3e-3)
-    rates = meter.next_rates(LoadRates(1, (1,)))
-    assert rates is not None
+    rates = present(meter.next_rates(LoadRates(1, (1,))))
     assert rates.block_ns[0] == pytest.approx(3_000_000, rel=0.03)
     num_steps = 0
     while rates.block_ns[0] > 1_000_000:
-        meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
+        meter.stepped(PROMPT, StepTimings(forward_s=0.1))
         rates = meter.next_rates(rates) or rates
         num_steps += 1
     assert 5 * STALE_OCCASIONS <= num_steps <= 6 * STALE_OCCASIONS
@@ -216,7 +208,7 @@ def test_loads_that_were_slow_are_tried_again() -> None:
     rates = meter.next_rates(rates) or rates
     assert 2_300_000 < rates.block_ns[0] < 3_100_000
     for _ in range(100 * STALE_OCCASIONS):
-        meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
+        meter.stepped(PROMPT, StepTimings(forward_s=0.1))
         rates = meter.next_rates(rates) or rates
     assert 100_000 < rates.block_ns[0] < 250_000  # it does not decay to nothing
 
@@ -226,7 +218,7 @@ def test_one_slow_load_among_many_does_not_end_loads() -> None:
     rng = random.Random(0)
     meter, rates, num_changes = RateMeter([1000]), LoadRates(1_000_000, (600_000,)), 0
     for _ in range(1_000):
-        meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
+        meter.stepped(PROMPT, StepTimings(forward_s=0.1))
         meter.loaded([1], 6e-4 * 2.0 ** rng.gauss(0, 1))
         if (changed := meter.next_rates(rates)) is not None:
             rates, num_changes = changed, num_changes + 1
@@ -287,11 +279,7 @@ def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
 
 def test_a_noisy_mean_is_the_mean_and_not_the_median() -> None:
     """Half of noisy times are shorter than their median, but the longer ones cost more."""
-    rng, means = random.Random(1), []
-    for _ in range(100):
-        mean = NoisyMean()
-        for _ in range(100):
-            mean.add(0.5 * 2.0 ** rng.gauss(0, 1))
-        means.append(mean.mean())
+    rng = random.Random(1)
+    means = [added(noisy(0.5, 2.0, 100, rng)).mean() for _ in range(100)]
     assert statistics.mean(means) == pytest.approx(0.5 * math.exp(math.log(2) ** 2 / 2), rel=0.1)
     assert statistics.stdev(means) < 0.25 * statistics.mean(means)  # of one measurement it is 0.78

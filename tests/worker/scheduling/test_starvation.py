@@ -53,9 +53,8 @@ class Attacker:
     def __init__(
         self, attacks: list[Attack], *, client: str, shared: list[int], max_model_len: int, **config: object
     ) -> None:
-        least = KvCache(layout(["full", "window"], num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(
-            max_model_len
-        )
+        roomy = KvCache(layout(["full", "window"], num_pages=1000), block_size=BLOCK)
+        least = roomy.capacity.worst_case_pages(max_model_len)
         self.driver = Driver(
             layout(["full", "window"], num_pages=least + 2),
             max_model_len=max_model_len,
@@ -118,17 +117,9 @@ def test_a_request_is_overtaken_for_a_bounded_time_and_ends_after_bounded_work(
     attacks: list[Attack], priority: int, policy: str, max_num_seqs: int, steps_in_flight: int, is_paced: bool
 ) -> None:
     prompt = list(range(40))
-    attacker = Attacker(
-        attacks,
-        client="",
-        shared=prompt,
-        max_model_len=96,
-        max_waiting=16,
-        policy=policy,
-        max_num_seqs=max_num_seqs,
-        steps_in_flight=steps_in_flight,
-        pace=PromptPace(0.05) if is_paced else None,
-    )
+    config = {"policy": policy, "max_num_seqs": max_num_seqs, "steps_in_flight": steps_in_flight, "max_waiting": 16}
+    pace = PromptPace(0.05) if is_paced else None
+    attacker = Attacker(attacks, client="", shared=prompt, max_model_len=96, pace=pace, **config)
     driver, admission = attacker.driver, attacker.driver.scheduler.admission
     attacker.attack()
     driver.add(request("victim", prompt, 6, priority=priority))
@@ -170,16 +161,9 @@ class Tenants(Attacker):
     """Victims who send one small request after the other, beside a client that never stops."""
 
     def __init__(self, attacks: list[Attack], *, num_victims: int, **config: object) -> None:
-        super().__init__(
-            attacks,
-            client="hostile",
-            shared=[0] * VICTIM_PROMPT,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=NUM_SLOTS,
-            max_num_batched_tokens=STEP_TOKENS,
-            max_waiting=32,
-            **config,
-        )
+        config |= {"max_num_seqs": NUM_SLOTS, "max_num_batched_tokens": STEP_TOKENS, "max_waiting": 32}
+        shared = [0] * VICTIM_PROMPT
+        super().__init__(attacks, client="hostile", shared=shared, max_model_len=MAX_MODEL_LEN, **config)
         self.num_victims, self.num_steps = num_victims, 0
         self.waits: list[int] = []  # of the victims' requests for their first token, in steps
 
@@ -235,13 +219,8 @@ def test_attacks(attack: Attack) -> None:
 def test_no_one_waits_longer_than_a_bound_whatever_a_hostile_client_sends(
     attacks: list[Attack], num_victims: int, policy: str, steps_in_flight: int, is_paced: bool
 ) -> None:
-    tenants = Tenants(
-        attacks,
-        num_victims=num_victims,
-        policy=policy,
-        steps_in_flight=steps_in_flight,
-        pace=PromptPace(0.05) if is_paced else None,
-    )
+    pace = PromptPace(0.05) if is_paced else None
+    tenants = Tenants(attacks, num_victims=num_victims, policy=policy, steps_in_flight=steps_in_flight, pace=pace)
     tenants.run(250)
     assert len(tenants.waits) >= num_victims  # the run was long enough to tell; `run` has checked each wait
     driver = tenants.driver

@@ -61,8 +61,7 @@ def test_outcomes_sum_to_the_prompts_under_pressure(model: Path, workload: str, 
     assert report.requests == 40
     assert report.output_tokens == 40 * 400
     assert report.hit_tokens + report.repaired_tokens + sum(report.missed_tokens.values()) == report.prompt_tokens
-    prompts = [request.num_prompt_tokens for request in Simulation(config).workload.requests]
-    assert report.prompt_tokens == sum(prompts)
+    assert report.prompt_tokens == sum(one.num_prompt_tokens for one in Simulation(config).workload.requests)
     assert json.loads(json.dumps(figures)) == figures
     assert 0 <= report.fragmentation < 0.5
 
@@ -99,8 +98,7 @@ def test_the_clock_waits_for_late_arrivals_and_turns_wait_for_answers(model: Pat
 
 def test_what_the_model_or_the_pool_cannot_hold_is_refused_and_counted(model: Path) -> None:
     space = TokenSpace()
-    sizes = (100, 20_000, 6_000, 50)
-    requests = [SimulatedRequest(prompt=(space.take(size),), answer=space.take(2)) for size in sizes]
+    requests = [SimulatedRequest(prompt=(space.take(n),), answer=space.take(2)) for n in (100, 20_000, 6_000, 50)]
     player, _ = replay(model, requests, arrivals="sequential", memory="600KiB")
     ended: list[int] = []
     counts = player.run(ended.append)
@@ -146,14 +144,9 @@ def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
 
 
 CONFIG = SIZES | {
-    "model_type": "gpt_oss",
-    "dtype": "bfloat16",
-    "num_key_value_heads": 1,
-    "num_local_experts": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 64,
-    "max_position_embeddings": 20_000,
-    "rms_norm_eps": 1e-5,
+    **{"model_type": "gpt_oss", "dtype": "bfloat16", "num_key_value_heads": 1, "num_local_experts": 4},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64},
+    **{"max_position_embeddings": 20_000, "rms_norm_eps": 1e-5},
 }
 
 
@@ -179,14 +172,11 @@ def test_json_is_one_object_with_every_count(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE), "--arrivals", "sequential", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["requests"] == 2
-    assert report["prompt_tokens"] == 1200
-    assert report["hit_tokens"] == 592
-    assert report["hit_share"] == 592 / 1200
-    assert report["repaired_tokens"] == 0
-    assert report["missed_tokens"] == {"below_alignment": 16, "never_seen": 592}
-    assert report["output_tokens"] == 8
-    assert report["preemptions"] == 0
+    expected: dict[str, object] = {
+        **{"requests": 2, "prompt_tokens": 1200, "hit_tokens": 592, "hit_share": 592 / 1200, "repaired_tokens": 0},
+        **{"missed_tokens": {"below_alignment": 16, "never_seen": 592}, "output_tokens": 8, "preemptions": 0},
+    }
+    assert {name: report[name] for name in expected} == expected
     assert report["fragmentation"] >= 0
     assert report["seconds"] > 0
 
@@ -323,8 +313,7 @@ def test_equal_ids_are_equal_tokens_and_no_two_answers_are_equal(tmp_path: Path)
 
 
 def test_requests_come_in_the_order_of_the_file_and_up_to_the_limit(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 3}, "never read")
-    workload = read_trace(path, limit=2)
+    workload = read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 3}, "never read"), limit=2)
     assert [request.arrival_s for request in workload.requests] == [1.5, 0.003]
     assert list(Arrivals(workload).due(2.0)) == [1, 0]  # by the clock whatever the order
 

@@ -5,7 +5,7 @@ With `--metrics-compat vllm` the merged page answers the queries of the Grafana 
 
 from collections import Counter
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import Metric
@@ -36,12 +36,8 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-    *(
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "request_max_num_generation_tokens",
-        "iteration_tokens_total",
-    ),
+    *("request_prompt_tokens", "request_generation_tokens"),
+    *("request_max_num_generation_tokens", "iteration_tokens_total"),
 }
 WANTED = {
     **{f"vllm:{name}_{end}": 2 for name in HISTOGRAMS for end in ("count", "bucket")},
@@ -59,10 +55,10 @@ def engine(start: Start) -> Engine:
 def values(engine: Engine | EngineMetrics, name: str) -> dict[tuple[str, ...], float]:
     """A family's samples by its own labels' values."""
     metrics = engine if isinstance(engine, EngineMetrics) else engine.metrics
-    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     return {
         tuple(value for label, value in sample.labels.items() if label not in OWN): sample.value
-        for sample in samples
+        for family in metrics.registry.collect()
+        for sample in family.samples
         if sample.name == name
     }
 
@@ -136,27 +132,12 @@ def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
     times, none = Histogram(BOUNDS_S), Histogram(BOUNDS_S).buckets()
     for seconds in (*[2.0] * 5, 1e6):
         times.observe(seconds)
-    group = GroupStats(
-        name="full",
-        block_bytes=100,
-        active_blocks=3,
-        cached_blocks=5,
-        free_blocks=2,
-        pinned_blocks=4,
-        residency=times.buckets(),
-        reuse_interval=none,
-    )
+    blocks: dict[str, Any] = {"active_blocks": 3, "cached_blocks": 5, "free_blocks": 2, "pinned_blocks": 4}
+    group = GroupStats(name="full", block_bytes=100, **blocks, residency=times.buckets(), reuse_interval=none)
+    placed = CheckpointStats(placed=Counter(prompt=5, fork=2), evicted=Counter(prompt=1))
+    pages: dict[str, Any] = {"num_pages": 4, "free_pages": 2, "page_bytes": 500, "num_compacted_blocks": 7}
     metrics = EngineMetrics()
-    stats = CacheStats(
-        num_pages=4,
-        free_pages=2,
-        page_bytes=500,
-        groups=(group,),
-        outcome_tokens={"repaired": 9},
-        waste=0.01,
-        checkpoints=CheckpointStats(placed=Counter(prompt=5, fork=2), evicted=Counter(prompt=1)),
-        num_compacted_blocks=7,
-    )
+    stats = CacheStats(**pages, groups=(group,), outcome_tokens={"repaired": 9}, waste=0.01, checkpoints=placed)
     EngineEvents(*metrics.sinks).published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
     assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
     assert total(metrics, "transom_kv_waste_ratio") == 0.01

@@ -55,9 +55,8 @@ def test_a_timeline_from_the_queue_to_the_end(start: Start, steps_in_flight: int
     engine = start(steps_in_flight=steps_in_flight, max_num_batched_tokens=chunk)
     run(engine, [make_request("chatcmpl-a-0-0", list(range(1, 30)), max_tokens=9)])
     assert kinds_of(engine, "chatcmpl-a") == ["queued", "admitted", "prefill", "first_token", "decode", "finished"]
-    assert (
-        events_of(engine, "chatcmpl-a", "queued")[0].items() >= {"ahead": 0, "prompt_tokens": 29, "worker": "0"}.items()
-    )
+    [queued] = events_of(engine, "chatcmpl-a", "queued")
+    assert queued.items() >= {"ahead": 0, "prompt_tokens": 29, "worker": "0"}.items()
     [prefill] = events_of(engine, "chatcmpl-a", "prefill")
     assert (prefill["tokens"], prefill["steps"], prefill["sequences"]) == (29, -(-29 // chunk), 1)
     [decode] = events_of(engine, "chatcmpl-a", "decode")
@@ -95,14 +94,8 @@ def test_a_window_repair_is_an_event(start: Start) -> None:
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [8, 1024])
 def test_preemptions_and_recomputed_tokens(start: Start, chunk: int, steps_in_flight: int) -> None:
-    engine = start(
-        kv_cache_memory_bytes=24 * 4096,
-        block_size=4,
-        enable_prefix_caching=False,
-        max_model_len=64,
-        max_num_batched_tokens=chunk,
-        steps_in_flight=steps_in_flight,
-    )
+    sizes = {"kv_cache_memory_bytes": 24 * 4096, "block_size": 4, "max_model_len": 64, "max_num_batched_tokens": chunk}
+    engine = start(**sizes, enable_prefix_caching=False, steps_in_flight=steps_in_flight)
     run(engine, [make_request(f"cmpl-{i}-0-0", list(range(i + 1, i + 20)), max_tokens=40) for i in range(4)])
     assert engine.scheduler.work.num_preemptions > 0
     steps = [step for i in range(4) for step in events_of(engine, f"cmpl-{i}")]
@@ -276,12 +269,10 @@ def test_three_spans_one_after_the_other(traced: Traced) -> None:
         assert span.status.is_ok or not span.status.status_code.value
     assert queue.end_time == prefill.start_time
     assert prefill.end_time == decode.start_time
-    assert prefill.attributes["transom.tokens.hit"] == 24
-    assert prefill.attributes["transom.tokens.repaired"] == 0
-    assert prefill.attributes["transom.tokens.missed_below_alignment"] == 5
-    assert decode.attributes["gen_ai.usage.output_tokens"] == 6
-    assert decode.attributes["transom.preemptions"] == 0
-    assert decode.attributes["transom.finish_reason"] == "length"
+    tokens = {"hit": 24, "repaired": 0, "missed_below_alignment": 5}
+    assert {name: prefill.attributes[f"transom.tokens.{name}"] for name in tokens} == tokens
+    end = {"gen_ai.usage.output_tokens": 6, "transom.preemptions": 0, "transom.finish_reason": "length"}
+    assert {name: decode.attributes[name] for name in end} == end
     assert queue.resource.attributes["service.instance.id"] == "worker/w7"
 
 

@@ -18,6 +18,7 @@ from tests.core.text.markup.canitoolcall_fixtures import (
     read_answer,
     run_fixture,
 )
+from tests.present import present
 from transom_core.text.markup.detection import detect
 from transom_core.text.markup.formats import answer_format
 
@@ -45,8 +46,7 @@ _HERMES = '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-objec
 @pytest.mark.parametrize("style", MARKER_STYLES)
 @pytest.mark.parametrize("fixture", _FIXTURES, ids=lambda fixture: fixture.id)
 def test_fixture(fixture: Fixture, style: MarkerStyle) -> None:
-    parsers = parsers_of(fixture)
-    assert parsers is not None
+    parsers = present(parsers_of(fixture))
     status, failed = run_fixture(answer_format(*parsers), fixture, style=style)
     assert status in (Status.PASS, Status.SOFT_PASS), "\n".join(failed)
 
@@ -54,8 +54,7 @@ def test_fixture(fixture: Fixture, style: MarkerStyle) -> None:
 @pytest.mark.parametrize("name", _OTHER_RULES)
 def test_a_fixture_with_another_rule(name: str) -> None:
     (fixture,) = [fixture for fixture in all_fixtures() if fixture.id == name]
-    parsers = parsers_of(fixture)
-    assert parsers is not None
+    parsers = present(parsers_of(fixture))
     parser = answer_format(*parsers).parser(FixtureTokenizer(()), fixture_context(fixture))
     result = parse_result(read_answer(parser, [(1, fixture.raw_output)]))
     assert [call.name for call in result.tool_calls] == _OTHER_RULES[name]
@@ -64,8 +63,7 @@ def test_a_fixture_with_another_rule(name: str) -> None:
 @pytest.mark.parametrize("name", _ORDINARY_TEXTS)
 def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
     (fixture,) = [fixture for fixture in all_fixtures() if fixture.id == name]
-    parsers = parsers_of(fixture)
-    assert parsers is not None
+    parsers = present(parsers_of(fixture))
     tokenizer = FixtureTokenizer(families()[fixture.family].markers)
     before, ordinary, after = fixture.raw_output.partition(_ORDINARY_TEXTS[name])
     tokens = tokenizer.cut(before, shows_special=False) + FixtureTokenizer(()).cut(ordinary, shows_special=False)
@@ -75,11 +73,9 @@ def test_text_of_markers_in_ordinary_tokens_is_text(name: str) -> None:
         i >= _FIRST_SPECIAL_ID for i in fixture.output_token_ids or ()
     )
     result = parse_result(read_answer(answer_format(*parsers).parser(tokenizer, fixture_context(fixture)), tokens))
-    assert fixture.expected is not None
-    assert result.reasoning_content == fixture.expected.reasoning_content
-    assert [json.loads(call.arguments_raw or "") for call in result.tool_calls] == [
-        call.arguments for call in fixture.expected.tool_calls
-    ]
+    expected, arguments = present(fixture.expected), [call.arguments_raw or "" for call in result.tool_calls]
+    assert result.reasoning_content == expected.reasoning_content
+    assert [json.loads(one) for one in arguments] == [call.arguments for call in expected.tool_calls]
 
 
 @pytest.mark.parametrize(

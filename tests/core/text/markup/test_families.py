@@ -55,13 +55,14 @@ def _call(arguments: str, *, index: int = 0, name: str = "f", is_complete: bool 
     return [CallBegin(index, name), *pieces, CallEnd(index, is_complete)]
 
 
+_SECOND = _call("{}", index=1, name="g")
 _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
     "hermes": [
         ('<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', _call('{"a": "x"}')),
         ('<tool_call>{"id": 1, "name": "f"}</tool_call>', _call("{}")),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', _call('{"a": 1}')),
         ('<tool_call>{"name": "f", "arguments": {"a": "1\n2\\d"}}</tool_call>', _call('{"a": "1\\n2\\\\d"}')),
-        ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', [*_call("{}"), *_call("{}", index=1, name="g")]),
+        ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', [*_call("{}"), *_SECOND]),
         (
             '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call> after',
             [*_call('{"a": tru', is_complete=False), MessageText("}}</tool_call> after")],
@@ -80,14 +81,8 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         ),
     ],
     "llama3_json": [
-        (
-            '{"name": "f", "parameters": {"b": 1}}; {"name": "g", "parameters": {}}',
-            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
-        ),
-        (
-            '{"name": "f", "parameters": {"b": 1}}\n{"name": "g", "parameters": {}}',
-            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
-        ),
+        ('{"name": "f", "parameters": {"b": 1}}; {"name": "g", "parameters": {}}', [*_call('{"b": 1}'), *_SECOND]),
+        ('{"name": "f", "parameters": {"b": 1}}\n{"name": "g", "parameters": {}}', [*_call('{"b": 1}'), *_SECOND]),
         ('{"type": "function", "name": "f", "parameters": {}}', _call("{}")),
         ('{"name": "unknown", "parameters": {}}', [MessageText('{"name": "unknown", "parameters": {}}')]),
         ('{"name": "f"}', [MessageText('{"name": "f"}')]),
@@ -100,7 +95,7 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         (
             '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "x"}},\n'
             '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
-            [*_call('{"a": "x"}'), *_call("{}", index=1, name="g")],
+            [*_call('{"a": "x"}'), *_SECOND],
         )
     ],
     "pythonic": [
@@ -144,7 +139,7 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         (
             '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n'
             '</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
-            [*_call('{"a": "1", "b": 2}'), *_call("{}", index=1, name="g")],
+            [*_call('{"a": "1", "b": 2}'), *_SECOND],
         )
     ],
     "mistral": [
@@ -177,8 +172,7 @@ def test_granite(opener: str) -> None:
 def test_special_tokens_without_text_are_read_in_arguments_only() -> None:
     special = ("<|start|>", "<tool_call>", "</tool_call>")
     text = 'A<|start|>B<tool_call>{"name": "f", "arguments": {"a": "C<|start|>D<tool_call>"}}</tool_call>'
-    parts = _read(text, "hermes", special=special)
-    assert parts == [MessageText("AB"), *_call('{"a": "C<|start|>D<tool_call>"}')]
+    assert _read(text, "hermes", special=special) == [MessageText("AB"), *_call('{"a": "C<|start|>D<tool_call>"}')]
 
 
 @pytest.mark.parametrize(
@@ -249,10 +243,8 @@ def _read_harmony(pieces: list[tuple[str, int]], context: AnswerContext) -> list
 
 
 def _cut(text: str) -> list[tuple[str, int]]:
-    return [
-        (TOKENIZER.token(i) or piece, int(TOKENIZER.is_special(i)))
-        for i, piece in TOKENIZER.cut(text, shows_special=False)
-    ]
+    tokens = TOKENIZER.cut(text, shows_special=False)
+    return [(TOKENIZER.token(i) or piece, int(TOKENIZER.is_special(i))) for i, piece in tokens]
 
 
 def _said_by_the_library(messages: list[dict[str, Any]]) -> ParseResult:
@@ -268,9 +260,8 @@ def _said_by_the_library(messages: list[dict[str, Any]]) -> ParseResult:
 
 def test_answers_are_read_as_openais_library_reads_them() -> None:
     for answer in ANSWERS:
-        assert parse_result(_read_harmony(answer["pieces"], _context())) == _said_by_the_library(answer["messages"]), (
-            answer
-        )
+        found = parse_result(_read_harmony(answer["pieces"], _context()))
+        assert found == _said_by_the_library(answer["messages"]), answer
 
 
 @pytest.mark.parametrize(

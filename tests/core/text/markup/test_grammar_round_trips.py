@@ -14,6 +14,7 @@ from tests.core.grammar.random_schemas import random_schema
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, compiled, walk
 from tests.how_many import num_examples
+from tests.present import present
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
     AnswerContext,
@@ -201,8 +202,7 @@ def walks(
         TOOLS, parses_tools=tools is not None, parses_reasoning=family.reasoning is not None, prompt_end=prompt_end
     )
     form = answer_format(family.tools, family.reasoning)
-    grammar = form.grammar(tokenizer, context, message=message, tools=tools)
-    assert grammar is not None
+    grammar = present(form.grammar(tokenizer, context, message=message, tools=tools))
     hints = [hint for hint in _HINTS if hint in tokenizer.texts]
     start = compiled(tokenizer, grammar)
     answers = [
@@ -223,15 +223,12 @@ def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: boo
 
 @EACH_FORM
 def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> None:
-    demand = ToolsDemand("auto", NAMES)
-    counts = [
-        check_calls(parts, TOOLS) for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand)
-    ]
+    how: dict[str, Any] = {"ordinary": ordinary, "message": FreeAnswer(), "tools": ToolsDemand("auto", NAMES)}
+    counts = [check_calls(parts, TOOLS) for parts in walks(family, **how)]
     if not family.call:
         assert any(counts)
         return
-    begin = family.before + family.call
-    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand, begin=begin):
+    for parts in walks(family, **how, begin=family.before + family.call):
         assert check_calls(parts, TOOLS) >= 1
 
 
@@ -279,9 +276,8 @@ def test_a_marker_that_is_a_token_cannot_be_spelled(parsers, prompt_end, marker)
     """A parser takes the letters for the marker, so that what follows would escape the grammar."""
     tokenizer = WalkTokenizer()
     context = AnswerContext(TOOLS, parses_tools=True, parses_reasoning=True, prompt_end=prompt_end)
-    demand = ToolsDemand("auto", tuple(tool.name for tool in TOOLS))
-    grammar = answer_format(*parsers).grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
-    assert grammar is not None
+    demand = ToolsDemand("auto", NAMES)
+    grammar = present(answer_format(*parsers).grammar(tokenizer, context, message=FreeAnswer(), tools=demand))
     letters = tokenizer(f"Hi {marker}".encode())
     assert LLMatcher(tokenizer.library, grammar).validate_tokens(letters) == len(letters) - 1
 
@@ -305,12 +301,9 @@ def test_a_string_of_qwen3_coder_has_nothing_that_its_parser_takes_for_the_end(
     """Regression: the grammar allowed tags as text inside a string, at which the parser ended the argument."""
     tokenizer = WalkTokenizer(ordinary=ordinary)
     form, demand = answer_format("qwen3_coder"), ToolsDemand("required", ("note",), parallel=False)
-    tools = (
-        ToolSpec("note", {"type": "object", "properties": {"text": {"type": "string"}, "city": {"type": "string"}}}),
-    )
-    context = AnswerContext(tools, parses_tools=True)
-    grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
-    assert grammar is not None
+    note = ToolSpec("note", {"type": "object", "properties": {name: {"type": "string"} for name in ("text", "city")}})
+    context = AnswerContext((note,), parses_tools=True)
+    grammar = present(form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand))
     matcher = LLMatcher(tokenizer.library, grammar)
     call = tokenizer.cut("<tool_call>") + tokenizer(f"\n<function=note>\n<parameter=text>\n{text}".encode())
     end = tokenizer(b"\n</parameter>\n</function>\n") + tokenizer.cut("</tool_call>")
@@ -334,20 +327,17 @@ def test_a_schema_that_the_notation_cannot_hold_is_refused_by_the_keyword(
 @pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_calls_of_random_tools_are_valid(parser: str, ordinary: bool) -> None:
-    tokenizer = WalkTokenizer(ordinary=ordinary)
-    num_valid = 0
+    tokenizer, form = WalkTokenizer(ordinary=ordinary), answer_format(parser)
+    demand, num_valid = ToolsDemand("required", ("f",), parallel=False), 0
     for seed in range(num_examples(6, 200)):
         tool = ToolSpec("f", random_schema(random.Random(seed)), strict=True)
         context = AnswerContext((tool,), parses_tools=True)
-        form = answer_format(parser)
         try:
-            grammar = form.grammar(
-                tokenizer, context, message=FreeAnswer(), tools=ToolsDemand("required", ("f",), parallel=False)
-            )
+            grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
         except RequestError:
             continue
-        assert grammar is not None
-        answer = walk(tokenizer, compiled(tokenizer, grammar), seed=seed, hints=_TOOL_HINTS, longest=800)
+        start = compiled(tokenizer, present(grammar))
+        answer = walk(tokenizer, start, seed=seed, hints=_TOOL_HINTS, longest=800)
         if answer.is_complete:
             arguments = _only_call(read_answer(form.parser(tokenizer, context), answer.tokens))
             jsonschema.Draft202012Validator(tool.parameters).validate(json.loads(arguments))
@@ -373,15 +363,13 @@ def test_a_required_argument_whose_name_cannot_be_written_is_refused_and_another
     tokenizer = WalkTokenizer()
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "additionalProperties": False}
     for required in ([name], []):
-        tool = ToolSpec("f", {**schema, "required": required}, strict=True)
-        context = AnswerContext((tool,), parses_tools=True)
+        context = AnswerContext((ToolSpec("f", {**schema, "required": required}, strict=True),), parses_tools=True)
         form, demand = answer_format(parser), ToolsDemand("required", ("f",), parallel=False)
         if required:
             with pytest.raises(RequestError, match="cannot write"):
                 form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
         else:
-            grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
-            assert grammar is not None
+            grammar = present(form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand))
             answer = walk(tokenizer, compiled(tokenizer, grammar), seed=1)
             assert _only_call(read_answer(form.parser(tokenizer, context), answer.tokens)) == "{}"
 
@@ -389,13 +377,11 @@ def test_a_required_argument_whose_name_cannot_be_written_is_refused_and_another
 def test_digits_and_word_characters_of_a_pattern_are_ascii() -> None:
     tokenizer = WalkTokenizer()
     for pattern, text in ((r"^\d$", "٣"), (r"^[\w-]$", "é"), (r"^\d$", "3"), (r"^[\w/-]$", "/")):
-        grammar = answer_format().grammar(tokenizer, AnswerContext(), message=RegexAnswer(pattern[1:-1]))
-        assert grammar is not None
+        grammar = present(answer_format().grammar(tokenizer, AnswerContext(), message=RegexAnswer(pattern[1:-1])))
         letters = tokenizer(text.encode())
         assert (LLMatcher(tokenizer.library, grammar).validate_tokens(letters) == len(letters)) is text.isascii()
 
 
 def test_a_schema_that_allows_nothing_is_not_taken_for_one_that_allows_everything() -> None:
     grammar = answer_format().grammar(WalkTokenizer(), AnswerContext(), message=JsonAnswer(False))
-    assert grammar is not None
-    assert "Unsatisfiable" in LLMatcher.validate_grammar(grammar)
+    assert "Unsatisfiable" in LLMatcher.validate_grammar(present(grammar))

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
+from tests.present import present
 from transom_core.contract.kv_transfer import PIECE_BYTES
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -177,8 +178,7 @@ def test_steps_go_on_beside_a_load() -> None:
 def test_an_error_in_the_thread_ends_the_steps() -> None:
     board = LoadBoard()
     loads = ThreadLoads(board)
-    broken = RowCopies(torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 9, dtype=torch.uint8), [(0, 1)])
-    loads.start(3, [broken])
+    loads.start(3, [RowCopies(torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 9, dtype=torch.uint8), [(0, 1)])])
     board.wait(30)
     for _ in range(2):  # it stays broken
         with pytest.raises(StepFailed, match="A load of KV blocks failed: ValueError"):
@@ -207,13 +207,11 @@ def test_blocks_as_bytes(tier: int) -> None:
     memory = slabs()
     made = block_copies(memory)
     before = [slab.clone() for slab in memory]
-    data = made.read(tier, 2, [1, 4, 0])
-    assert data == rows(memory, tier, 2)[[1, 4, 0], : STRIDES[2] - 12].numpy().tobytes()
+    assert made.read(tier, 2, [1, 4, 0]) == rows(memory, tier, 2)[[1, 4, 0], : STRIDES[2] - 12].numpy().tobytes()
     new = np.random.default_rng(0).bytes(2 * (STRIDES[2] - 12))
     made.write(tier, 2, [3, 1], new)
     assert made.read(tier, 2, [3, 1]) == new
-    before_rows = rows(before, tier, 2)
-    before_rows[[3, 1], : STRIDES[2] - 12] = rows(memory, tier, 2)[[3, 1], : STRIDES[2] - 12]
+    rows(before, tier, 2)[[3, 1], : STRIDES[2] - 12] = rows(memory, tier, 2)[[3, 1], : STRIDES[2] - 12]
     assert all(map(torch.equal, memory, before))  # nothing beside them
     assert made.read(tier, 2, []) == b""
     made.write(tier, 2, [], b"")
@@ -253,16 +251,13 @@ def contents(memory: list[torch.Tensor], tier: int, group: int, block: int) -> t
 
 
 def usage(made: RankTiers) -> DiskUsage:
-    found = made.disk_usage
-    assert found is not None
-    return found
+    return present(made.disk_usage)
 
 
 def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory, now_s = slabs(), [0.0]
     made = block_copies(memory, tmp_path)
-    assert made._disk is not None
-    made._disk._now_s = lambda: now_s[0]
+    present(made._disk)._now_s = lambda: now_s[0]
     full = patch.object(BlockFolder, "write", side_effect=OSError(28, "No space left on device"))
     with full, caplog.at_level(logging.INFO, logger="transom.worker"):
         made.run(stores([(0, number, number) for number in range(4)]))
@@ -282,8 +277,7 @@ def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.
 
 def wait_until_written(made: RankTiers) -> None:
     """Wait for the thread to have taken everything: what is queued after a load's answer would be written later."""
-    disk = made._disk
-    assert disk is not None
+    disk = present(made._disk)
     while disk._queued_bytes:
         os.sched_yield()
 

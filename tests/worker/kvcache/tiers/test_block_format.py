@@ -52,9 +52,8 @@ def shares(size: int, formats: tuple[str, str] = ("float32", "float32")) -> KvSh
     )
 
 
-Whole = dict[
-    tuple[int, str], np.ndarray
-]  # by number of the tensors and part: bytes [blocks, heads, rows, bytes of a row]
+# By number of the tensors and part: bytes [blocks, heads, rows, bytes of a row].
+Whole = dict[tuple[int, str], np.ndarray]
 
 
 def parts(layout: GroupLayout) -> Iterator[tuple[LayerTensors, tuple[int, str], int, int]]:

@@ -167,8 +167,7 @@ def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
     folder = write(tmp_path, {MATRIX + key: tensor for key, tensor in stored.items()}, None)
     config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(config))
-    weights = load_weights(resolve_model(str(folder)))
-    torch.testing.assert_close(weights(f"{MATRIX}.weight", shape=(40, 96)), rounded)
+    torch.testing.assert_close(load_weights(resolve_model(str(folder)))(f"{MATRIX}.weight", shape=(40, 96)), rounded)
 
 
 def test_the_text_decoders_config_says_how(tmp_path: Path) -> None:

@@ -285,10 +285,7 @@ def demo_by_transformers() -> dict[str, torch.Tensor]:
     files = resolve_model("smollm2")
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**files.config))
-    loaded: dict[str, torch.Tensor] = load_gguf_checkpoint(files.path, return_tensors=True, model_to_load=model)[
-        "tensors"
-    ]
-    return loaded
+    return load_gguf_checkpoint(files.path, return_tensors=True, model_to_load=model)["tensors"]
 
 
 def test_the_demo_equals_transformers_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,8 +307,7 @@ def test_faults_are_named_by_file_and_tensor(tmp_path: Path, llama: Path) -> Non
     path.write_bytes(path.read_bytes()[:-100_000])
     with pytest.raises(ModelError, match=r"tiny\.gguf is cut off within tensor '"):
         load_weights(resolve_model(str(path)))
-    sinks = {"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}
-    path = write_gguf(tmp_path / "tiny.gguf", llama, extra=sinks)
+    path = write_gguf(tmp_path / "tiny.gguf", llama, extra={"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)})
     assert "blk.0.attn_sinks.weight" in read_gguf_header(path).tensors
     with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
         load_weights(resolve_model(str(path)))
