@@ -20,7 +20,7 @@ from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, TransferStore
 from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.tiers.imports import MAX_KEPT_S, KeptImports
+from transom_worker.kvcache.tiers.imports import MAX_AWAITED_S, MAX_KEPT_S, KeptImports
 from transom_worker.scheduling.scheduler import Scheduler
 
 
