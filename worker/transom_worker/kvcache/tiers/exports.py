@@ -64,14 +64,14 @@ class Exports:
     def lend(self, blocks: list[ExportedBlock]) -> BlockExport | None:
         """Reference cached blocks of any prefixes. Return what `begin` does."""
         to_be_written = {(one.target_tier, one.group, one.target) for one in self.copies.waiting}
-        if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
+        if to_be_written and any((one.tier, one.group, one.block) in to_be_written for one in blocks):
             return None
         opened = BlockExport(blocks)
-        for one in blocks:
-            if one.tier == DEVICE:
-                self.registry.ref(one.group, [one.block])
-            else:
-                self.host.need(one.group, [one.block])
+        on_device, in_host = _ids_by_group(blocks)
+        for group, ids in on_device.items():
+            self.registry.ref(group, ids)
+        for group, ids in in_host.items():
+            self.host.need(group, ids)
         self.opened.append(opened)
         return opened
 
@@ -79,11 +79,11 @@ class Exports:
         """Release the references of an export."""
         self.opened.remove(opened)
         self.num_ended += 1
-        for one in opened.blocks:
-            if one.tier == DEVICE:
-                self.registry.unref(one.group, [one.block])
-            else:
-                self.host.release(one.group, [one.block])
+        on_device, in_host = _ids_by_group(opened.blocks)
+        for group, ids in on_device.items():
+            self.registry.unref(group, ids)
+        for group, ids in in_host.items():
+            self.host.release(group, ids)
 
     @property
     def reads_device(self) -> bool:
@@ -108,3 +108,12 @@ class Exports:
         if block is not None:
             return ExportedBlock(group, logical, DEVICE, block)
         return ExportedBlock(group, logical, HOST, self.host.blocks[group][digest])
+
+
+def _ids_by_group(blocks: Iterable[ExportedBlock]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Return the ids of the blocks on the device, and of those in the host tier, by their groups."""
+    on_device: dict[int, list[int]] = {}
+    in_host: dict[int, list[int]] = {}
+    for group, _, tier, block in blocks:
+        (on_device if tier == DEVICE else in_host).setdefault(group, []).append(block)
+    return on_device, in_host

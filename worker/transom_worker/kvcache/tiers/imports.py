@@ -51,18 +51,25 @@ class ImportedBlock(NamedTuple):
 class BlockImport:
     """The blocks of one import, which are in `tier`.
 
-    `locked` is the node that the import keeps locked. `in_host` has, as (group, block), the prefix's blocks that the host tier has
+    `locked` is the node that the import keeps locked. `in_host` has, by group, the prefix's blocks that the host tier has
     already. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
     names the load from the disk that writes the blocks; 0: another worker's bytes are written.
     """
 
     blocks: list[ImportedBlock]
     locked: Node | None
-    in_host: list[tuple[int, int]]
+    in_host: list[list[int]]
     tier: int = HOST
     is_void: bool = False
     ticket: int = 0
     is_published: bool = False
+
+    def by_group(self) -> dict[int, list[ImportedBlock]]:
+        """Return the blocks by their groups."""
+        found: dict[int, list[ImportedBlock]] = {}
+        for one in self.blocks:
+            found.setdefault(one.group, []).append(one)
+        return found
 
     @property
     def is_fetching(self) -> bool:
@@ -117,13 +124,11 @@ class Imports:
             for retention in retentions or self.retentions
         ]
         in_host = [
-            (group, block)
+            [block for digest, _ in names if (block := self.host.blocks[group].get(digest)) is not None]
             for group, names in enumerate(needed)
-            for digest, _ in names
-            if (block := self.host.blocks[group].get(digest)) is not None
         ]
-        for group, block in in_host:
-            self.host.need(group, [block])
+        for group, ids in enumerate(in_host):
+            self.host.need(group, ids)
         missing = [
             [name for name in names if not self.registry.index.has(group, name[0])]
             for group, names in enumerate(needed)
@@ -163,10 +168,10 @@ class Imports:
         if opened.is_void:
             return
         registry = self.registry if opened.tier == DEVICE else self.host.registry
-        for one in opened.blocks:
-            if not any(one.digest in tier[one.group] for tier in self.registry.index.tiers):
-                registry.enter(one.group, [one.block], [(one.digest, one.logical)])
-                self.num_imported[one.group] += 1
+        for group, blocks in opened.by_group().items():
+            new = [one for one in blocks if not self.registry.index.has(group, one.digest)]
+            registry.enter(group, [one.block for one in new], [(one.digest, one.logical) for one in new])
+            self.num_imported[group] += len(new)
 
     def give_up(self, opened: BlockImport) -> None:
         """Give an import up: its blocks will not be published, and the rest of the prefix in the cache may be evicted again.
@@ -180,11 +185,9 @@ class Imports:
     def end(self, opened: BlockImport) -> None:
         """Give the blocks back: published ones may be evicted from now on, others are free."""
         self.opened.remove(opened)
-        for one in opened.blocks:
-            if opened.tier == DEVICE:
-                self.registry.unref(one.group, [one.block])
-            else:
-                self.host.release(one.group, [one.block])
+        give_back = self.registry.unref if opened.tier == DEVICE else self.host.release
+        for group, blocks in opened.by_group().items():
+            give_back(group, [one.block for one in blocks])
         self.num_left_device += opened.tier == DEVICE
         self._stop_keeping(opened.in_host, opened.locked)
 
@@ -192,8 +195,8 @@ class Imports:
         """Give the blocks of published imports on the device back before their ends; return whether there were any."""
         kept = [one for one in self.opened if one.tier == DEVICE and one.is_published and one.blocks]
         for opened in kept:
-            for one in opened.blocks:
-                self.registry.unref(one.group, [one.block])
+            for group, blocks in opened.by_group().items():
+                self.registry.unref(group, [one.block for one in blocks])
             opened.blocks = []
         return bool(kept)
 
@@ -203,10 +206,10 @@ class Imports:
             if opened.tier == DEVICE:
                 yield from ((one.group, one.block) for one in opened.blocks)
 
-    def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
+    def _stop_keeping(self, in_host: Sequence[list[int]], locked: Node | None) -> None:
         """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
-        for group, block in in_host:
-            self.host.release(group, [block])
+        for group, ids in enumerate(in_host):
+            self.host.release(group, ids)
         if locked is not None:
             self.unlock(locked)
 
