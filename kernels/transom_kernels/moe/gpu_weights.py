@@ -68,6 +68,9 @@ def arranged(experts: Iterable[GpuRows]) -> GpuMatrix:
     much more memory than words."""
     parts = []
     for rows in experts:
+        if parts and rows.levels.is_meta:
+            parts.append(parts[-1])  # without data all experts are alike
+            continue
         factors = None if rows.scales is None else _bits(rows.scales, rows.numbers)
         zeros = rows.zeros if rows.zeros is None or rows.group <= MX_GROUP else rows.zeros.to(torch.int16)
         vectors = (None if part is None else _of_groups(part, rows.group) for part in (factors, zeros))

@@ -1,5 +1,6 @@
 """Reads the safetensors files of one folder: a single file, or shards with an index."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class SafetensorsWeights(Weights):
         self._file_of = _files_by_tensor(folder, self._reader)
         self.names = tuple(sorted(self._file_of))
         self._read: set[str] = set()
+        self._dtypes: dict[str, torch.dtype] = {}  # by safetensors' names, of tensors that were mapped
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -60,10 +62,22 @@ class SafetensorsWeights(Weights):
         path = self.file_of(name)
         self._read.add(name)
         try:
+            if self._without_data:
+                return self._shaped(name, self._reader(path))
             tensor: torch.Tensor = self._reader(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}.") from None
         return tensor
+
+    def _shaped(self, name: str, reader: Any) -> torch.Tensor:
+        """Return a tensor without data; one number with its value. Mapping each of a model's 100,000 tensors would take minutes."""
+        stored = reader.get_slice(name)
+        shape, kind = stored.get_shape(), stored.get_dtype()
+        if math.prod(shape) <= 1 or kind not in self._dtypes:
+            tensor: torch.Tensor = reader.get_tensor(name)
+            self._dtypes[kind] = tensor.dtype
+            return tensor
+        return torch.empty(shape, dtype=self._dtypes[kind], device="meta")
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor.
