@@ -66,7 +66,7 @@ def _halves(blocks: torch.Tensor) -> torch.Tensor:
 def arranged(experts: Iterable[GpuRows]) -> GpuMatrix:
     """Return one matrix per expert in the layout above. All have one format; experts are arranged one by one, since indices take
     much more memory than words."""
-    parts = []
+    parts: list[tuple[torch.Tensor | None, ...]] = []
     for rows in experts:
         if parts and rows.levels.is_meta:
             parts.append(parts[-1])  # without data all experts are alike
