@@ -51,6 +51,9 @@ def test_the_first_start_says_what_compiling_took(tiny_model: Path, tmp_path: Pa
 
 STARTED_ON_GPU = """
 import sys
+from dataclasses import replace
+from pathlib import Path
+from tests.adapter_folders import adapt_checkpoint
 from tests.engine_driver import make_engine, make_request, run
 from transom_kernels.absent_device import absent_gpu, no_work
 missing = []
@@ -59,6 +62,8 @@ def note(*, src, cache_hit, **_):
         missing.append(src.name)
 with absent_gpu((9, 0), note), no_work():
     tight = {"kv_cache_memory_bytes": "600KiB", "swap_space": "4MiB", "preemption_mode": "swap"}
+    adapters = [adapt_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))[0]] if len(sys.argv) > 2 else [None]
+    tight |= {"enable_lora": len(sys.argv) > 2}
     engine = make_engine(
         sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=12, max_num_batched_tokens=512, max_model_len=1024, **tight
     )
@@ -66,21 +71,27 @@ with absent_gpu((9, 0), note), no_work():
     for length in (1, 7, 60, 380, 1000):
         prompts = [[1 + (i + 7 * j) % 50 for i in range(length)] for j in range(3)]
         asked = [{}, sampled, {"temperature": 1.0, "top_k": 5}]
-        run(engine, [make_request(f"{length} {i}", prompts[i], max_tokens=24, **one) for i, one in enumerate(asked)])
+        requests = [make_request(f"{length} {i}", prompts[i], max_tokens=24, **one) for i, one in enumerate(asked)]
+        run(engine, [replace(one, adapter=adapters[0]) for one in requests])
     assert engine.scheduler.work.num_swaps
     engine.shutdown()
 print("missing:", missing)
 """
 
 
-def test_kernels_of_a_gpu_that_is_not_there(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lora", [[], ["--enable-lora"]])
+def test_kernels_of_a_gpu_that_is_not_there(
+    lora: list[str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A start on a GPU of this compute capability finds all kernels: other batches, lengths and sampling compile none."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    compile_it = ("-m", "transom_cluster.cli", "compile", str(tiny_model), "--dtype", "bfloat16", "--device", "cuda")
-    assert re.search(r"^1\d kernels compiled in .*/triton\.", run(tmp_path, *compile_it, "--capability", "9.0"))
+    gpu = ("--dtype", "bfloat16", "--device", "cuda", *lora)
+    compile_it = ("-m", "transom_cluster.cli", "compile", str(tiny_model), *gpu)
+    assert re.search(r"^[1-3]\d kernels compiled in .*/triton\.", run(tmp_path, *compile_it, "--capability", "9.0"))
     assert "Every kernel was compiled already" in run(tmp_path, *compile_it, "--capability", "9.0")
-    assert run(tmp_path, "-c", STARTED_ON_GPU, str(tiny_model)).endswith("missing: []\n")
+    adapters = [str(tmp_path)] * len(lora)
+    assert run(tmp_path, "-c", STARTED_ON_GPU, str(tiny_model), *adapters).endswith("missing: []\n")
 
 
 @pytest.mark.parametrize(

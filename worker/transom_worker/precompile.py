@@ -4,6 +4,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_core.errors import ConfigError
@@ -49,26 +50,16 @@ class Compiled:
     directory: Path
 
 
-def precompile(
-    model: str, *, dtype: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
-) -> Compiled:
+def precompile(model: str, **settings: Any) -> Compiled:
     """Load a model on the CPU and generate answers with it, also under KV policies if the model supports them.
 
-    This compiles every kernel that the model needs and that is not yet in the code cache.
+    This compiles every kernel that the model needs with these settings and that is not yet in the code cache.
 
     Raises:
         ConfigError, ModelError: a setting or the checkpoint is wrong.
     """
     before = (statistics.num_compiled, statistics.compile_s)
-    with LLM(
-        model,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        device="cpu",
-        kv_cache_memory_bytes="64MiB",
-        max_model_len=256,
-    ) as llm:
+    with LLM(model, device="cpu", kv_cache_memory_bytes="64MiB", max_model_len=256, **settings) as llm:
         prompts = [{"prompt_token_ids": [1 + i % 7 for i in range(_PROMPT_TOKENS)]} for _ in _SAMPLING]
         llm.generate(prompts, _SAMPLING, use_tqdm=False)
         if not llm.engine.scheduler.kv_policy_obstacle:
@@ -81,17 +72,12 @@ _GPU_STEP_TOKENS = 8192  # the tokens of a step on the largest GPUs, so that all
 
 
 def precompile_for_gpu(
-    model: str,
-    *,
-    capability: tuple[int, int],
-    dtype: str = "auto",
-    quantization: str = "none",
-    kv_cache_dtype: str = "auto",
-    tensor_parallel_size: int = 1,
+    model: str, *, capability: tuple[int, int], tensor_parallel_size: int = 1, **more: object
 ) -> Compiled:
     """Load a model into host memory, and compile the kernels that its warm-up launches on a GPU of this compute capability.
 
-    The machine needs no such GPU. With several ranks only rank 0's part is loaded, because the others launch the same kernels.
+    `more` are settings of the server that decide which kernels run. The machine needs no such GPU. With several ranks only rank
+    0's part is loaded, because the others launch the same kernels.
 
     Raises:
         ConfigError, ModelError: a setting or the checkpoint is wrong, or there are no kernels for `capability`.
@@ -99,9 +85,8 @@ def precompile_for_gpu(
     from transom_kernels.absent_device import absent_gpu, compiled_directory, no_work
 
     settings = {
-        **{"model": model, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype},
-        **{"device": "cpu", "tensor_parallel_size": tensor_parallel_size, "enforce_eager": True},
-        **{"max_num_seqs": 1, "max_num_batched_tokens": _GPU_STEP_TOKENS},
+        **{"model": model, "device": "cpu", "tensor_parallel_size": tensor_parallel_size, "enforce_eager": True},
+        **{"max_num_seqs": 1, "max_num_batched_tokens": _GPU_STEP_TOKENS, **more},
     }
     config = Settings.parse(**settings).engine_config()
     parallel = Parallel(size=tensor_parallel_size)
@@ -116,7 +101,7 @@ def precompile_for_gpu(
             gpu.enter_context(absent_gpu(capability, count))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        loaded = load_model(config.model, parallel, ranks_on_host=tensor_parallel_size)
+        loaded = load_model(config.model, parallel, ranks_on_host=tensor_parallel_size, lora=config.lora)
         max_model_len = min(_GPU_STEP_TOKENS, loaded.architecture.max_position)
         config = Settings.parse(**settings, max_model_len=max_model_len).engine_config()
         setup = ModelSetup(config, parallel, loaded)

@@ -25,6 +25,9 @@ def compile_kernels(
         typer.Option(help="With --device cuda: the GPUs' compute capability, such as 9.0; by default this machine's."),
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="With --device cuda: as for `transom serve`.", min=1)] = 1,
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="As for `transom serve`.")] = False,
+    max_loras: Annotated[int, typer.Option(help="As for `transom serve`.")] = 4,
+    max_lora_rank: Annotated[int, typer.Option(help="As for `transom serve`.")] = 16,
 ) -> None:
     """Compile a model's kernels and the router's prefix index now, so that the first start does not have to.
 
@@ -36,7 +39,8 @@ def compile_kernels(
     from transom_worker.precompile import precompile, precompile_for_gpu
 
     FleetPrefixIndex()  # Numba compiles the code of a process's first index
-    options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    lora = {"enable_lora": enable_lora, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
+    options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype, **lora}
     with usage_errors():
         if device == "cuda":
             compiled = precompile_for_gpu(
