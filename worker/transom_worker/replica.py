@@ -272,10 +272,9 @@ class WorkerReplica:
         """Return a query for a prompt that another worker computes, as this worker asks it; None if this worker would not."""
         return None if self.fetches is None else self.fetches.own_query(query)
 
-    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> None:
-        """Fetch what another worker offers of a prompt that this worker will continue."""
-        if self.fetches is not None:
-            await self.fetches.fetch_early(source, query, offer, sharer)
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> bool:
+        """Fetch what another worker offers of a prompt that this worker will continue; return whether it is here then."""
+        return self.fetches is not None and await self.fetches.fetch_early(source, query, offer, sharer)
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         """Fetch about `num_bytes` of any cached blocks from another worker, drop them, and return the report's fields."""

@@ -64,9 +64,10 @@ class ServeWorkerPeers:
 
     async def fetch_early(
         self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
-    ) -> None:
+    ) -> bool:
         """Call the worker's `fetch_early`."""
-        await (await self._handle_of(worker)).fetch_early.remote(source, query, offer, sharer)
+        has_come: bool = await (await self._handle_of(worker)).fetch_early.remote(source, query, offer, sharer)
+        return has_come
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Call the worker's `read_export`."""

@@ -94,6 +94,7 @@ class PrefixOffer:
     digests: tuple[dict[int, tuple[bytes, ...]], ...] = ()
     lease_s: float = 0.0
     has_windows: bool = True  # not only groups that keep every token
+    num_held: int = 0  # of these groups, the blocks of so many hash blocks are left out, since the target has them
 
 
 @dataclass(frozen=True, slots=True)

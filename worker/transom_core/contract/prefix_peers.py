@@ -23,9 +23,8 @@ class PrefixPeers(Protocol):
 
     async def fetch_early(
         self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
-    ) -> None:
-        """Have a worker fetch what `source` offers, and return when that has ended, with or without success. It takes turns as the
-        client `sharer`."""
+    ) -> bool:
+        """Have a worker fetch what `source` offers, and return whether it has that then. It takes turns as the client `sharer`."""
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an export, one after the other: one array for each of the worker's ranks."""

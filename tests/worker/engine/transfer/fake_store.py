@@ -49,14 +49,16 @@ class FakeStore(TransferStore):
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str, float], None]]] = field(default_factory=dict)
 
-    def open_export(self, export_id: str, query: PrefixQuery, num_held: int = 0) -> PrefixOffer | None:
+    def open_export(
+        self, export_id: str, query: PrefixQuery, *, more_than: int = 0, num_held: int = 0
+    ) -> PrefixOffer | None:
         if query.groups != self.groups:
             raise ValueError("other groups")
         held = tuple(query.chain[: self._length(query.chain)])
-        if len(held) <= num_held:
+        if len(held) <= more_than:
             return None
         self.exports[export_id] = held
-        blocks = (tuple(range(len(held))),)
+        blocks = (tuple(range(num_held, len(held))),)
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=len(held),
@@ -74,8 +76,10 @@ class FakeStore(TransferStore):
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
-    def open_early(self, export_id: str, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
-        return self.open_export(export_id, query, num_held)
+    def open_early(
+        self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        return self.open_export(export_id, query, more_than=more_than, num_held=num_held)
 
     def handed_over(self, request: Request) -> PrefixQuery:
         query = self.query(request.request_id, BLOCK * len(self.requests[request.request_id]))

@@ -292,6 +292,21 @@ def test_an_import_on_the_device_is_kept_until_other_requests_need_its_blocks() 
     target.check()
 
 
+def test_an_offer_leaves_out_what_the_target_has() -> None:
+    """Of groups that keep every token; without the left out blocks nothing is a hit."""
+    source, target = Worker(("full", "window")), Worker(("full", "window"))
+    query, whole = offered(source, target, range(40))
+    part = source.store.open_export("p", query, num_held=3)
+    assert part is not None
+    assert part.blocks == (whole.blocks[0][3:], whole.blocks[1])
+    for offer, start in ((part, 0), (whole, 40)):
+        move(source, target, query, offer)
+        assert target.cache.find(query.chain, 41).start == start
+    source.store.close_export("p")
+    source.store.close_export("e")
+    target.check()
+
+
 def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
     source, target = Worker(("full",)), Worker(("full",), num_pages=16, host_pages=16)
     press(target, 9)

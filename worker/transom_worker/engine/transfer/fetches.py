@@ -126,13 +126,15 @@ class PrefixFetches:
         own = self._store.own_query(query)
         return None if own is None else replace(own, verifies_all=self._config.verify == "all")
 
-    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> None:
-        """Fetch what `source` offers of a prompt that it computes (`handovers`). If that is the whole prompt, the request that
-        continues it waits for this."""
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> bool:
+        """Fetch what `source` offers of a prompt that it computes (`handovers`), and return whether it is here then. If it is the
+        whole prompt, the request that continues it waits for this."""
         if self._store.own_query(query) is None:
-            return  # another model meanwhile
+            return False  # another model meanwhile
         async with self._turn(source.worker, query.chain[offer.num_hash_blocks - 1], is_early=True):
-            await self._reported("", source, self._import("", sharer, source, query, offer), self._config.timeout_s)
+            fetch = self._import("", sharer, source, query, offer)
+            report = await self._reported("", source, fetch, self._config.timeout_s)
+        return report.outcome in ("fetched", "present")
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
         """Bring about `num_bytes` of cached blocks of any prefixes from a source as a fetch does, and drop them; one measurement

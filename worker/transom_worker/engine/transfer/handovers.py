@@ -60,7 +60,8 @@ class Handovers:
                 task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: Request) -> None:
-        prompt, num_told, pause_s = self._store.handed_over(request), 0, LOOK_S  # hash blocks that the decoder knows of
+        prompt, pause_s = self._store.handed_over(request), LOOK_S
+        num_told = num_held = 0  # hash blocks that the decoder knows of, and those that it has
         assert request.decoder is not None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -68,13 +69,17 @@ class Handovers:
             if query is None:
                 return
             async with asyncio.TaskGroup() as calls:
-                call, is_here = None, True
+                call: asyncio.Task[int] | None = None
+                is_here = True
                 while num_told < len(query.chain) and is_here:
                     is_here = self._is_here(request.request_id)  # if not, this look is the last one
                     # While the decoder fetches, and for a request that is gone, only the whole prompt is worth an offer.
-                    is_part_wanted = is_here and (call is None or call.done())
-                    least = num_told if is_part_wanted else len(query.chain) - 1
-                    offer = await self._exports.open_early(request.request_id, query, least)
+                    if call is not None and call.done():
+                        num_held, call = max(num_held, call.result()), None
+                    more_than = num_told if is_here and call is None else len(query.chain) - 1
+                    offer = await self._exports.open_early(
+                        request.request_id, query, more_than=more_than, num_held=num_held
+                    )
                     if offer is not None:
                         num_told, pause_s = offer.num_hash_blocks, LOOK_S
                         call = calls.create_task(self._offer(request, query, offer))
@@ -84,13 +89,15 @@ class Handovers:
         except Exception as error:
             logger.info("Worker %s cannot fetch a prompt while it is computed: %r", request.decoder, error)
 
-    async def _offer(self, request: Request, query: PrefixQuery, offer: PrefixOffer) -> None:
-        """Offer blocks to the decoder, and return when it has fetched them or gave up. If it cannot be asked, end the export."""
+    async def _offer(self, request: Request, query: PrefixQuery, offer: PrefixOffer) -> int:
+        """Offer blocks to the decoder, and return up to which hash block it has them then; 0 if it has not. If it cannot be asked,
+        end the export."""
         assert request.decoder is not None
         source = PrefixSource(worker=self._own_id, num_tokens=offer.start, place=self._place)
         try:
             async with asyncio.timeout(self._timeout_s):  # the decoder has the same limit
-                await self._peers.fetch_early(request.decoder, source, query, offer, request.sharer)
+                has_come = await self._peers.fetch_early(request.decoder, source, query, offer, request.sharer)
         except Exception:
             self._exports.close(offer.export_id)
             raise
+        return offer.num_hash_blocks if has_come else 0

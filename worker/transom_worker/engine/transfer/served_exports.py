@@ -66,12 +66,16 @@ class PrefixExports:
         self._renew(export_id)
         return replace(offer, lease_s=self._lease_s)
 
-    async def open_early(self, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
-        """Return an offer of what is cached here of a request's prompt, if that is more than `num_held` hash blocks and another
-        export may be opened."""
-        export_id = uuid4().hex
+    async def open_early(
+        self, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        """Return an offer of what is cached here of a request's prompt, without the `num_held` hash blocks that the target has, if
+        that is `more_than` so many hash blocks and another export may be opened."""
+        export_id, open_early = uuid4().hex, self._store.open_early
         try:
-            offer = await self._on_engine(lambda: self._store.open_early(export_id, request_id, query, num_held))
+            offer = await self._on_engine(
+                lambda: open_early(export_id, request_id, query, more_than=more_than, num_held=num_held)
+            )
         except BaseException:
             self._on_engine(lambda: self._store.close_export(export_id))
             raise

@@ -78,9 +78,11 @@ class TransferStore:
 
     # Source
 
-    def open_export(self, export_id: str, query: PrefixQuery, num_held: int = 0) -> PrefixOffer | None:
-        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if it has at most
-        `num_held` hash blocks.
+    def open_export(
+        self, export_id: str, query: PrefixQuery, *, more_than: int = 0, num_held: int = 0
+    ) -> PrefixOffer | None:
+        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if that is not `more_than`
+        so many hash blocks. Of groups that keep every token, the blocks of the first `num_held` are left out.
 
         Raises:
             ValueError: the query is of another model, or of a cache with other groups.
@@ -92,7 +94,9 @@ class TransferStore:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         exports, hit, num_blocks = self._cache.tiers.exports, self._find(query), len(query.chain)
-        opened = exports.begin(query.chain, hit, retentions) if hit.start and hit.num_hash_blocks > num_held else None
+        opened = None
+        if hit.start and hit.num_hash_blocks > more_than:
+            opened = exports.begin(query.chain, hit, retentions, num_held=num_held)
         if query.is_probe:
             opened, end = self._lend_any(num_blocks), num_blocks * shape.block_size
             hit = PrefixHit(num_hash_blocks=num_blocks, start=end, full_groups_reach=num_blocks, limit=num_blocks)
@@ -124,14 +128,17 @@ class TransferStore:
             places=tuple(map(tuple, places)) if is_readable else (),
             digests=tuple(digests),
             has_windows=has_windows,
+            num_held=num_held,
         )
 
-    def open_early(self, export_id: str, request_id: str, query: PrefixQuery, num_held: int) -> PrefixOffer | None:
-        """Do `open_export` for a request's prompt, of which another worker has `num_held` hash blocks."""
+    def open_early(
+        self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        """Do `open_export` for a request's prompt."""
         sequence = self._scheduler.by_request.get(request_id)
-        if sequence is not None and (sequence.blocks is None or sequence.blocks.num_published <= num_held):
+        if sequence is not None and (sequence.blocks is None or sequence.blocks.num_published <= more_than):
             return None  # what a search would find, too
-        return self.open_export(export_id, query, num_held)
+        return self.open_export(export_id, query, more_than=more_than, num_held=num_held)
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -214,7 +221,10 @@ class TransferStore:
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         imports = self._cache.tiers.imports
         for on_device in (True, False):
-            opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=on_device)
+            opened = imports.begin(
+                query.chain, hit, retentions,
+                with_windows=offer.has_windows, num_held=offer.num_held, on_device=on_device,
+            )  # fmt: skip
             if opened is None:
                 return None
             waiting = {

@@ -48,16 +48,18 @@ class Exports:
     num_ended: int = 0  # since start
 
     def begin(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None, *, num_held: int = 0
     ) -> BlockExport | None:
         """Reference the blocks of a hit, and return the export; None if a queued copy has yet to write one of these blocks.
 
-        `retentions` say which blocks the hit needs; None: those of sequences without a KV policy.
+        `retentions` say which blocks the hit needs; None: those of sequences without a KV policy. `num_held` is explained in
+        `needed_blocks`.
         """
+        block_size = self.registry.block_size
         blocks = [
             self._found(group, digest, logical)
             for group, retention in enumerate(retentions or self.retentions)
-            for digest, logical in needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
+            for digest, logical in needed_blocks(retention, chain, hit, block_size=block_size, num_held=num_held)
         ]
         return self.lend(blocks)
 

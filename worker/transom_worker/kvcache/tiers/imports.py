@@ -104,13 +104,15 @@ class Imports:
         retentions: RetentionSet | None = None,
         *,
         with_windows: bool = True,
+        num_held: int = 0,
         on_device: bool = False,
     ) -> BlockImport | None:
         """Take blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
         They are taken from free pages of the device if `on_device` and there are enough. Else they are taken from the host tier,
         whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing, or there
-        is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
+        is still no room. Without `with_windows` only blocks of groups that keep every token are taken, and of these not
+        those of the first `num_held` hash blocks. `retentions` say which
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
         blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
         """
@@ -118,7 +120,7 @@ class Imports:
             return None
         locked = self.lock(chain, hit.num_hash_blocks)
         needed = [
-            needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
+            needed_blocks(retention, chain, hit, block_size=self.registry.block_size, num_held=num_held)
             if with_windows or retention.keeps_everything
             else []
             for retention in retentions or self.retentions
