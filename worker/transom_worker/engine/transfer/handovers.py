@@ -73,9 +73,9 @@ class Handovers:
                 is_here = True
                 while num_told < len(query.chain) and is_here:
                     is_here = self._is_here(request.request_id)  # if not, this look is the last one
-                    # While the decoder fetches, and for a request that is gone, only the whole prompt is worth an offer.
                     if call is not None and call.done():
                         num_held, call = max(num_held, call.result()), None
+                    # While the decoder fetches, and for a request that is gone, only the whole prompt is worth an offer.
                     more_than = num_told if is_here and call is None else len(query.chain) - 1
                     offer = await self._exports.open_early(
                         request.request_id, query, more_than=more_than, num_held=num_held
