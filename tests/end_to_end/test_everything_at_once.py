@@ -86,7 +86,8 @@ class Cluster:
     async def check_nothing_is_left(self) -> None:
         for replica in self.replicas:
             await until(lambda replica=replica: not replica.engine.requests)  # type: ignore[misc]
-            assert sum(group.active_blocks for group in replica.engine.scheduler.stats().groups) == 0
+            groups = replica.engine.scheduler.stats
+            await until(lambda groups=groups: not any(group.active_blocks for group in groups().groups))  # type: ignore[misc]
 
 
 @contextlib.contextmanager

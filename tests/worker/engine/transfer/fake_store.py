@@ -131,6 +131,9 @@ class FakeStore(TransferStore):
         self.cached.update(blocks)
         self.kept_for += [*request_ids, *["awaited"] * is_awaited]
 
+    def end_admitted(self) -> None:
+        pass
+
     def drop_import(self, import_id: str) -> bool:
         self.take_read_ends()
         if import_id in self.reads:

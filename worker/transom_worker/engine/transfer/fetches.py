@@ -35,6 +35,7 @@ from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.engine.transfer.store import ImportPlan, OnEngine, TransferStore
 from transom_worker.engine.transfer.wires import LEASE_CLOCK, CallWire, MemoryWire, SourceLost
+from transom_worker.kvcache.tiers.imports import MAX_AWAITED_S
 from transom_worker.telemetry.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
 logger = logging.getLogger("transom.worker")
@@ -134,6 +135,8 @@ class PrefixFetches:
         async with self._turn(source.worker, query.chain[offer.num_hash_blocks - 1], is_early=True):
             fetch = self._import("", sharer, source, query, offer)
             report = await self._reported("", source, fetch, self._config.timeout_s)
+        # An idle engine takes no turn in which it would end what was kept for a request that does not come.
+        asyncio.get_running_loop().call_later(1.1 * MAX_AWAITED_S, self._on_engine, self._store.end_admitted)
         return report.outcome in ("fetched", "present")
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:

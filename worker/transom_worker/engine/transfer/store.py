@@ -272,6 +272,10 @@ class TransferStore:
         self._kept.publish(self._imports.pop(import_id), request_ids, is_awaited=is_awaited)
         self._reads.pop(import_id, None)
 
+    def end_admitted(self) -> None:
+        """End the imports that are kept for no request any more."""
+        self._kept.end_admitted()
+
     def drop_import(self, import_id: str) -> bool:
         """Free the blocks of an import that is not complete, and return True. Return False while ranks may still read into them:
         then the import publishes nothing any more, and the caller must call again."""
