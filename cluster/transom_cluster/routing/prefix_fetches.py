@@ -10,7 +10,7 @@
 The rule: let `s` be the seconds to compute the tokens that a fetch saves, and `f` the seconds to fetch them (a wait, and the bytes
 at a rate: both as the target has measured them from the source's node and tier). The target fetches if `s >= MARGIN * f`. A
 target that fetched the last time continues to fetch while `s >= f`: measured rates vary, and without this *hysteresis* equal
-requests would alternate between both ways.
+requests would alternate between both ways. A prompt that a prefill worker has handed over is fetched in any case.
 
 For example, with a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 KB per token in the full groups, windows of 4 MB and
 1 GB/s, `s` is 1.6 s and `f` is 0.01 s + (4 MB + 16 MB) / (1 GB/s) = 0.03 s, so the target fetches. For 100 tokens `s` is 0.02 s and

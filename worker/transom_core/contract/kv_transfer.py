@@ -11,8 +11,8 @@ Where both sides can (`PrefixQuery.shares`, `PrefixOffer.memories`), the target'
 source's ranks, and `read_export` is not called. The offer has digests of some blocks, with which the target compares what it read.
 It also says how long the source keeps all blocks; what was read within that time, counted from before `open_export`, is valid.
 
-A prefill worker offers the blocks of a prompt unasked, after each step that computed some (`PrefixPeers.fetch_early`): the decode
-worker would wait for the next step. It cannot know when the lease began, so what it read is valid if `close_export` says so.
+A prefill worker offers the blocks of a prompt unasked, between steps (`PrefixPeers.fetch_early`): the decode worker would wait for
+the next step. It cannot know when the lease began, so what it read is valid if `close_export` says so.
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,8 @@ class TransferObserver:
     """Receives the reports of one worker, on its event loop; this one ignores every report."""
 
     def fetched(self, report: FetchReport) -> None:
-        """Receive the report of a fetch that has ended; each request with a fetch has one report."""
+        """Receive the report of a fetch that has ended; each request with a fetch has one report, and so have early fetches and
+        probes."""
 
     def exported(self, outcome: ExportOutcome) -> None:
         """Note that an export has ended, or was refused."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -102,10 +102,12 @@ class FakeStore(TransferStore):
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
 
-    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
+    def begin_import(
+        self, import_id: str, query: PrefixQuery, offer: PrefixOffer
+    ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
         missing = [i for i in offer.blocks[0] if query.chain[i] not in self.cached]
         if len(missing) > self.num_free:
-            return None
+            return "no_space"
         self.num_free -= len(missing)
         self.imports[import_id] = {query.chain[i]: np.zeros(BLOCK_BYTES, np.uint8) for i in missing}
         at = range(0, len(missing), self.blocks_per_piece)

@@ -133,10 +133,14 @@ class PrefixFetches:
         if self._store.own_query(query) is None:
             return False  # another model meanwhile
         async with self._turn(source.worker, query.chain[offer.num_hash_blocks - 1], is_early=True):
-            fetch = self._import("", sharer, source, query, offer)
-            report = await self._reported("", source, fetch, self._config.timeout_s)
-        # An idle engine takes no turn in which it would end what was kept for a request that does not come.
-        asyncio.get_running_loop().call_later(1.1 * MAX_AWAITED_S, self._on_engine, self._store.end_admitted)
+            try:
+                fetch = self._import("", sharer, source, query, offer)
+                report = await self._reported("", source, fetch, self._config.timeout_s)
+            finally:
+                if offer.num_hash_blocks == len(query.chain):
+                    # An idle engine takes no turn in which it would end what was kept for a request that does not come.
+                    after_s, end = 1.1 * MAX_AWAITED_S, self._store.end_admitted
+                    asyncio.get_running_loop().call_later(after_s, self._on_engine, end)
         return report.outcome in ("fetched", "present")
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
@@ -280,10 +284,8 @@ class PrefixFetches:
             if request_id and request_id not in self._held:
                 raise _Ended("present")  # an early fetch has brought it
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
-            if plan is None:
-                whole = replace(query, num_tokens=offer.start)
-                is_here = await self._on_engine(lambda: self._store.has("", whole))
-                raise _Ended("present" if is_here else "no_space")
+            if not isinstance(plan, ImportPlan):
+                raise _Ended(plan)
             report = _report(source, plan)
             if offer.memories and self.memory_wire.is_asked(source.worker):
                 read_s = await self.memory_wire.bring(sharer, source.worker, offer, import_id, plan, asked_s)

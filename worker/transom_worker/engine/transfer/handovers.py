@@ -74,7 +74,7 @@ class Handovers:
                 while num_told < len(query.chain) and is_here:
                     is_here = self._is_here(request.request_id)  # if not, this look is the last one
                     if call is not None and call.done():
-                        num_held, call = max(num_held, call.result()), None
+                        num_held, call = call.result(), None
                     # While the decoder fetches, and for a request that is gone, only the whole prompt is worth an offer.
                     more_than = num_told if is_here and call is None else len(query.chain) - 1
                     offer = await self._exports.open_early(
@@ -90,14 +90,16 @@ class Handovers:
             logger.info("Worker %s cannot fetch a prompt while it is computed: %r", request.decoder, error)
 
     async def _offer(self, request: Request, query: PrefixQuery, offer: PrefixOffer) -> int:
-        """Offer blocks to the decoder, and return up to which hash block it has them then; 0 if it has not. If it cannot be asked,
-        end the export."""
+        """Offer blocks to the decoder, and return up to which hash block it has them then; 0 if it has not."""
         assert request.decoder is not None
         source = PrefixSource(worker=self._own_id, num_tokens=offer.start, place=self._place)
+        has_come = False
         try:
-            async with asyncio.timeout(self._timeout_s):  # the decoder has the same limit
+            async with asyncio.timeout(
+                2 * self._timeout_s
+            ):  # the decoder's limit begins when other fetches of the prompt end
                 has_come = await self._peers.fetch_early(request.decoder, source, query, offer, request.sharer)
-        except Exception:
-            self._exports.close(offer.export_id)
-            raise
+        finally:
+            if not has_come:
+                self._exports.close(offer.export_id)
         return offer.num_hash_blocks if has_come else 0

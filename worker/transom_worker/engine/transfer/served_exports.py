@@ -5,8 +5,8 @@
   lost.
 
 The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`; of a prompt that is computed here for
-it, `handovers` calls `open_early`. All methods run on the worker's event
-loop; they touch the cache on the engine's thread, between two steps.
+it, `handovers` calls `open_early`. All methods run on the worker's event loop; they touch the cache on the engine's thread, between
+two steps.
 """
 
 import asyncio
@@ -71,6 +71,8 @@ class PrefixExports:
     ) -> PrefixOffer | None:
         """Return an offer of what is cached here of a request's prompt, without the `num_held` hash blocks that the target has, if
         that is `more_than` so many hash blocks and another export may be opened."""
+        if len(self._leases) >= MAX_EXPORTS:
+            return None
         export_id, open_early = uuid4().hex, self._store.open_early
         try:
             offer = await self._on_engine(

@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from transom_core.contract import KvPolicy, Request, WindowPolicy
 from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
@@ -207,9 +207,13 @@ class TransferStore:
         self._kept.join(request_id, query.chain)
         return True
 
-    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them; None if the host
-        tier has no room either."""
+    def begin_import(
+        self, import_id: str, query: PrefixQuery, offer: PrefixOffer
+    ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
+        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them.
+
+        present: none is missing; no_space: the host tier has no room either; not_found: others are missing, which are not offered.
+        """
         self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
@@ -221,12 +225,14 @@ class TransferStore:
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         imports = self._cache.tiers.imports
         for on_device in (True, False):
-            opened = imports.begin(
-                query.chain, hit, retentions,
-                with_windows=offer.has_windows, num_held=offer.num_held, on_device=on_device,
-            )  # fmt: skip
+            opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=on_device)
             if opened is None:
-                return None
+                lacks_any = imports.lacks_any(query.chain, hit, retentions, with_windows=offer.has_windows)
+                return "no_space" if lacks_any else "present"
+            offered = [set(logicals) for logicals in offer.blocks]
+            if not all(one.logical in offered[one.group] for one in opened.blocks):
+                imports.end(opened)
+                return "not_found"
             waiting = {
                 (tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)
             }
@@ -234,7 +240,7 @@ class TransferStore:
                 break
             imports.end(opened)  # a queued copy, which no plan carries yet, reads or writes these blocks
         else:
-            return None
+            return "no_space"
         self._imports[import_id] = opened
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:

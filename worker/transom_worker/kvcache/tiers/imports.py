@@ -104,27 +104,20 @@ class Imports:
         retentions: RetentionSet | None = None,
         *,
         with_windows: bool = True,
-        num_held: int = 0,
         on_device: bool = False,
     ) -> BlockImport | None:
         """Take blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
         They are taken from free pages of the device if `on_device` and there are enough. Else they are taken from the host tier,
-        whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing, or there
-        is still no room. Without `with_windows` only blocks of groups that keep every token are taken, and of these not
-        those of the first `num_held` hash blocks. `retentions` say which
+        whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing (`lacks_any`), or
+        there is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
         blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
         """
         if not self.host.exists:
             return None
         locked = self.lock(chain, hit.num_hash_blocks)
-        needed = [
-            needed_blocks(retention, chain, hit, block_size=self.registry.block_size, num_held=num_held)
-            if with_windows or retention.keeps_everything
-            else []
-            for retention in retentions or self.retentions
-        ]
+        needed = self._needed(chain, hit, retentions, with_windows=with_windows)
         in_host = [
             [block for digest, _ in names if (block := self.host.blocks[group].get(digest)) is not None]
             for group, names in enumerate(needed)
@@ -151,6 +144,23 @@ class Imports:
         opened = BlockImport(blocks, locked, in_host, tier)
         self.opened.append(opened)
         return opened
+
+    def lacks_any(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None, *, with_windows: bool
+    ) -> bool:
+        """Return whether any block is missing that `begin` would take."""
+        needed = self._needed(chain, hit, retentions, with_windows=with_windows)
+        return not all(self.registry.index.has(group, name[0]) for group, names in enumerate(needed) for name in names)
+
+    def _needed(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None, *, with_windows: bool
+    ) -> list[list[tuple[bytes, int]]]:
+        return [
+            needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
+            if with_windows or retention.keeps_everything
+            else []
+            for retention in retentions or self.retentions
+        ]
 
     def fetch(self, opened: BlockImport, sharer: Sharer = NO_CLIENT) -> int:
         """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
@@ -260,8 +270,10 @@ class KeptImports:
         """Keep the imports that brought blocks of this chain for one more request."""
         wanted = set(chain)
         for one in self._kept:
-            if any(block.digest in wanted for block in one.blocks.blocks):
+            found = [block.digest in wanted for block in one.blocks.blocks]
+            if any(found):
                 one.request_ids.add(request_id)
+            if all(found):  # the awaited request; others share a part, such as the system prompt
                 one.awaited_until_s = 0.0
 
     def end_admitted(self) -> None:
