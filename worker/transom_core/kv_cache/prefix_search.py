@@ -120,15 +120,13 @@ def shared_digests(
 
 
 def needed_blocks(
-    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int, num_held: int = 0
+    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
 ) -> list[tuple[bytes, int]]:
-    """Return, once for each block of `shared_digests`, its digest and its index in the sequence (its logical index); of groups that
-    keep every token without the blocks of the first `num_held` hash blocks."""
+    """Return, once for each block of `shared_digests`, its digest and its index in the sequence (its logical index)."""
     step = retention.block_size // block_size
-    first = num_held // step if retention.keeps_everything else 0
     logical_of = {digest: index // step for index, digest in enumerate(digests[: hit.num_hash_blocks])}
     shared = shared_digests(retention, digests, hit, block_size=block_size)
-    return [(digest, at) for digest in dict.fromkeys(shared) if (at := logical_of[digest]) >= first]
+    return [(digest, logical_of[digest]) for digest in dict.fromkeys(shared)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """A KV cache of made-up blocks for tests of the transfer protocol: digests are names, and a block's bytes say what it is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from transom_core.contract import Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -49,16 +48,14 @@ class FakeStore(TransferStore):
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str, float], None]]] = field(default_factory=dict)
 
-    def open_export(
-        self, export_id: str, query: PrefixQuery, *, more_than: int = 0, num_held: int = 0
-    ) -> PrefixOffer | None:
+    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
             raise ValueError("other groups")
         held = tuple(query.chain[: self._length(query.chain)])
-        if len(held) <= more_than:
+        if not held:
             return None
         self.exports[export_id] = held
-        blocks = (tuple(range(num_held, len(held))),)
+        blocks = (tuple(range(len(held))),)
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=len(held),
@@ -76,15 +73,11 @@ class FakeStore(TransferStore):
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
-    def open_early(
-        self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
-    ) -> PrefixOffer | None:
-        return self.open_export(export_id, query, more_than=more_than, num_held=num_held)
-
-    def handed_over(self, request: Request) -> PrefixQuery:
-        query = self.query(request.request_id, BLOCK * len(self.requests[request.request_id]))
-        assert query is not None
-        return query
+    def published(self, request_id: str) -> PrefixQuery | None:
+        digests = self.requests.get(request_id)
+        if digests is None:
+            return None
+        return PrefixQuery(chain=digests[: self._length(digests)], num_tokens=0, groups=self.groups, block_size=BLOCK)
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         return replace(query, is_early=True) if query.groups == self.groups else None
@@ -102,12 +95,10 @@ class FakeStore(TransferStore):
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
 
-    def begin_import(
-        self, import_id: str, query: PrefixQuery, offer: PrefixOffer
-    ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
+    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
         missing = [i for i in offer.blocks[0] if query.chain[i] not in self.cached]
         if len(missing) > self.num_free:
-            return "no_space"
+            return None
         self.num_free -= len(missing)
         self.imports[import_id] = {query.chain[i]: np.zeros(BLOCK_BYTES, np.uint8) for i in missing}
         at = range(0, len(missing), self.blocks_per_piece)
@@ -127,14 +118,11 @@ class FakeStore(TransferStore):
         for i, block in zip(blocks.blocks, data[0].reshape(-1, BLOCK_BYTES), strict=True):
             self.imports[import_id][self.chains[import_id][i]] = block
 
-    def publish_import(self, import_id: str, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
+    def publish_import(self, import_id: str, request_id: str) -> None:
         blocks = self.imports.pop(import_id)
         assert all(np.array_equal(block, contents(digest)) for digest, block in blocks.items())
         self.cached.update(blocks)
-        self.kept_for += [*request_ids, *["awaited"] * is_awaited]
-
-    def end_admitted(self) -> None:
-        pass
+        self.kept_for.append(request_id)
 
     def drop_import(self, import_id: str) -> bool:
         self.take_read_ends()
