@@ -190,6 +190,28 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
         assert worker.cache.arena.num_free == worker.cache.arena.num_pages
 
 
+@pytest.mark.parametrize("prompt", [8, 20, 40])
+def test_no_byte_comes_into_a_page_that_a_queued_copy_has_yet_to_read(prompt: int) -> None:
+    """A page that was another group's, too: a sequence that ends at once has moved cached blocks to the host tier."""
+    source, target = Worker(("window", "full")), Worker(("window", "full"), num_pages=40)
+    for number in range(8):
+        target.compute([100 + number] * 40)
+    target.cache.copies.take()
+    blocks = target.cache.begin(chain_of([7] * 200, BLOCK), chain_root(BLOCK))
+    assert target.cache.extend(blocks, 200)
+    target.cache.release(blocks, kind=None)
+    query, offer = offered(source, target, range(prompt))
+    assert target.store.begin_import("i", query, offer) is not None
+    [opened] = target.cache.tiers.imports.opened
+    arena = (target.cache, target.cache.tiers.host)[opened.tier].arena
+    taken = {arena.page_of(one.group, one.block) for one in opened.blocks}
+    for copy in target.cache.copies.waiting:
+        for tier, block in ((copy.source_tier, copy.source), (copy.target_tier, copy.target)):
+            assert tier != opened.tier or arena.page_of(copy.group, block) not in taken
+    assert target.store.drop_import("i")
+    target.check()
+
+
 @pytest.mark.parametrize("error", ["", "ERR", RANKS_LOST])
 def test_a_fetch_that_is_given_up_keeps_its_blocks_until_nothing_is_read(error: str) -> None:
     source, target = Worker(("full",)), Worker(("full",))

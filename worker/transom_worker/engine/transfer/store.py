@@ -25,7 +25,6 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.execution.executor import Executor, ReadEnd, RemoteBlock, RemoteRead
-from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format import block_digest, convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport, ExportedBlock
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
@@ -210,12 +209,9 @@ class TransferStore:
             opened = imports.begin(query.chain, hit, retentions, with_windows=not query.is_early, on_device=on_device)
             if opened is None:
                 return None
-            waiting = {
-                (tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)
-            }
-            if not any((opened.tier, one.group, one.block) in waiting for one in opened.blocks):
+            if not imports.awaits_copies(opened):
                 break
-            imports.end(opened)  # a queued copy, which no plan carries yet, reads or writes these blocks
+            imports.end(opened)
         else:
             return None
         self._imports[import_id] = opened
@@ -361,11 +357,6 @@ class TransferStore:
         most = max(1, PIECE_BYTES // max(of_source, *(groups[group].block_bytes for groups in self._shares.groups)))
         pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
         return [(piece, of_source * len(piece.blocks)) for piece in pieces]
-
-
-def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the (tier, block) that a copy reads, and the one that it writes."""
-    return (copy.source_tier, copy.source), (copy.target_tier, copy.target)
 
 
 def _runs_of_tiers(places: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:

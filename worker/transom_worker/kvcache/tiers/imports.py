@@ -144,6 +144,18 @@ class Imports:
         self.opened.append(opened)
         return opened
 
+    def awaits_copies(self, opened: BlockImport) -> bool:
+        """Return whether queued copies, which no plan carries yet, read or write any page of an import's blocks. Bytes that come
+        before these copies would be copied instead of what the page had, whichever group's it was."""
+        arena = self.registry.arena if opened.tier == DEVICE else self.host.arena
+        pages = {
+            arena.page_of(copy.group, block)
+            for copy in self.copies.waiting
+            for tier, block in ((copy.source_tier, copy.source), (copy.target_tier, copy.target))
+            if tier == opened.tier
+        }
+        return any(arena.page_of(one.group, one.block) in pages for one in opened.blocks)
+
     def fetch(self, opened: BlockImport, sharer: Sharer = NO_CLIENT) -> int:
         """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
