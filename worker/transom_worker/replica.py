@@ -110,7 +110,9 @@ class WorkerReplica:
         if store is not None:
             self.exports = PrefixExports(store, self._on_engine, config.transfer, transfers)
             if config.transfer.is_on and peers is not None:
-                self._handovers = Handovers(worker, node, peers, store, self._on_engine, config.transfer)
+                self._handovers = Handovers(
+                    worker, node, peers, store, self.exports, config.transfer, is_here=self._routers.__contains__
+                )
             if config.transfer.is_on and peers is not None and self.engine.scheduler.cache.tiers.host.exists:
                 on_end = self._thread.stop_holding
                 self.fetches = PrefixFetches(
@@ -180,8 +182,11 @@ class WorkerReplica:
         for request_id in request_ids:
             self._routers[request_id] = router_id  # before admission: the first events may come before its result
         held = {} if self.fetches is None else self.fetches.wanted_by(requests, self._worker)
+        results_to_come = self._thread.submit(requests, held=held.keys())
+        if self._handovers is not None:
+            self._handovers.start(requests)  # before a step, which may compute the whole prompt
         try:
-            results = await asyncio.wrap_future(self._thread.submit(requests, held=held.keys()))
+            results = await asyncio.wrap_future(results_to_come)
         except asyncio.CancelledError:  # the router no longer waits
             await self.abort(router_id, request_ids)
             raise
@@ -194,8 +199,6 @@ class WorkerReplica:
             for request_id, request in held.items():
                 if self.fetches is not None and request_id in self._routers:
                     self.fetches.start(request)
-            if self._handovers is not None:
-                self._handovers.start(requests)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -265,10 +268,13 @@ class WorkerReplica:
         """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""
         return "refused" if self.exports is None else await self.exports.open(query)
 
-    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
-        """Fetch what another worker has of a prompt that it still computes, and that this worker will continue."""
-        if self.fetches is not None:
-            await self.fetches.fetch_early(source, query, sharer)
+    async def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query for a prompt that another worker computes, as this worker asks it; None if this worker would not."""
+        return None if self.fetches is None else self.fetches.own_query(query)
+
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> bool:
+        """Fetch what another worker offers of a prompt that this worker will continue; return whether it is here then."""
+        return self.fetches is not None and await self.fetches.fetch_early(source, query, offer, sharer)
 
     async def measure_fetch(self, source: str, num_bytes: int, wire: str) -> dict[str, Any]:
         """Fetch about `num_bytes` of any cached blocks from another worker, drop them, and return the report's fields."""
@@ -283,10 +289,10 @@ class WorkerReplica:
             raise KeyError(export_id)
         return await self.exports.read(export_id, blocks)
 
-    async def close_export(self, export_id: str, read_bytes: int) -> None:
-        """Close an export that another worker no longer needs, of which it has read `read_bytes` out of this worker's memory."""
-        if self.exports is not None:
-            self.exports.close(export_id, read_bytes)
+    async def close_export(self, export_id: str, read_bytes: int) -> bool:
+        """Close an export that another worker no longer needs, and return whether it was open; `read_bytes` of it were read out of
+        this worker's memory."""
+        return self.exports is not None and self.exports.close(export_id, read_bytes)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""

@@ -57,18 +57,27 @@ class ServeWorkerPeers:
         offer: PrefixOffer | str = await (await self._handle_of(worker)).open_export.remote(query)
         return offer
 
-    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
+    async def own_query(self, worker: str, query: PrefixQuery) -> PrefixQuery | None:
+        """Call the worker's `own_query`."""
+        own: PrefixQuery | None = await (await self._handle_of(worker)).own_query.remote(query)
+        return own
+
+    async def fetch_early(
+        self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
+    ) -> bool:
         """Call the worker's `fetch_early`."""
-        await (await self._handle_of(worker)).fetch_early.remote(source, query, sharer)
+        has_come: bool = await (await self._handle_of(worker)).fetch_early.remote(source, query, offer, sharer)
+        return has_come
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Call the worker's `read_export`."""
         data: list[Bytes] = await (await self._handle_of(worker)).read_export.remote(export_id, blocks)
         return data
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         """Call the worker's `close_export`."""
-        await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
+        was_open: bool = await (await self._handle_of(worker)).close_export.remote(export_id, read_bytes)
+        return was_open
 
     async def _handle_of(self, worker: str) -> Any:
         """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""

@@ -50,6 +50,7 @@ class LocalPeers:
         return await getattr(self.workers[worker], call)(*args)
 
     open_export = partialmethod(_call, "open_export")
+    own_query = partialmethod(_call, "own_query")
     fetch_early = partialmethod(_call, "fetch_early")
     read_export = partialmethod(_call, "read_export")
     close_export = partialmethod(_call, "close_export")
@@ -106,7 +107,7 @@ async def at_worker(replica: WorkerReplica, request: Request) -> tuple[list[int]
                 assert event.error is None
                 tokens += event.token_ids
                 usage = event.usage or usage
-                if event.finish_reason is not None:
+                if event.finish_reason is not None or event.is_handover:
                     return tokens, usage
     raise AssertionError("the stream has ended")
 

@@ -10,6 +10,9 @@ target                                   source
 Where both sides can (`PrefixQuery.shares`, `PrefixOffer.memories`), the target's ranks read the blocks out of the memory of the
 source's ranks, and `read_export` is not called. The offer has digests of some blocks, with which the target compares what it read.
 It also says how long the source keeps all blocks; what was read within that time, counted from before `open_export`, is valid.
+
+A prefill worker offers the blocks of a prompt unasked, between steps (`PrefixPeers.fetch_early`): the decode worker would wait for
+the next step. It cannot know when the lease began, so what it read is valid if `close_export` says so.
 """
 
 from dataclasses import dataclass
@@ -63,7 +66,7 @@ class PrefixQuery:
     identity: str = ""  # the identity of the target's model
     kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
     shares: KvShares | None = None  # what blocks of the target's ranks hold, if these can read the source's memory
-    is_early: bool = False  # the source still computes the prompt: only groups that keep every token are wanted
+    is_early: bool = False  # until the source has the whole chain, only groups that keep every token are wanted
     is_probe: bool = False  # the chain is made up, to measure how fast cached blocks of any prefixes come
     verifies_all: bool = False  # the target wants the digests of all blocks that it reads, not of a sample
 
@@ -90,6 +93,8 @@ class PrefixOffer:
     places: tuple[tuple[tuple[int, int], ...], ...] = ()
     digests: tuple[dict[int, tuple[bytes, ...]], ...] = ()
     lease_s: float = 0.0
+    has_windows: bool = True  # not only groups that keep every token
+    num_held: int = 0  # of these groups, the blocks of so many hash blocks are left out, since the target has them
 
 
 @dataclass(frozen=True, slots=True)

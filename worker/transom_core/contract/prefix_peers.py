@@ -18,12 +18,17 @@ class PrefixPeers(Protocol):
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
         """Ask a worker for a prefix; return its offer, or an `ExportOutcome` that says why it offers nothing."""
 
-    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
-        """Have a worker fetch a prefix from `source`, and return when that has ended, with or without success. It takes turns as
-        the client `sharer`."""
+    async def own_query(self, worker: str, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a query as that worker would ask it early; None if it would not."""
+
+    async def fetch_early(
+        self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
+    ) -> bool:
+        """Have a worker fetch what `source` offers, and return whether it has that then. It takes turns as the client `sharer`."""
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an export, one after the other: one array for each of the worker's ranks."""
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
-        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory."""
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
+        """Have the worker release the blocks of an export, of which `read_bytes` were read out of its memory; return whether it
+        lent them until now."""

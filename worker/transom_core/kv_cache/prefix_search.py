@@ -120,13 +120,15 @@ def shared_digests(
 
 
 def needed_blocks(
-    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
+    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int, num_held: int = 0
 ) -> list[tuple[bytes, int]]:
-    """Return, once for each block of `shared_digests`, its digest and its index in the sequence (its logical index)."""
+    """Return, once for each block of `shared_digests`, its digest and its index in the sequence (its logical index); of groups that
+    keep every token without the blocks of the first `num_held` hash blocks."""
     step = retention.block_size // block_size
+    first = num_held // step if retention.keeps_everything else 0
     logical_of = {digest: index // step for index, digest in enumerate(digests[: hit.num_hash_blocks])}
     shared = shared_digests(retention, digests, hit, block_size=block_size)
-    return [(digest, logical_of[digest]) for digest in dict.fromkeys(shared)]
+    return [(digest, at) for digest in dict.fromkeys(shared) if (at := logical_of[digest]) >= first]
 
 
 @dataclass(frozen=True, slots=True)

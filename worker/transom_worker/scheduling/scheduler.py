@@ -168,7 +168,7 @@ class Scheduler:
             order_key=(order_time_s(request, self.config, self.cache.clock()), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
-            root=self._root(request),
+            root=self.root_of(request),
             token_ids=array("I", request.prompt_token_ids + request.resumed_output_ids),
             retentions=self.policy_retentions.of(request.kv_policy),
         )
@@ -179,7 +179,8 @@ class Scheduler:
         for listener in self.admission.listeners:
             listener.queued(sequence, num_ahead=self.admission.waiting.num_before(sequence))
 
-    def _root(self, request: Request) -> bytes:
+    def root_of(self, request: Request) -> bytes:
+        """Return the root of a request's hash chain. Any thread may call this."""
         return chain_root(
             self.cache.block_size,
             identity=self.cache.identity,
@@ -356,7 +357,7 @@ class Scheduler:
         self.admission.take_finished_ids()
         self.cache.identity = identity
         for sequence in self.by_request.values():
-            sequence.root, sequence.chain = self._root(sequence.request), []
+            sequence.root, sequence.chain = self.root_of(sequence.request), []
 
     def reset(self) -> None:
         """End every request, forget every plan and evict every block, since the restarted ranks know no sequences."""

@@ -1,12 +1,13 @@
 """A KV cache of made-up blocks for tests of the transfer protocol: digests are names, and a block's bytes say what it is."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
+from transom_core.contract import Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -48,14 +49,16 @@ class FakeStore(TransferStore):
     bring: Callable[[bytes], Bytes] = contents
     reads: dict[str, tuple[PrefixOffer, Callable[[str, float], None]]] = field(default_factory=dict)
 
-    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
+    def open_export(
+        self, export_id: str, query: PrefixQuery, *, more_than: int = 0, num_held: int = 0
+    ) -> PrefixOffer | None:
         if query.groups != self.groups:
             raise ValueError("other groups")
         held = tuple(query.chain[: self._length(query.chain)])
-        if not held:
+        if len(held) <= more_than:
             return None
         self.exports[export_id] = held
-        blocks = (tuple(range(len(held))),)
+        blocks = (tuple(range(num_held, len(held))),)
         return PrefixOffer(
             export_id=export_id,
             num_hash_blocks=len(held),
@@ -73,11 +76,15 @@ class FakeStore(TransferStore):
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
-    def published(self, request_id: str) -> PrefixQuery | None:
-        digests = self.requests.get(request_id)
-        if digests is None:
-            return None
-        return PrefixQuery(chain=digests[: self._length(digests)], num_tokens=0, groups=self.groups, block_size=BLOCK)
+    def open_early(
+        self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        return self.open_export(export_id, query, more_than=more_than, num_held=num_held)
+
+    def handed_over(self, request: Request) -> PrefixQuery:
+        query = self.query(request.request_id, BLOCK * len(self.requests[request.request_id]))
+        assert query is not None
+        return query
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         return replace(query, is_early=True) if query.groups == self.groups else None
@@ -95,10 +102,12 @@ class FakeStore(TransferStore):
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
 
-    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
+    def begin_import(
+        self, import_id: str, query: PrefixQuery, offer: PrefixOffer
+    ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
         missing = [i for i in offer.blocks[0] if query.chain[i] not in self.cached]
         if len(missing) > self.num_free:
-            return None
+            return "no_space"
         self.num_free -= len(missing)
         self.imports[import_id] = {query.chain[i]: np.zeros(BLOCK_BYTES, np.uint8) for i in missing}
         at = range(0, len(missing), self.blocks_per_piece)
@@ -118,11 +127,14 @@ class FakeStore(TransferStore):
         for i, block in zip(blocks.blocks, data[0].reshape(-1, BLOCK_BYTES), strict=True):
             self.imports[import_id][self.chains[import_id][i]] = block
 
-    def publish_import(self, import_id: str, request_id: str) -> None:
+    def publish_import(self, import_id: str, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
         blocks = self.imports.pop(import_id)
         assert all(np.array_equal(block, contents(digest)) for digest, block in blocks.items())
         self.cached.update(blocks)
-        self.kept_for.append(request_id)
+        self.kept_for += [*request_ids, *["awaited"] * is_awaited]
+
+    def end_admitted(self) -> None:
+        pass
 
     def drop_import(self, import_id: str) -> bool:
         self.take_read_ends()

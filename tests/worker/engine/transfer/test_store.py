@@ -20,7 +20,7 @@ from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer.store import RANKS_LOST, ImportPlan, TransferStore
 from transom_worker.execution.executor import ReadEnd, RemoteRead
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.tiers.imports import MAX_KEPT_S, KeptImports
+from transom_worker.kvcache.tiers.imports import MAX_AWAITED_S, MAX_KEPT_S, KeptImports
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -118,13 +118,14 @@ def offered(source: Worker, target: Worker, tokens: Sequence[int]) -> tuple[Pref
 
 
 def move(source: Worker, target: Worker, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-    """Move and publish what of an offer the target lacks."""
+    """Move and publish what of an offer the target lacks, if it can."""
     plan = target.store.begin_import("i", query, offer)
-    for blocks, _ in () if plan is None else plan.pieces:
+    if not isinstance(plan, ImportPlan):
+        return None
+    for blocks, _ in plan.pieces:
         data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
         target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
-    if plan is not None:
-        target.store.publish_import("i", "held")
+    target.store.publish_import("i", ["held"])
     return plan
 
 
@@ -172,7 +173,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
     query, offer = offered(source, target, range(60))
     assert source.cache.tiers.exports.reads_device
     plan = target.store.begin_import("i", query, offer)
-    assert plan is not None
+    assert isinstance(plan, ImportPlan)
     first, *_ = plan.pieces[0]
     assert source.store.read_export("e", first)
     source.cache.evict_all()
@@ -181,7 +182,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
         source.store.read_export("e", first)
     with pytest.raises(KeyError):
         target.store.write_import("i", first, [])
-    target.store.publish_import("i", "held")
+    target.store.publish_import("i", ["held"])
     assert not any(map(len, target.cache.index.tiers[HOST]))
     source.store.close_export("e")
     assert not source.cache.tiers.exports.reads_device
@@ -216,7 +217,7 @@ def test_no_byte_comes_into_a_page_that_a_queued_copy_has_yet_to_read(prompt: in
 def test_a_fetch_that_is_given_up_keeps_its_blocks_until_nothing_is_read(error: str) -> None:
     source, target = Worker(("full",)), Worker(("full",))
     query, offer = offered(source, target, range(40))
-    assert target.store.begin_import("i", query, offer) is not None
+    assert isinstance(target.store.begin_import("i", query, offer), ImportPlan)
     ends: list[str] = []
     places = tuple(tuple((DEVICE, block) for block in blocks) for blocks in offer.blocks)
     target.store.begin_read("i", replace(offer, places=places), lambda error, seconds: ends.append(error))
@@ -314,6 +315,22 @@ def test_an_import_on_the_device_is_kept_until_other_requests_need_its_blocks() 
     target.check()
 
 
+def test_an_offer_leaves_out_what_the_target_has() -> None:
+    """Of groups that keep every token; where the target lacks these, it takes nothing."""
+    source, target = Worker(("full", "window")), Worker(("full", "window"))
+    query, whole = offered(source, target, range(40))
+    part = source.store.open_export("p", query, num_held=3)
+    assert part is not None
+    assert part.blocks == (whole.blocks[0][3:], whole.blocks[1])
+    assert target.store.begin_import("i", query, part) == "not_found"
+    assert move(source, target, query, whole) is not None
+    assert target.cache.find(query.chain, 41).start == 40
+    assert target.store.begin_import("i", query, part) == "present"
+    source.store.close_export("p")
+    source.store.close_export("e")
+    target.check()
+
+
 def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
     source, target = Worker(("full",)), Worker(("full",), num_pages=16, host_pages=16)
     press(target, 9)
@@ -332,11 +349,15 @@ def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
     target.check()
 
 
-def test_an_import_whose_request_has_gone_is_not_kept() -> None:
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_an_import_whose_request_has_gone_is_not_kept_unless_another_will_come(*, is_awaited: bool) -> None:
     source, target = Worker(("full",)), Worker(("full",))
     query, offer = offered(source, target, range(40))
-    assert target.store.begin_import("i", query, offer) is not None
+    assert isinstance(target.store.begin_import("i", query, offer), ImportPlan)
     target.scheduler.abort("held")
-    target.store.publish_import("i", "held")
+    target.store.publish_import("i", ["held"], is_awaited=is_awaited)
+    assert bool(target.cache.tiers.imports.opened) == is_awaited
+    target.now_s += MAX_AWAITED_S
+    target.kept.end_admitted()
     assert not target.cache.tiers.imports.opened
     target.check()

@@ -39,6 +39,7 @@ class Pair:
         self.exports = PrefixExports(self.source, on_loop, source_config, self.source_notes)
         self.fetches = PrefixFetches(self, self.target, on_loop, config, on_end=self._end, observer=self.notes)
         self.ended: dict[str, FetchReport] = {}
+        self.offered: list[int] = []  # blocks of unasked offers
         self.before: Callable[[str], Any] = lambda _: None
         self.most_bytes = self.bytes_in_flight = 0
 
@@ -46,9 +47,16 @@ class Pair:
         await self._called("open")
         return await self.exports.open(query)
 
-    async def fetch_early(self, worker: str, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
+    async def own_query(self, worker: str, query: PrefixQuery) -> PrefixQuery | None:
+        await self._called("own")
+        return self.fetches.own_query(query)
+
+    async def fetch_early(
+        self, worker: str, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer
+    ) -> bool:
         await self._called("early")
-        await self.fetches.fetch_early(source, query, sharer)
+        self.offered.append(sum(map(len, offer.blocks)))
+        return await self.fetches.fetch_early(source, query, offer, sharer)
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
         self.bytes_in_flight += BLOCK_BYTES * len(blocks.blocks)
@@ -59,9 +67,9 @@ class Pair:
         finally:
             self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
 
-    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> None:
+    async def close_export(self, worker: str, export_id: str, read_bytes: int) -> bool:
         await self._called("close")
-        self.exports.close(export_id, read_bytes)
+        return self.exports.close(export_id, read_bytes)
 
     async def _called(self, name: str) -> None:
         waits = self.before(name)
@@ -122,37 +130,94 @@ async def test_choices_of_one_prompt_fetch_it_once() -> None:
     assert pair.source_notes.num_bytes == 10 * BLOCK_BYTES
 
 
-async def test_a_prompt_comes_while_it_is_computed_and_only_its_end_after_it() -> None:
-    pair = Pair()
+async def test_a_prompt_comes_while_it_is_computed_and_a_request_waits_for_its_last_part() -> None:
+    """The source offers what it has without being asked, so its next step delays nothing."""
+    pair, asks = Pair(), []
     pair.source.cached.clear()
     pair.source.requests["p"] = CHAIN
-    counts: list[int] = []
-    pair.before = lambda name: counts.append(len(pair.target.cached)) if name == "early" else None
-    handovers = Handovers("a", "node", pair, pair.source, on_loop, CONFIG)
+    pair.before = asks.append
+    handovers = Handovers(
+        "a", "node", pair, pair.source, pair.exports, CONFIG, is_here=pair.source.requests.__contains__
+    )
     handovers.start([asked("p", decoder="b"), asked("no decoder")])
     for end in (3, 5, 9):
         pair.source.put(CHAIN[:end])
         async with asyncio.timeout(60):
             while len(pair.target.cached) < end:
                 await asyncio.sleep(0)
-    assert counts == [0, 3, 5]
-    await pair.until_quiet()
     pair.source.put(CHAIN)  # with the last chunk comes the first token, and the request ends here
     del pair.source.requests["p"]
-    await pair.fetch()
-    assert (pair.ended["r"].num_blocks, len(pair.target.cached)) == (1, 10)
+    async with asyncio.timeout(60):
+        while asks.count("early") < 4:
+            await asyncio.sleep(0)
+    pair.start("r")
+    pair.start("s")
+    await pair.until_ended("r", "s")
+    assert pair.ended["r"].outcome == pair.ended["s"].outcome == "present"
     await pair.until_quiet()
-    assert [report.num_blocks for report in pair.notes.reports] == [3, 2, 4, 1]
-    assert (pair.ended[""].num_blocks, pair.ended[""].place) == (4, "node/device")  # they count for the measured rates
+    assert ("open" in asks, sum(pair.offered)) == (False, len(CHAIN))
+    assert pair.target.kept_for[-3:] == ["", "r", "s"]
+    assert [report.num_blocks for report in pair.notes.reports if report.outcome == "fetched"] == [3, 2, 4, 1]
+    assert (pair.ended[""].num_blocks, pair.ended[""].place) == (1, "node/device")  # they count for the measured speeds
+    assert not handovers._tasks
 
 
-async def test_a_decoder_that_is_stopped_does_not_keep_a_task_per_prompt() -> None:
+async def hand_over(pair: Pair, *, is_here: bool = True, config: TransferConfig = CONFIG) -> None:
+    """Hand over the prompt of a request that is, or is not, at the source any more."""
+    pair.source.requests["p"] = CHAIN
+    handovers = Handovers("a", "", pair, pair.source, pair.exports, config, is_here=lambda _: is_here)
+    async with asyncio.timeout(60):
+        await handovers._run(asked("p", decoder="b"))
+
+
+async def test_what_comes_after_an_unasked_offer_has_expired_is_not_published() -> None:
+    pair = Pair()
+    pair.before = lambda name: pair.close_exports() if name == "close" else None
+    await hand_over(pair)
+    await pair.until_quiet()
+    assert (pair.ended[""].outcome, len(pair.target.cached), pair.target.num_free) == ("source_lost", 0, 100)
+
+
+@pytest.mark.parametrize("at", ["own", "early"])
+async def test_a_decoder_that_is_stopped_keeps_neither_tasks_nor_exports(at: str) -> None:
+    pair = Pair()
+    pair.before = lambda name: asyncio.Event().wait() if name == at else None
+    await hand_over(pair, config=replace(CONFIG, timeout_s=0.01))
+    await pair.until_quiet()
+
+
+@pytest.mark.parametrize(("num_cached", "num_moved"), [(10, 10), (9, 0)])
+async def test_of_a_request_that_is_gone_the_whole_prompt_alone_is_offered(num_cached: int, num_moved: int) -> None:
+    pair = Pair()
+    pair.source.cached.clear()
+    pair.source.put(CHAIN[:num_cached])
+    await hand_over(pair, is_here=False)
+    assert (len(pair.target.cached), pair.target.kept_for) == (num_moved, ["", "awaited"] * bool(num_moved))
+    await pair.until_quiet()
+
+
+async def test_an_unasked_offer_overtakes_the_request_that_asks() -> None:
+    """The source answers after its step; its offer came before that step."""
+    pair, stepped = Pair(), asyncio.Event()
+    pair.before = lambda name: stepped.wait() if name == "open" else None
+    pair.start("r")
+    await hand_over(pair)
+    await pair.until_ended("r")
+    assert (pair.ended["r"].outcome, pair.target.kept_for) == ("present", ["", "r"])
+    stepped.set()
+    await pair.until_quiet()
+    assert [one.outcome for one in pair.notes.reports] == ["fetched", "present"]
+
+
+async def test_unasked_offers_count_among_the_exports() -> None:
     pair = Pair()
     pair.source.requests["p"] = CHAIN
-    pair.before = lambda name: asyncio.Event().wait() if name == "early" else None
-    handovers = Handovers("a", "", pair, pair.source, on_loop, replace(CONFIG, timeout_s=0.01))
-    async with asyncio.timeout(60):
-        await handovers._run(asked("p"), "b")
+    query = pair.source.handed_over(asked("p"))
+    offers = [await pair.exports.open_early("p", query, more_than=0, num_held=0) for _ in range(MAX_EXPORTS + 1)]
+    assert offers.index(None) == MAX_EXPORTS
+    assert await pair.exports.open(query) == "refused"
+    pair.close_exports()
+    await pair.until_quiet()
 
 
 async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:

@@ -6,23 +6,25 @@
 One fetch, from a request to its end:
 
     query     the digests of the prefix                    (`TransferStore.query`)
-    export    the source lends its blocks, and offers them (`PrefixPeers.open_export`)
+    export    the source lends its blocks, and offers them (`PrefixPeers.open_export`), or has offered them (`fetch_early`)
     import    blocks are taken for what is missing         (`TransferStore.begin_import`)
     pieces    are brought by one of two wires              (`wires`)
     publish   when all pieces have come; `on_end` is called in the same turn of the engine, so that its next step has the request
-    close     in any case the export is closed once nothing is read any more; the fetch does not wait for that
+    close     in any case the export is closed once nothing is read any more; only an early fetch waits for it, before `publish`
 
 Requests that need the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
-but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
-`TransferConfig.timeout_s` at the latest. Sources that do not answer are left alone for a while (`wires`).
+but the first find it here; all wait for early fetches. A fetch runs on the worker's event loop and touches the cache on the
+engine's thread. It ends after `TransferConfig.timeout_s` at the latest. Sources that do not answer are left alone for a while
+(`wires`).
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -33,6 +35,7 @@ from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.engine.transfer.store import ImportPlan, OnEngine, TransferStore
 from transom_worker.engine.transfer.wires import LEASE_CLOCK, CallWire, MemoryWire, SourceLost
+from transom_worker.kvcache.tiers.imports import MAX_AWAITED_S
 from transom_worker.telemetry.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
 logger = logging.getLogger("transom.worker")
@@ -40,8 +43,8 @@ logger = logging.getLogger("transom.worker")
 DROP_AGAIN_S = 0.05  # between two tries to free the blocks of an import into which ranks still read
 
 OnEnd = Callable[[str, FetchReport], None]
-"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled; and with "" for each fetch of
-which no request waits for the end. Any thread may call it."""
+"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled; and with "" for each early
+fetch. Any thread may call it."""
 
 
 class _Ended(Exception):
@@ -49,6 +52,15 @@ class _Ended(Exception):
 
     def __init__(self, outcome: FetchOutcome) -> None:
         self.outcome = outcome
+
+
+class _Waiting(NamedTuple):
+    """A held request that waits until its prefix is here, since `begin_s`."""
+
+    request_id: str
+    source: PrefixSource
+    query: PrefixQuery
+    begin_s: float
 
 
 class PrefixFetches:
@@ -72,9 +84,10 @@ class PrefixFetches:
         self._held: set[str] = set()  # the ids for which `on_end` was not called yet
         self._measuring = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
-        # (source, last digest of the prefix) -> a lock, so that requests fetch the same prefix one after another. An entry vanishes
-        # when no fetch uses its lock any more.
-        self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
+        # (source, last digest of the prefix, whether early) -> a lock, so that one fetch brings a prefix at a time. An early one
+        # does not wait for a request, which may wait for the source's step. An entry vanishes when no fetch uses its lock any more.
+        self._turns: WeakValueDictionary[tuple[str, bytes, bool], asyncio.Lock] = WeakValueDictionary()
+        self._waiting: dict[str, _Waiting] = {}  # by request id
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -109,12 +122,26 @@ class PrefixFetches:
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
-    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, sharer: Sharer) -> None:
-        """Fetch blocks of a prompt that `source` still computes; no request waits for them yet (`handovers`)."""
-        own = await self._on_engine(lambda: self._store.own_query(query))
-        if own is not None and self.calls.away.is_asked(source.worker):
-            fetch = self._import("", sharer, source, own)
-            await self._reported("", source, fetch, self._config.timeout_s)
+    def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
+        """Return a source's query as this worker asks it; None if it has another model or other groups."""
+        own = self._store.own_query(query)
+        return None if own is None else replace(own, verifies_all=self._config.verify == "all")
+
+    async def fetch_early(self, source: PrefixSource, query: PrefixQuery, offer: PrefixOffer, sharer: Sharer) -> bool:
+        """Fetch what `source` offers of a prompt that it computes (`handovers`), and return whether it is here then. If it is the
+        whole prompt, the request that continues it waits for this."""
+        if self._store.own_query(query) is None:
+            return False  # another model meanwhile
+        async with self._turn(source.worker, query.chain[offer.num_hash_blocks - 1], is_early=True):
+            try:
+                fetch = self._import("", sharer, source, query, offer)
+                report = await self._reported("", source, fetch, self._config.timeout_s)
+            finally:
+                if offer.num_hash_blocks == len(query.chain):
+                    # An idle engine takes no turn in which it would end what was kept for a request that does not come.
+                    after_s, end = 1.1 * MAX_AWAITED_S, self._store.end_admitted
+                    asyncio.get_running_loop().call_later(after_s, self._on_engine, end)
+        return report.outcome in ("fetched", "present")
 
     async def measure(self, source: PrefixSource, num_bytes: int, *, by_calls: bool) -> FetchReport:
         """Bring about `num_bytes` of cached blocks of any prefixes from a source as a fetch does, and drop them; one measurement
@@ -123,7 +150,7 @@ class PrefixFetches:
             query = await self._on_engine(lambda: self._store.probe(num_bytes, by_calls=by_calls))
             if query is None:
                 return FetchReport(source=source.worker, outcome="refused")
-            fetch = self._import(None, NO_CLIENT, source, query)
+            fetch = self._ask_and_import(None, NO_CLIENT, source, query)
             return await self._reported(None, source, fetch, self._config.timeout_s)
 
     async def _reported(
@@ -167,53 +194,98 @@ class PrefixFetches:
         Raises:
             _Ended: there is nothing to import, or no room for it.  SourceLost: the source was lost.
         """
-        query, is_present = await self._on_engine(lambda: self._asked(request.request_id, source.num_tokens))
-        if query is None:
+        request_id, begin_s = request.request_id, time.monotonic()
+        own = await self._on_engine(lambda: self._asked(request_id, source, begin_s))
+        if own is None:
             raise _Ended("cancelled")
-        key = source.worker, query.chain[-1]
-        turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
-        must_look_again = turn.locked()  # the holder of the lock may bring the prefix
-        async with turn:
-            if must_look_again:
-                is_present = await self._on_engine(lambda: self._store.has(request.request_id, query))
-            if is_present:
-                raise _Ended("present")
-            return await self._import(request.request_id, request.sharer, source, query)
+        if request_id not in self._held:
+            raise _Ended("present")
+        turn, early = (self._turn(source.worker, own.query.chain[-1], is_early=one) for one in (False, True))
+        must_look_again = turn.locked() or early.locked()  # the holder may bring the prefix
+        self._waiting[request_id] = own
+        try:
+            async with turn:
+                async with early:
+                    pass
+                if must_look_again and request_id in self._held:
+                    await self._on_engine(lambda: self._let_go([own]))
+                if request_id not in self._held:
+                    raise _Ended("present")
+                return await self._ask_and_import(request_id, request.sharer, source, own.query)
+        finally:
+            del self._waiting[request_id]
 
-    def _asked(self, request_id: str, num_tokens: int) -> tuple[PrefixQuery | None, bool]:
-        """Return the query for a request's prefix, and whether the prefix is here already. Runs on the engine's thread."""
-        query = self._store.query(request_id, num_tokens)
+    def _turn(self, source: str, last: bytes, *, is_early: bool) -> asyncio.Lock:
+        key = source, last, is_early
+        return self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+
+    def _asked(self, request_id: str, source: PrefixSource, begin_s: float) -> _Waiting | None:
+        """Let a request go if its prefix is here already. Return what it waits for; None if it has ended. Runs on the engine's
+        thread."""
+        query = self._store.query(request_id, source.num_tokens)
         if query is None:
-            return None, False
-        return query, self._store.has(request_id, query)
+            return None
+        own = _Waiting(request_id, source, query, begin_s)
+        self._let_go([own])
+        return own
 
-    async def _import(
+    def _let_go(self, waiting: Iterable[_Waiting]) -> None:
+        """End the fetches whose prefix is here now. Runs on the engine's thread, so that the next step has their requests."""
+        for request_id, source, query, begin_s in waiting:
+            if request_id in self._held and self._store.has(request_id, query):
+                seconds = time.monotonic() - begin_s
+                report = FetchReport(source=source.worker, place=source.place, outcome="present", seconds=seconds)
+                self._ended(request_id, report)
+
+    async def _ask_and_import(
         self, request_id: str | None, sharer: Sharer, source: PrefixSource, query: PrefixQuery
     ) -> FetchReport:
-        """Bring all pieces of an offer that are missing here, publish them unless they are a probe (`request_id` is None), and have
-        the export closed. Raises what `_fetch` does."""
-        begin_s, asked_s = time.monotonic(), time.clock_gettime(LEASE_CLOCK)
+        """Ask the source for an offer, and do `_import`."""
+        asked_s = time.clock_gettime(LEASE_CLOCK)
         query = replace(query, verifies_all=self._config.verify == "all")
         offer = await self.calls.ask(source.worker, self._peers.open_export(source.worker, query))
         if not isinstance(offer, PrefixOffer):
             raise _Ended("refused" if offer == "refused" else "not_found")
+        return await self._import(request_id, sharer, source, query, offer, asked_s)
+
+    async def _import(
+        self,
+        request_id: str | None,
+        sharer: Sharer,
+        source: PrefixSource,
+        query: PrefixQuery,
+        offer: PrefixOffer,
+        asked_s: float | None = None,
+    ) -> FetchReport:
+        """Bring all pieces of an offer that are missing here, publish them unless they are a probe (`request_id` is None), and have
+        the export closed. The source was asked for the offer at `asked_s`, by `LEASE_CLOCK`; None: it has made it unasked. Raises
+        what `_fetch` does."""
+        begin_s = time.clock_gettime(LEASE_CLOCK) if asked_s is None else asked_s
         import_id, is_over, is_complete, read_bytes = uuid4().hex, False, False, 0
 
         def end(report: FetchReport) -> FetchReport:
             nonlocal is_complete
-            report = replace(report, seconds=time.monotonic() - begin_s)
+            report = replace(report, seconds=time.clock_gettime(LEASE_CLOCK) - begin_s)
             if request_id is not None:
                 if is_over:
                     raise KeyError(import_id)  # given up while this waited for the engine
-                self._store.publish_import(import_id, request_id)
+                last = query.chain[offer.num_hash_blocks - 1]
+                waiting = [one for one in list(self._waiting.values()) if one.query.chain[-1] == last]
+                is_awaited = asked_s is None and last == query.chain[-1] and not waiting
+                self._store.publish_import(
+                    import_id, [request_id, *(one.request_id for one in waiting)], is_awaited=is_awaited
+                )
                 is_complete = True
                 self._ended(request_id, report)
+                self._let_go(waiting)
             return report
 
         try:
+            if request_id and request_id not in self._held:
+                raise _Ended("present")  # an early fetch has brought it
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
-            if plan is None:
-                raise _Ended("no_space")
+            if not isinstance(plan, ImportPlan):
+                raise _Ended(plan)
             report = _report(source, plan)
             if offer.memories and self.memory_wire.is_asked(source.worker):
                 read_s = await self.memory_wire.bring(sharer, source.worker, offer, import_id, plan, asked_s)
@@ -221,13 +293,18 @@ class PrefixFetches:
             else:
                 read_s = await self.calls.bring(sharer, source.worker, offer, import_id, plan)
             report = replace(report, read_s=read_s)
+            if asked_s is None:
+                close = self._peers.close_export(source.worker, offer.export_id, read_bytes)
+                if not await self.calls.ask(source.worker, close):
+                    raise SourceLost("its lease has ended while they were read")
             return await self._on_engine(lambda: end(report))
         finally:
             is_over = True
-            ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
-            task = asyncio.create_task(ends)
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            if asked_s is not None or not is_complete:
+                ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
+                task = asyncio.create_task(ends)
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
     async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine

@@ -4,8 +4,9 @@
 - **lease**: an export ends if its target calls nothing for `TransferConfig.timeout_s`, because the target or its connection was
   lost.
 
-The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`. All methods run on the worker's event
-loop; they touch the cache on the engine's thread, between two steps.
+The target calls `open`, `read` for each piece unless its ranks read the memory, then `close`; of a prompt that is computed here for
+it, `handovers` calls `open_early`. All methods run on the worker's event loop; they touch the cache on the engine's thread, between
+two steps.
 """
 
 import asyncio
@@ -65,6 +66,30 @@ class PrefixExports:
         self._renew(export_id)
         return replace(offer, lease_s=self._lease_s)
 
+    async def open_early(
+        self, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        """Return an offer of what is cached here of a request's prompt, without the `num_held` hash blocks that the target has, if
+        that is `more_than` so many hash blocks and another export may be opened."""
+        if len(self._leases) >= MAX_EXPORTS:
+            return None
+        export_id, open_early = uuid4().hex, self._store.open_early
+        try:
+            offer = await self._on_engine(
+                lambda: open_early(export_id, request_id, query, more_than=more_than, num_held=num_held)
+            )
+        except BaseException:
+            self._on_engine(lambda: self._store.close_export(export_id))
+            raise
+        if offer is None:
+            return None
+        if len(self._leases) >= MAX_EXPORTS:
+            self._on_engine(lambda: self._store.close_export(export_id))
+            return None
+        self._leases[export_id] = None
+        self._renew(export_id)
+        return replace(offer, lease_s=self._lease_s)
+
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
         """Return the bytes of some blocks of an open export, for each rank.
 
@@ -80,14 +105,16 @@ class PrefixExports:
         self._observer.sent(sum(piece.nbytes for piece in pieces))
         return pieces
 
-    def close(self, export_id: str, read_bytes: int = 0) -> None:
-        """End an export whose target has read everything or gives up. `read_bytes` of its blocks were read out of the ranks'
-        memory, and not by `read`."""
-        if export_id in self._leases:
-            if read_bytes:
-                self._observer.sent(read_bytes)
-            self._observer.exported("read")
-            self._end(export_id)
+    def close(self, export_id: str, read_bytes: int = 0) -> bool:
+        """End an export whose target has read everything or gives up; return whether it was open. `read_bytes` of its blocks were
+        read out of the ranks' memory, and not by `read`."""
+        if export_id not in self._leases:
+            return False
+        if read_bytes:
+            self._observer.sent(read_bytes)
+        self._observer.exported("read")
+        self._end(export_id)
+        return True
 
     def _renew(self, export_id: str) -> None:
         """Let an export's lease begin again. Raises KeyError: the export has ended."""

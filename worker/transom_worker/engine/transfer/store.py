@@ -5,18 +5,19 @@ blocks for them and writes their bytes (*import*): it calls `query`, `has`, `beg
 `publish_import` or, if a block is missing, `drop_import`. It brings them by `convert` and `write_import` for each piece, or by
 `begin_read` (`wires`).
 
-All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
-and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
+All methods but `convert`, `handed_over` and `own_query` run on the engine's thread, between two steps, and must be short. The
+callers choose the ids of exports and imports, so that they can end one even if they never learned whether it began: ending an
+unknown id does nothing.
 """
 
 import contextlib
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from transom_core.contract import KvPolicy, WindowPolicy
+from transom_core.contract import KvPolicy, Request, WindowPolicy
 from transom_core.contract.kv_transfer import PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery, RankMemory
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import StepFailed
@@ -76,8 +77,11 @@ class TransferStore:
 
     # Source
 
-    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if there is none.
+    def open_export(
+        self, export_id: str, query: PrefixQuery, *, more_than: int = 0, num_held: int = 0
+    ) -> PrefixOffer | None:
+        """Reference the blocks of the query's longest boundary that is a hit here, and offer them; None if that is not `more_than`
+        so many hash blocks. Of groups that keep every token, the blocks of the first `num_held` are left out.
 
         Raises:
             ValueError: the query is of another model, or of a cache with other groups.
@@ -89,17 +93,21 @@ class TransferStore:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         exports, hit, num_blocks = self._cache.tiers.exports, self._find(query), len(query.chain)
-        opened = exports.begin(query.chain, hit, retentions) if hit.start else None
+        opened = None
+        if hit.start and hit.num_hash_blocks > more_than:
+            opened = exports.begin(query.chain, hit, retentions, num_held=num_held)
         if query.is_probe:
             opened, end = self._lend_any(num_blocks), num_blocks * shape.block_size
             hit = PrefixHit(num_hash_blocks=num_blocks, start=end, full_groups_reach=num_blocks, limit=num_blocks)
         if opened is None:
             return None
         self._exports[export_id] = opened
+        is_whole = hit.start == num_blocks * shape.block_size
+        has_windows = not query.is_early or (is_whole and not query.is_probe)
         blocks: list[list[int]] = [[] for _ in shape.groups]
         places: list[list[tuple[int, int]]] = [[] for _ in shape.groups]
         for one in opened.blocks:
-            if not query.is_early or retentions[one.group].keeps_everything:
+            if has_windows or retentions[one.group].keeps_everything:
                 blocks[one.group].append(one.logical)
                 places[one.group].append((one.tier, one.block))
         is_readable = query.shares is not None and bool(self.memories)
@@ -118,7 +126,18 @@ class TransferStore:
             memories=self.memories if is_readable else (),
             places=tuple(map(tuple, places)) if is_readable else (),
             digests=tuple(digests),
+            has_windows=has_windows,
+            num_held=num_held,
         )
+
+    def open_early(
+        self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
+    ) -> PrefixOffer | None:
+        """Do `open_export` for a request's prompt."""
+        sequence = self._scheduler.by_request.get(request_id)
+        if sequence is not None and (sequence.blocks is None or sequence.blocks.num_published <= more_than):
+            return None  # what a search would find, too
+        return self.open_export(export_id, query, more_than=more_than, num_held=num_held)
 
     def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Return the bytes of blocks of an export, for each rank. Raises KeyError: the export has ended, or the cache was
@@ -138,15 +157,12 @@ class TransferStore:
         if (opened := self._exports.pop(export_id, None)) is not None:
             self._cache.tiers.exports.end(opened)
 
-    def published(self, request_id: str) -> PrefixQuery | None:
-        """Return a query, as another worker may ask it early, for the part of a request's prompt that is cached here; None if the
-        request has ended."""
-        sequence = self._scheduler.by_request.get(request_id)
-        if sequence is None:
-            return None
-        num_blocks = 0 if sequence.blocks is None else sequence.blocks.num_published
-        chain = tuple(sequence.chain[:num_blocks])
-        return self._query(chain, num_blocks * self._cache.block_size, sequence.request.kv_policy)
+    def handed_over(self, request: Request) -> PrefixQuery:
+        """Return a query for the whole prompt of a request that another worker will continue. Any thread may call this."""
+        chain: list[bytes] = []
+        block_size = self._cache.block_size
+        extend_chain(chain, self._scheduler.root_of(request), request.prompt_token_ids, block_size)
+        return self._query(tuple(chain), len(chain) * block_size, request.kv_policy)
 
     # Target
 
@@ -158,9 +174,7 @@ class TransferStore:
         block_size = self._cache.block_size
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, block_size)
         chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
-        if not chain:
-            return None
-        return self._query(chain, num_tokens, sequence.request.kv_policy)
+        return self._query(chain, num_tokens, sequence.request.kv_policy) if chain else None
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         """Return a query of the source's as this worker asks it; None if this worker has another model or other groups."""
@@ -192,9 +206,13 @@ class TransferStore:
         self._kept.join(request_id, query.chain)
         return True
 
-    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them; None if the host
-        tier has no room either."""
+    def begin_import(
+        self, import_id: str, query: PrefixQuery, offer: PrefixOffer
+    ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
+        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them.
+
+        present: none is missing; no_space: the host tier has no room either; not_found: others are missing, which are not offered.
+        """
         self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
@@ -206,14 +224,19 @@ class TransferStore:
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         imports = self._cache.tiers.imports
         for on_device in (True, False):
-            opened = imports.begin(query.chain, hit, retentions, with_windows=not query.is_early, on_device=on_device)
+            opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=on_device)
             if opened is None:
-                return None
+                lacks_any = imports.lacks_any(query.chain, hit, retentions, with_windows=offer.has_windows)
+                return "no_space" if lacks_any else "present"
+            offered = [set(logicals) for logicals in offer.blocks]
+            if not all(one.logical in offered[one.group] for one in opened.blocks):
+                imports.end(opened)
+                return "not_found"
             if not imports.awaits_copies(opened):
                 break
             imports.end(opened)
         else:
-            return None
+            return "no_space"
         self._imports[import_id] = opened
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:
@@ -245,11 +268,15 @@ class TransferStore:
         ids = [places[logical] for logical in blocks.blocks]
         self._executor.write_blocks(opened.tier, blocks.group, ids, [part.tobytes() for part in data])
 
-    def publish_import(self, import_id: str, request_id: str) -> None:
-        """Publish the imported blocks, and keep them until a request is admitted or has ended, but only for a
-        limited time. Raises KeyError: the import has ended."""
-        self._kept.publish(self._imports.pop(import_id), [request_id])
+    def publish_import(self, import_id: str, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
+        """Publish the imported blocks, and keep them until these requests are admitted or have ended, but only for a limited time;
+        `is_awaited`: another request will come for them. Raises KeyError: the import has ended."""
+        self._kept.publish(self._imports.pop(import_id), request_ids, is_awaited=is_awaited)
         self._reads.pop(import_id, None)
+
+    def end_admitted(self) -> None:
+        """End the imports that are kept for no request any more."""
+        self._kept.end_admitted()
 
     def drop_import(self, import_id: str) -> bool:
         """Free the blocks of an import that is not complete, and return True. Return False while ranks may still read into them:

@@ -170,7 +170,8 @@ class MemoryWire:
     """Lets the ranks read the blocks out of the memory of the source's ranks, and compare some of them with digests in the offer.
 
     A read that ends before the source's lease can have ended has read blocks that were there all the time. The lease begins after
-    this worker has asked for the export, so this worker's clock decides, and no call to the source.
+    this worker has asked for the export, so this worker's clock decides, and no call to the source. Where the offer came unasked,
+    the caller must ask the source.
     """
 
     name = "nixl"
@@ -186,10 +187,10 @@ class MemoryWire:
         return not self._abandoned[source] and self._away.is_asked(source)
 
     async def bring(
-        self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan, asked_s: float
+        self, sharer: Sharer, source: str, offer: PrefixOffer, import_id: str, plan: ImportPlan, asked_s: float | None
     ) -> float:
         """Read all blocks at once; return the seconds of the reads alone. `asked_s` is when this worker asked for the export, by
-        `LEASE_CLOCK`. Raises the errors of `CallWire.bring`."""
+        `LEASE_CLOCK`; None: it came unasked. Raises the errors of `CallWire.bring`."""
         num_bytes = sum(num_bytes for _, num_bytes in plan.pieces)
         ended: asyncio.Future[tuple[str, float]] = asyncio.get_running_loop().create_future()
         give_back = await self._calls.budget.take(num_bytes, sharer)
@@ -201,7 +202,7 @@ class MemoryWire:
                 error, seconds = ended.result()
                 if error not in ("", RANKS_LOST):
                     raise SourceLost(f"its memory could not be read: {error}")
-                if time.clock_gettime(LEASE_CLOCK) - asked_s >= offer.lease_s:
+                if asked_s is not None and time.clock_gettime(LEASE_CLOCK) - asked_s >= offer.lease_s:
                     raise SourceLost("its lease may have ended while they were read")
             if error:
                 raise KeyError(import_id)  # the ranks start again, and the cache was emptied

@@ -48,30 +48,32 @@ class Exports:
     num_ended: int = 0  # since start
 
     def begin(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None, *, num_held: int = 0
     ) -> BlockExport | None:
         """Reference the blocks of a hit, and return the export; None if a queued copy has yet to write one of these blocks.
 
-        `retentions` say which blocks the hit needs; None: those of sequences without a KV policy.
+        `retentions` say which blocks the hit needs; None: those of sequences without a KV policy. `num_held` is explained in
+        `needed_blocks`.
         """
+        block_size = self.registry.block_size
         blocks = [
             self._found(group, digest, logical)
             for group, retention in enumerate(retentions or self.retentions)
-            for digest, logical in needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
+            for digest, logical in needed_blocks(retention, chain, hit, block_size=block_size, num_held=num_held)
         ]
         return self.lend(blocks)
 
     def lend(self, blocks: list[ExportedBlock]) -> BlockExport | None:
         """Reference cached blocks of any prefixes. Return what `begin` does."""
         to_be_written = {(one.target_tier, one.group, one.target) for one in self.copies.waiting}
-        if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
+        if to_be_written and any((one.tier, one.group, one.block) in to_be_written for one in blocks):
             return None
         opened = BlockExport(blocks)
-        for one in blocks:
-            if one.tier == DEVICE:
-                self.registry.ref(one.group, [one.block])
-            else:
-                self.host.need(one.group, [one.block])
+        on_device, in_host = _ids_by_group(blocks)
+        for group, ids in on_device.items():
+            self.registry.ref(group, ids)
+        for group, ids in in_host.items():
+            self.host.need(group, ids)
         self.opened.append(opened)
         return opened
 
@@ -79,11 +81,11 @@ class Exports:
         """Release the references of an export."""
         self.opened.remove(opened)
         self.num_ended += 1
-        for one in opened.blocks:
-            if one.tier == DEVICE:
-                self.registry.unref(one.group, [one.block])
-            else:
-                self.host.release(one.group, [one.block])
+        on_device, in_host = _ids_by_group(opened.blocks)
+        for group, ids in on_device.items():
+            self.registry.unref(group, ids)
+        for group, ids in in_host.items():
+            self.host.release(group, ids)
 
     @property
     def reads_device(self) -> bool:
@@ -108,3 +110,12 @@ class Exports:
         if block is not None:
             return ExportedBlock(group, logical, DEVICE, block)
         return ExportedBlock(group, logical, HOST, self.host.blocks[group][digest])
+
+
+def _ids_by_group(blocks: Iterable[ExportedBlock]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Return the ids of the blocks on the device, and of those in the host tier, by their groups."""
+    on_device: dict[int, list[int]] = {}
+    in_host: dict[int, list[int]] = {}
+    for group, _, tier, block in blocks:
+        (on_device if tier == DEVICE else in_host).setdefault(group, []).append(block)
+    return on_device, in_host

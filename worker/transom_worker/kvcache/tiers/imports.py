@@ -29,6 +29,7 @@ from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 MAX_KEPT_S = 60.0
+MAX_AWAITED_S = 1.0  # a request follows the blocks of its prompt in a few hundredths of a second
 
 # Makes room for as many blocks of each group as the given function returns; returns False if that is impossible.
 MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]
@@ -50,18 +51,25 @@ class ImportedBlock(NamedTuple):
 class BlockImport:
     """The blocks of one import, which are in `tier`.
 
-    `locked` is the node that the import keeps locked. `in_host` has, as (group, block), the prefix's blocks that the host tier has
+    `locked` is the node that the import keeps locked. `in_host` has, by group, the prefix's blocks that the host tier has
     already. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
     names the load from the disk that writes the blocks; 0: another worker's bytes are written.
     """
 
     blocks: list[ImportedBlock]
     locked: Node | None
-    in_host: list[tuple[int, int]]
+    in_host: list[list[int]]
     tier: int = HOST
     is_void: bool = False
     ticket: int = 0
     is_published: bool = False
+
+    def by_group(self) -> dict[int, list[ImportedBlock]]:
+        """Return the blocks by their groups."""
+        found: dict[int, list[ImportedBlock]] = {}
+        for one in self.blocks:
+            found.setdefault(one.group, []).append(one)
+        return found
 
     @property
     def is_fetching(self) -> bool:
@@ -101,28 +109,21 @@ class Imports:
         """Take blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
         They are taken from free pages of the device if `on_device` and there are enough. Else they are taken from the host tier,
-        whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing, or there
-        is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
+        whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing (`lacks_any`), or
+        there is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
         blocks, so the caller must write the contents after these copies. Then it must call `publish` and `end`, or `end` alone.
         """
         if not self.host.exists:
             return None
         locked = self.lock(chain, hit.num_hash_blocks)
-        needed = [
-            needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
-            if with_windows or retention.keeps_everything
-            else []
-            for retention in retentions or self.retentions
-        ]
+        needed = self._needed(chain, hit, retentions, with_windows=with_windows)
         in_host = [
-            (group, block)
+            [block for digest, _ in names if (block := self.host.blocks[group].get(digest)) is not None]
             for group, names in enumerate(needed)
-            for digest, _ in names
-            if (block := self.host.blocks[group].get(digest)) is not None
         ]
-        for group, block in in_host:
-            self.host.need(group, [block])
+        for group, ids in enumerate(in_host):
+            self.host.need(group, ids)
         missing = [
             [name for name in names if not self.registry.index.has(group, name[0])]
             for group, names in enumerate(needed)
@@ -156,6 +157,23 @@ class Imports:
         }
         return any(arena.page_of(one.group, one.block) in pages for one in opened.blocks)
 
+    def lacks_any(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None, *, with_windows: bool
+    ) -> bool:
+        """Return whether any block is missing that `begin` would take."""
+        needed = self._needed(chain, hit, retentions, with_windows=with_windows)
+        return not all(self.registry.index.has(group, name[0]) for group, names in enumerate(needed) for name in names)
+
+    def _needed(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None, *, with_windows: bool
+    ) -> list[list[tuple[bytes, int]]]:
+        return [
+            needed_blocks(retention, chain, hit, block_size=self.registry.block_size)
+            if with_windows or retention.keeps_everything
+            else []
+            for retention in retentions or self.retentions
+        ]
+
     def fetch(self, opened: BlockImport, sharer: Sharer = NO_CLIENT) -> int:
         """Queue a load of an import's blocks from the disk for its client's turns, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
@@ -174,10 +192,10 @@ class Imports:
         if opened.is_void:
             return
         registry = self.registry if opened.tier == DEVICE else self.host.registry
-        for one in opened.blocks:
-            if not any(one.digest in tier[one.group] for tier in self.registry.index.tiers):
-                registry.enter(one.group, [one.block], [(one.digest, one.logical)])
-                self.num_imported[one.group] += 1
+        for group, blocks in opened.by_group().items():
+            new = [one for one in blocks if not self.registry.index.has(group, one.digest)]
+            registry.enter(group, [one.block for one in new], [(one.digest, one.logical) for one in new])
+            self.num_imported[group] += len(new)
 
     def give_up(self, opened: BlockImport) -> None:
         """Give an import up: its blocks will not be published, and the rest of the prefix in the cache may be evicted again.
@@ -191,11 +209,9 @@ class Imports:
     def end(self, opened: BlockImport) -> None:
         """Give the blocks back: published ones may be evicted from now on, others are free."""
         self.opened.remove(opened)
-        for one in opened.blocks:
-            if opened.tier == DEVICE:
-                self.registry.unref(one.group, [one.block])
-            else:
-                self.host.release(one.group, [one.block])
+        give_back = self.registry.unref if opened.tier == DEVICE else self.host.release
+        for group, blocks in opened.by_group().items():
+            give_back(group, [one.block for one in blocks])
         self.num_left_device += opened.tier == DEVICE
         self._stop_keeping(opened.in_host, opened.locked)
 
@@ -203,8 +219,8 @@ class Imports:
         """Give the blocks of published imports on the device back before their ends; return whether there were any."""
         kept = [one for one in self.opened if one.tier == DEVICE and one.is_published and one.blocks]
         for opened in kept:
-            for one in opened.blocks:
-                self.registry.unref(one.group, [one.block])
+            for group, blocks in opened.by_group().items():
+                self.registry.unref(group, [one.block for one in blocks])
             opened.blocks = []
         return bool(kept)
 
@@ -214,10 +230,10 @@ class Imports:
             if opened.tier == DEVICE:
                 yield from ((one.group, one.block) for one in opened.blocks)
 
-    def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
+    def _stop_keeping(self, in_host: Sequence[list[int]], locked: Node | None) -> None:
         """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
-        for group, block in in_host:
-            self.host.release(group, [block])
+        for group, ids in enumerate(in_host):
+            self.host.release(group, ids)
         if locked is not None:
             self.unlock(locked)
 
@@ -233,11 +249,13 @@ class Imports:
 
 @dataclass(slots=True)
 class _Kept:
-    """A published import, the requests that it is kept for, and the time of the clock at which it ends in any case."""
+    """A published import, the requests that it is kept for, and the times of the clock at which it ends in any case and up to which
+    another request is awaited."""
 
     blocks: BlockImport
     request_ids: set[str]
     until_s: float
+    awaited_until_s: float
 
 
 class KeptImports:
@@ -253,24 +271,29 @@ class KeptImports:
         self._imports, self._is_waiting, self._clock = imports, is_waiting, clock
         self._kept: list[_Kept] = []
 
-    def publish(self, blocks: BlockImport, request_ids: Iterable[str]) -> None:
-        """Publish an import that is complete, and keep it for these requests."""
+    def publish(self, blocks: BlockImport, request_ids: Iterable[str], *, is_awaited: bool = False) -> None:
+        """Publish an import that is complete, and keep it for these requests; `is_awaited`: also for one that is not here yet."""
         self._imports.publish(blocks)
-        self._kept.append(_Kept(blocks, set(request_ids), self._clock() + MAX_KEPT_S))
+        now_s = self._clock()
+        self._kept.append(_Kept(blocks, set(request_ids), now_s + MAX_KEPT_S, now_s + MAX_AWAITED_S * is_awaited))
         self.end_admitted()
 
     def join(self, request_id: str, chain: Iterable[bytes]) -> None:
         """Keep the imports that brought blocks of this chain for one more request."""
         wanted = set(chain)
         for one in self._kept:
-            if any(block.digest in wanted for block in one.blocks.blocks):
+            found = [block.digest in wanted for block in one.blocks.blocks]
+            if any(found):
                 one.request_ids.add(request_id)
+            if all(found):  # the awaited request; others share a part, such as the system prompt
+                one.awaited_until_s = 0.0
 
     def end_admitted(self) -> None:
         """End the imports that no request waits for any more, and those that were kept for long enough."""
         now_s, kept = self._clock(), []
         for one in self._kept:
-            if now_s < one.until_s and any(map(self._is_waiting, one.request_ids)):
+            is_waited_for = now_s < one.awaited_until_s or any(map(self._is_waiting, one.request_ids))
+            if now_s < one.until_s and is_waited_for:
                 kept.append(one)
             else:
                 self._imports.end(one.blocks)
