@@ -120,6 +120,29 @@ async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_
     await pair.until_quiet()
 
 
+async def test_a_prefix_comes_into_full_tiers(pair: Pair, tiny_model: Path, tmp_path: Path, wire: str) -> None:
+    """Dropped blocks go to the disk, and their memory is the prefix's."""
+    small: dict[str, Any] = {
+        "kv_cache_memory_bytes": "320KiB",
+        "swap_space": "320KiB",
+        "max_num_seqs": 1,
+        "max_model_len": 512,
+    }
+    disk: dict[str, Any] = {"disk_cache": str(tmp_path), "disk_space": "8MiB"}
+    full = pair.peers.start(tiny_model, **HYBRID, **small, **disk, kv_transfer_wire=wire)
+    pair.replicas.append(full)
+    for number in range(2):
+        for other in range(3):
+            await at_worker(
+                full, request(f"other {number}-{other}", prompt=tuple(range(500 + 3 * number + other, 900)))
+            )
+        prompt = tuple(range(10 + number, 410 + number))
+        expected, _ = await at_worker(pair.source, request(f"warm {number}", prompt=prompt))
+        tokens, usage = await at_worker(full, request(f"fetch {number}", "w0", prompt=prompt))
+        assert (tokens, usage.num_fetched_tokens) == (expected, HIT)
+    await pair.until_quiet()
+
+
 async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair, wire: str) -> None:
     evict_all(*pair.replicas)
     assert (await pair.target.measure_fetch("w0", 1000, wire))["outcome"] == "not_found"

@@ -194,11 +194,11 @@ class Engine:
     def blocked_s(self) -> float:
         """How long the caller may sleep because `step` would do nothing, unless another method is called before.
 
-        Above 0 only if the requests wait for blocks that another worker reads, or that are read from it, or for the end of a pause.
-        At most `MAX_BLOCKED_S`, and not beyond the next deadline.
+        Above 0 only if requests or imports wait for blocks that another worker reads, or that are read from it, or for the end of a
+        pause. At most `MAX_BLOCKED_S`, and not beyond the next deadline.
         """
         is_blocked = self.pause_mode == "keep" or self.scheduler.cache.tiers.others_hold_device
-        if self._has_other_work or not (self._made_no_plan and self.requests and is_blocked):
+        if self._has_other_work or not (self._made_no_plan and is_blocked):
             return 0.0
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 

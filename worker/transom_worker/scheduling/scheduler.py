@@ -92,9 +92,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has to go on: a request is unfinished and not held, a plan is in flight, or a load is not reported."""
-        num_held = len(self.admission.waiting.held)
-        return len(self.by_request) > num_held or bool(self.steps_in_flight) or self.admission.moves.is_loading
+        """Whether the engine has to go on: a request is unfinished and not held, a plan is in flight, a load is not reported, or an
+        import waits for copies."""
+        if len(self.by_request) > len(self.admission.waiting.held) or self.steps_in_flight:
+            return True
+        return self.admission.moves.is_loading or self.cache.tiers.imports.is_waiting
 
     @property
     def num_running(self) -> int:

@@ -100,8 +100,10 @@ class StepPlanner:
         return plan
 
     def _must_reach_ranks(self, steps_in_flight: int) -> bool:
-        """Return whether the ranks must get a plan even if it has no rows: because it carries a load, or asks which are done."""
-        if not (self._admission.moves.is_loading or self._admission.cache.tiers.imports.is_fetching):
+        """Return whether the ranks must get a plan even if it has no rows: because it carries a load or copies for which an import
+        waits, or asks which loads are done."""
+        imports = self._admission.cache.tiers.imports
+        if not (self._admission.moves.is_loading or imports.is_fetching or imports.is_waiting):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 

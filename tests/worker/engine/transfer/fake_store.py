@@ -76,6 +76,9 @@ class FakeStore(TransferStore):
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
+    def awaits_copies(self, import_id: str) -> bool:
+        return False
+
     def open_early(
         self, export_id: str, request_id: str, query: PrefixQuery, *, more_than: int, num_held: int
     ) -> PrefixOffer | None:

@@ -202,14 +202,16 @@ def test_no_byte_comes_into_a_page_that_a_queued_copy_has_yet_to_read(prompt: in
     assert target.cache.extend(blocks, 200)
     target.cache.release(blocks, kind=None)
     query, offer = offered(source, target, range(prompt))
-    assert target.store.begin_import("i", query, offer) is not None
-    [opened] = target.cache.tiers.imports.opened
-    arena = (target.cache, target.cache.tiers.host)[opened.tier].arena
-    taken = {arena.page_of(one.group, one.block) for one in opened.blocks}
-    for copy in target.cache.copies.waiting:
-        for tier, block in ((copy.source_tier, copy.source), (copy.target_tier, copy.target)):
-            assert tier != opened.tier or arena.page_of(copy.group, block) not in taken
+    assert isinstance(target.store.begin_import("i", query, offer), ImportPlan)
+    assert target.store.awaits_copies("i")
+    assert target.scheduler.has_work
+    plan = target.scheduler.schedule()
+    assert plan is not None
+    assert plan.copy_group
+    assert not target.store.awaits_copies("i")
     assert target.store.drop_import("i")
+    with pytest.raises(KeyError):
+        target.store.awaits_copies("i")
     target.check()
 
 

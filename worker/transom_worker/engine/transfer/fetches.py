@@ -34,7 +34,7 @@ from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.engine.transfer.store import ImportPlan, OnEngine, TransferStore
-from transom_worker.engine.transfer.wires import LEASE_CLOCK, CallWire, MemoryWire, SourceLost
+from transom_worker.engine.transfer.wires import LEASE_CLOCK, LOOK_S, CallWire, MemoryWire, SourceLost
 from transom_worker.kvcache.tiers.imports import MAX_AWAITED_S
 from transom_worker.telemetry.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
@@ -286,6 +286,8 @@ class PrefixFetches:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if not isinstance(plan, ImportPlan):
                 raise _Ended(plan)
+            while await self._on_engine(lambda: self._store.awaits_copies(import_id)):
+                await asyncio.sleep(LOOK_S)
             report = _report(source, plan)
             if offer.memories and self.memory_wire.is_asked(source.worker):
                 read_s = await self.memory_wire.bring(sharer, source.worker, offer, import_id, plan, asked_s)

@@ -223,20 +223,14 @@ class TransferStore:
         )
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         imports = self._cache.tiers.imports
-        for on_device in (True, False):
-            opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=on_device)
-            if opened is None:
-                lacks_any = imports.lacks_any(query.chain, hit, retentions, with_windows=offer.has_windows)
-                return "no_space" if lacks_any else "present"
-            offered = [set(logicals) for logicals in offer.blocks]
-            if not all(one.logical in offered[one.group] for one in opened.blocks):
-                imports.end(opened)
-                return "not_found"
-            if not imports.awaits_copies(opened):
-                break
+        opened = imports.begin(query.chain, hit, retentions, with_windows=offer.has_windows, on_device=True)
+        if opened is None:
+            lacks_any = imports.lacks_any(query.chain, hit, retentions, with_windows=offer.has_windows)
+            return "no_space" if lacks_any else "present"
+        offered = [set(logicals) for logicals in offer.blocks]
+        if not all(one.logical in offered[one.group] for one in opened.blocks):
             imports.end(opened)
-        else:
-            return "no_space"
+            return "not_found"
         self._imports[import_id] = opened
         missing: list[list[int]] = [[] for _ in query.groups]
         for one in opened.blocks:
@@ -254,6 +248,10 @@ class TransferStore:
                 for retention, size, some in zip(retentions, sizes, missing, strict=True)
             ),
         )
+
+    def awaits_copies(self, import_id: str) -> bool:
+        """Return whether no byte may come into an import's blocks yet. Raises KeyError: the import has ended."""
+        return self._cache.tiers.imports.awaits_copies(self._imports[import_id])
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
         """Return the bytes for each of this worker's ranks, made from those of the source's ranks. Any thread may call it."""

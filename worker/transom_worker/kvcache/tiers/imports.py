@@ -186,6 +186,11 @@ class Imports:
         computed."""
         return any(opened.is_fetching for opened in self.opened)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an import of another worker's blocks waits for queued copies, so that a plan must carry these."""
+        return any(not (one.is_published or one.ticket) and self.awaits_copies(one) for one in self.opened)
+
     def publish(self, opened: BlockImport) -> None:
         """Enter the blocks into the index, except those whose digests entered it meanwhile; do nothing if the import is void."""
         opened.is_published = True
