@@ -265,7 +265,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks], holds: Seque
         )
         opened = cache.tiers.imports.opened
         needs.update(one.block for each in opened if each.tier == HOST for one in each.blocks if one.group == group)
-        needs.update(block for each in opened if each.in_host for block in each.in_host[group])
+        needs.update(block for each in opened if each.cached[HOST] for block in each.cached[HOST][group])
         needs.update(exported(cache, HOST, group))
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)
         assert not any(pool.pins)

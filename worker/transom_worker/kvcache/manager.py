@@ -116,7 +116,7 @@ class KvCache:
                 host=host,
                 copies=self.copies,
                 make_room=self.eviction.make_room,
-                take_free=self._take_free,
+                take_blocks=self._take_for_import,
                 lock=self.checkpoints.lock,
                 unlock=self.checkpoints.unlock,
             ),
@@ -457,13 +457,9 @@ class KvCache:
         self.registry.unref(group, [block for _, block in gone])
         self._num_releases += len(gone)
 
-    def _take_free(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """Take blocks of free pages on the device, and leave pages for one more block of each running sequence in each group; None
-        if there are too few."""
-        sizes = zip(needs, self.arena.blocks_per_page, strict=True)
-        if sum(-(-(need + len(self.running)) // per_page) for need, per_page in sizes) > self.arena.num_free:
-            return None
-        return self._allocate(list(needs), [None] * len(needs), reserve=0, compact=False)
+    def _take_for_import(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """Take blocks on the device, and leave one more for each running sequence in each group; None if they do not fit."""
+        return self._taken(list(needs), [None] * len(needs), reserve=len(self.running), compact=False)
 
     def _allocate(
         self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool

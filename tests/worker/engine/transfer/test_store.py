@@ -268,7 +268,7 @@ def press(worker: Worker, turn: int) -> None:
 def test_an_imported_prefix_is_kept_until_its_request_is_admitted(mix: tuple[str, ...], how: str) -> None:
     """Or has ended, or waits for too long; the other requests' blocks that the device evicts do not take its place before."""
     source, target = Worker(mix), Worker(mix, num_pages=16, host_pages=16)
-    press(target, 9)  # no page of the device is free
+    target.cache.tiers.imports.take_blocks = lambda needs: None  # active blocks fill the device
     query = imported(source, target, range(40))
     target.scheduler.stop_holding("held")
     reach = target.cache.find(query.chain, 41).start
@@ -330,6 +330,21 @@ def test_an_offer_leaves_out_what_the_target_has() -> None:
     assert target.store.begin_import("i", query, part) == "present"
     source.store.close_export("p")
     source.store.close_export("e")
+    target.check()
+
+
+def test_the_rest_of_a_prefix_does_not_evict_its_beginning() -> None:
+    source, target = Worker(("full",)), Worker(("full",))
+    imported(source, target, range(20))
+    target.check()
+    cache = target.cache
+    blocks = cache.begin(chain_of([7] * 400, BLOCK), chain_root(BLOCK))
+    assert cache.extend(blocks, cache.arena.num_free * cache.arena.blocks_per_page[0] * BLOCK)  # all that is free
+    query, offer = offered(source, target, range(40))
+    assert isinstance(target.store.begin_import("i", query, offer), ImportPlan)
+    assert cache.find(query.chain[: 20 // BLOCK], 21).start == 20
+    assert target.store.drop_import("i")
+    cache.release(blocks, kind=None)
     target.check()
 
 

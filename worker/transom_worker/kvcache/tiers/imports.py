@@ -1,7 +1,7 @@
 """`Imports`: takes blocks into which blocks from the disk or another worker are written, so that a request then hits them.
 
-Blocks of another worker are written where they will be used, on the device, if there are free pages for all of them; else, and from
-the disk, into the host tier.
+Blocks of another worker are written where they will be used, on the device, if active blocks leave room for all of them; else, and
+from the disk, into the host tier. Either way cached blocks of other prefixes are evicted as needed.
 
     opened = imports.begin(chain, hit)    # take blocks for what the cache lacks of a prefix; they are not in the index
     ...                                   # bytes are written into them
@@ -10,12 +10,13 @@ the disk, into the host tier.
     imports.end(opened)                   # give them back: published blocks may be evicted from now on, others are free
 
 In between, the part of the prefix that the cache already has must not be evicted to make room for the missing blocks. So its
-deepest node in the prefix tree is locked, and the import counts a need (`host_tier`) of each of its blocks in the host tier, even
-of those that no node pins. On the device, requests whose blocks do not fit otherwise get those of published imports at once.
+deepest node in the prefix tree is locked, and the import counts a need (`host_tier`) of each of its blocks in the host tier, or a
+reference on the device, even of those that no node pins. On the device, requests whose blocks do not fit otherwise get those of
+published imports at once.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ MAX_AWAITED_S = 1.0  # a request follows the blocks of its prompt in a few hundr
 
 # Makes room for as many blocks of each group as the given function returns; returns False if that is impossible.
 MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]
-TakeFree = Callable[[Sequence[int]], list[list[int]] | None]  # takes blocks of free pages of the device; None: too few
+TakeBlocks = Callable[[Sequence[int]], list[list[int]] | None]  # takes blocks of the device; None: they do not fit
 LockPrefix = Callable[[Sequence[bytes], int], Node | None]  # locks the deepest node of a chain's first n hash blocks
 UnlockPrefix = Callable[[Node], None]
 
@@ -51,14 +52,14 @@ class ImportedBlock(NamedTuple):
 class BlockImport:
     """The blocks of one import, which are in `tier`.
 
-    `locked` is the node that the import keeps locked. `in_host` has, by group, the prefix's blocks that the host tier has
-    already. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
+    `locked` is the node that the import keeps locked. `cached` has, by tier and group, the prefix's blocks that the import keeps
+    there. `is_void` is set when the cache is emptied or the import is given up: then the blocks must not be published. `ticket`
     names the load from the disk that writes the blocks; 0: another worker's bytes are written.
     """
 
     blocks: list[ImportedBlock]
     locked: Node | None
-    in_host: list[list[int]]
+    cached: tuple[list[list[int]], list[list[int]]]
     tier: int = HOST
     is_void: bool = False
     ticket: int = 0
@@ -81,8 +82,8 @@ class BlockImport:
 class Imports:
     """Begins, publishes and ends imports; `opened` has those that have not ended.
 
-    `registry` is the device's. `make_room` drops cached blocks of the host tier; `take_free` evicts nothing. `lock` and `unlock`
-    protect the cached part of a prefix to which an import adds blocks.
+    `registry` is the device's. `make_room` drops cached blocks of the host tier; `take_blocks` evicts those of the device. `lock`
+    and `unlock` protect the cached part of a prefix to which an import adds blocks.
     """
 
     retentions: RetentionSet
@@ -90,7 +91,7 @@ class Imports:
     host: HostTier
     copies: CopyQueue
     make_room: MakeRoom
-    take_free: TakeFree
+    take_blocks: TakeBlocks
     lock: LockPrefix
     unlock: UnlockPrefix
     num_imported: Counter[int] = field(default_factory=Counter)  # blocks published by group, since start
@@ -108,7 +109,7 @@ class Imports:
     ) -> BlockImport | None:
         """Take blocks for those blocks of a hit on the disk or at another worker that neither device nor host has here.
 
-        They are taken from free pages of the device if `on_device` and there are enough. Else they are taken from the host tier,
+        They are taken from the device if `on_device` and they fit beside the active blocks. Else they are taken from the host tier,
         whose nodes are dropped to make room, except those of this prefix. Return None if no block is missing (`lacks_any`), or
         there is still no room. Without `with_windows` only blocks of groups that keep every token are taken. `retentions` say which
         blocks the hit needs; None: those of sequences without a KV policy. Copies that are queued now may still read the taken
@@ -118,10 +119,7 @@ class Imports:
             return None
         locked = self.lock(chain, hit.num_hash_blocks)
         needed = self._needed(chain, hit, retentions, with_windows=with_windows)
-        in_host = [
-            [block for digest, _ in names if (block := self.host.blocks[group].get(digest)) is not None]
-            for group, names in enumerate(needed)
-        ]
+        in_host = _found(needed, self.host.blocks)
         for group, ids in enumerate(in_host):
             self.host.need(group, ids)
         missing = [
@@ -129,11 +127,17 @@ class Imports:
             for group, names in enumerate(needed)
         ]
         counts = [len(of_group) for of_group in missing]
-        taken = self.take_free(counts) if on_device and any(counts) else None
-        tier = HOST if taken is None else DEVICE
+        on_device_ids: list[list[int]] = []
+        taken = None
+        if on_device and any(counts):
+            on_device_ids = _found(needed, self.registry.index.groups)
+            for group, ids in enumerate(on_device_ids):
+                self.registry.ref(group, ids)
+            taken = self.take_blocks(counts)
+        cached, tier = (on_device_ids, in_host), HOST if taken is None else DEVICE
         if taken is None:
             if not (any(counts) and self.make_room(lambda: counts)):
-                self._stop_keeping(in_host, locked)
+                self._stop_keeping(cached, locked)
                 return None
             taken = self.host.take(counts)
         blocks = [
@@ -141,7 +145,7 @@ class Imports:
             for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
             for (digest, logical), block in zip(names, of_group, strict=True)
         ]
-        opened = BlockImport(blocks, locked, in_host, tier)
+        opened = BlockImport(blocks, locked, cached, tier)
         self.opened.append(opened)
         return opened
 
@@ -208,8 +212,8 @@ class Imports:
         The blocks stay taken until `end`, since bytes may still be written into them.
         """
         opened.is_void = True
-        self._stop_keeping(opened.in_host, opened.locked)
-        opened.in_host, opened.locked = [], None
+        self._stop_keeping(opened.cached, opened.locked)
+        opened.cached, opened.locked = ([], []), None
 
     def end(self, opened: BlockImport) -> None:
         """Give the blocks back: published ones may be evicted from now on, others are free."""
@@ -217,28 +221,32 @@ class Imports:
         give_back = self.registry.unref if opened.tier == DEVICE else self.host.release
         for group, blocks in opened.by_group().items():
             give_back(group, [one.block for one in blocks])
-        self.num_left_device += opened.tier == DEVICE
-        self._stop_keeping(opened.in_host, opened.locked)
+        self.num_left_device += any(map(len, opened.cached[DEVICE])) or opened.tier == DEVICE
+        self._stop_keeping(opened.cached, opened.locked)
 
     def leave_device(self) -> bool:
-        """Give the blocks of published imports on the device back before their ends; return whether there were any."""
-        kept = [one for one in self.opened if one.tier == DEVICE and one.is_published and one.blocks]
+        """Give what published imports keep on the device back before their ends; return whether there was anything."""
+        kept = [one for one in self.opened if one.is_published and any(ids for _, ids in _on_device(one))]
         for opened in kept:
-            for group, blocks in opened.by_group().items():
-                self.registry.unref(group, [one.block for one in blocks])
-            opened.blocks = []
+            for group, ids in _on_device(opened):
+                self.registry.unref(group, ids)
+            opened.cached = ([], opened.cached[HOST])
+            if opened.tier == DEVICE:
+                opened.blocks = []
         return bool(kept)
 
     def on_device(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of every block on the device that an import holds."""
         for opened in self.opened:
-            if opened.tier == DEVICE:
-                yield from ((one.group, one.block) for one in opened.blocks)
+            for group, ids in _on_device(opened):
+                yield from ((group, block) for block in ids)
 
-    def _stop_keeping(self, in_host: Sequence[list[int]], locked: Node | None) -> None:
-        """Remove the import's needs and its lock, so that the part of the prefix that was cached before may be evicted again."""
-        for group, ids in enumerate(in_host):
-            self.host.release(group, ids)
+    def _stop_keeping(self, cached: tuple[list[list[int]], list[list[int]]], locked: Node | None) -> None:
+        """Remove the import's references, needs and lock, so that the part of the prefix that was cached before may be evicted
+        again."""
+        for give_back, by_group in zip((self.registry.unref, self.host.release), cached, strict=True):
+            for group, ids in enumerate(by_group):
+                give_back(group, ids)
         if locked is not None:
             self.unlock(locked)
 
@@ -250,6 +258,21 @@ class Imports:
         """Mark all open imports so that they publish nothing, because the cache is emptied."""
         for opened in self.opened:
             opened.is_void = True
+
+
+def _found(needed: Sequence[list[tuple[bytes, int]]], groups: Sequence[Mapping[bytes, int]]) -> list[list[int]]:
+    """Return the ids of those of the needed blocks that a tier has, by group."""
+    return [
+        [block for digest, _ in names if (block := found.get(digest)) is not None]
+        for names, found in zip(needed, groups, strict=True)
+    ]
+
+
+def _on_device(opened: BlockImport) -> Iterable[tuple[int, list[int]]]:
+    """Yield (group, blocks) for the blocks on the device that an import holds."""
+    yield from enumerate(opened.cached[DEVICE])
+    if opened.tier == DEVICE:
+        yield from ((group, [one.block for one in blocks]) for group, blocks in opened.by_group().items())
 
 
 @dataclass(slots=True)
