@@ -315,6 +315,14 @@ async def test_a_request_that_ends_takes_its_fetch_along(at: str) -> None:
     assert (pair.ended, pair.target.num_free, pair.target.cached) == ({}, 100, {})
 
 
+async def test_the_fetch_of_a_request_that_ends_at_once_is_reported() -> None:
+    pair = Pair()
+    pair.fetches._on_end = lambda request_id, report: pair.fetches.cancel(request_id)
+    pair.start()
+    await pair.until_quiet()
+    assert [report.outcome for report in pair.notes.reports] == ["fetched"]
+
+
 async def test_a_target_that_dies_leaves_an_export_that_expires() -> None:
     pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
     query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)

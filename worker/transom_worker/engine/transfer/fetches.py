@@ -117,10 +117,11 @@ class PrefixFetches:
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
     def cancel(self, request_id: str) -> None:
-        """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored."""
-        self._held.discard(request_id)
-        if (task := self._tasks.pop(request_id, None)) is not None:
-            task.cancel()
+        """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored, and those for which
+        `on_end` was called: the rest of such a fetch is its report."""
+        with contextlib.suppress(KeyError):
+            self._held.remove(request_id)
+            self._tasks.pop(request_id).cancel()
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
         """Return a source's query as this worker asks it; None if it has another model or other groups."""
