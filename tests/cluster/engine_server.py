@@ -42,10 +42,6 @@ class EngineServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def num_active_blocks(self) -> int:
-        return sum(group.active_blocks for group in self.replica.engine.scheduler.stats().groups)
-
     def left(self) -> dict[str, int]:
         """What of requests is still there, anywhere."""
         counts = {
@@ -53,7 +49,7 @@ class EngineServer:
             "in flight at the router": sum(self.router.state().in_flight_by_worker.values()),
             "known to the worker": self.replica.num_requests,
             "known to the engine": len(self.replica.engine.requests),
-            "active blocks": self.num_active_blocks,
+            "active blocks": sum(group.active_blocks for group in self.replica.engine.scheduler.stats().groups),
         }
         return {name: count for name, count in counts.items() if count}
 

@@ -1,9 +1,6 @@
-"""A real Prometheus on loopback, ended by its pid."""
+"""A real Prometheus on loopback."""
 
 import contextlib
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 import httpx
 import yaml
 
+from benchmarks.server_process import ServerProcess
 from tests.end_to_end.server import HTTP
 from tests.free_ports import free_port
 
@@ -53,38 +51,19 @@ def prometheus(program: str, folder: Path, job: dict[str, Any], *, rules: Path) 
         "rule_files": [str(rules)],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+    command = [
+        program,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
     server = Prometheus(f"http://127.0.0.1:{port}")
-    try:
-        _wait_until_ready(server, process, folder / "log")
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        shutil.rmtree(folder / "data", ignore_errors=True)
 
-
-def _wait_until_ready(server: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:
-    give_up_s = time.monotonic() + START_S
-    while time.monotonic() < give_up_s and process.poll() is None:
+    def is_ready() -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            if HTTP.get(f"{server.url}/-/ready").status_code == 200:
-                return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
-    raise AssertionError(f"Prometheus did not start:\n{log.read_text()[-3000:]}")
+            return HTTP.get(f"{server.url}/-/ready").status_code == 200
+        return False
+
+    with ServerProcess(command) as process:
+        process.wait_until(is_ready, START_S)
+        yield server

@@ -6,7 +6,6 @@ Two workers, two routers, windows over full layers, pools so small that requests
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -17,16 +16,14 @@ import httpx
 import pytest
 import yaml
 
-from tests.dashboards.dashboard_files import all_queries
+from tests.dashboards.dashboard_files import all_queries, dashboards, variables
 from tests.end_to_end.prometheus_server import Prometheus, prometheus
 from tests.end_to_end.server import Server, assert_ended_cleanly, look_until, start_server, stop_server
 from tests.prometheus_programs import prometheus_program
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
-DASHBOARDS = sorted((ROOT / "dashboards" / "json").glob("*.json"))
-ALERTS = ROOT / "deploy" / "monitoring" / "alerts.yml"
+ALERTS = Path(__file__).parents[2] / "deploy" / "monitoring" / "alerts.yml"
 FLAGS = (
     *("--replicas", "2", "--max-replicas", "2", "--min-replicas", "2", "--router-replicas", "2"),
     *("--window", "24", "--window-pattern", "SF", "--block-size", "8", "--max-model-len", "256"),
@@ -93,11 +90,10 @@ class Missing:
         self._pages = pages
         self._scraped_s = 0.0
         self.queries = {(one, f"sum(rate({one}[1m])) > 0") for one in SHOWN}
-        for path in DASHBOARDS:
-            dashboard = json.loads(path.read_text())
-            for title, expression, _ in all_queries(dashboard):
-                if (path.stem, title) not in MAY_BE_EMPTY:
-                    self.queries.add((f"{path.stem}: {title}", substituted(expression, dashboard)))
+        for board in dashboards():
+            for title, expression, _ in all_queries(board):
+                if (board["uid"], title) not in MAY_BE_EMPTY:
+                    self.queries.add((f"{board['uid']}: {title}", substituted(expression, board)))
 
     def is_nothing(self) -> bool:
         """Look at what is missing once for each page, at the time of its scrape."""
@@ -113,11 +109,11 @@ def shows_something(series: list[dict[str, Any]]) -> bool:
     return any(math.isfinite(float(one["value"][1])) for one in series)
 
 
-def substituted(expression: str, dashboard: dict[str, Any]) -> str:
+def substituted(expression: str, board: dict[str, Any]) -> str:
     """As Grafana sends it, with all of every variable chosen."""
     expression = expression.replace("$__rate_interval", "1m").replace("$__range", "1m").replace("$__interval", "5s")
-    for variable in dashboard.get("templating", {}).get("list", []):
-        expression = re.sub(rf"\$\{{?{variable['name']}(:\w+)?\}}?(?!\w)", ".+", expression)
+    for name in variables(board):
+        expression = re.sub(rf"\$\{{?{name}(:\w+)?\}}?(?!\w)", ".+", expression)
     assert "$" not in expression, expression
     return expression
 

@@ -49,18 +49,16 @@ ENTRY_BYTES = 300  # an entry for a client in a table
 EVENT_BYTES = 350  # an event of a timeline
 WAITING_REQUEST_BYTES = 8192  # a waiting choice with its deadline and events
 TOKEN_BYTES = 36  # a token id: an int object and its place in a tuple
-LONGEST_PROMPTS = 300  # tokens: the last request before the queue is full may exceed the bound by its prompts
 NUM_PLACES = 4 + 8  # max_num_seqs and max_waiting
 MAX_TOKENS = 1000  # with which requests may be there
-LONGEST = 300  # tokens: the last request before the limit may exceed it by its own
-MANY = 60
+LONGEST = 300  # tokens: the last request before a queue is full may exceed the bound by its own
 
 
 def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Callable[[], int]]]:
     """All places of a router that clients can fill, by name: the bound in bytes, and how many there are now."""
     verdicts, waiting, timelines = router.grammar_checker.kept, router.queue._waiting, router.timelines.store
     tables = [one for part in (limits, limits.work) for one in vars(part).values() if isinstance(one, ClientLimits)]
-    max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST_PROMPTS
+    max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST
     return {
         "bodies of requests that run": (client_limits.HELD_BODY_BYTES, lambda: limits.bodies.num_bytes),
         "verdicts on grammars": (verdicts.max_bytes, lambda: verdicts.num_bytes),
@@ -227,20 +225,20 @@ async def test_whatever_clients_fill_in_a_worker_stays_within_its_bound(
             watching = asyncio.create_task(watch())
             assert await send("usual", structured_outputs={"regex": "mine"}) == 200
             num_compiled = compiler.num_compiled
-            for i in range(MANY):
+            for i in range(NUM_REQUESTS):
                 assert await send("hostile", structured_outputs={"regex": f"({i}a)+"}) == 200
                 assert await send("hostile", kv_policy={"type": "window", "sinks": 0, "window": 16 + i}) == 200
-            assert compiler.num_compiled == num_compiled + MANY
-            assert len(compiler._entries) < MANY * CLIENT_SHARE
+            assert compiler.num_compiled == num_compiled + NUM_REQUESTS
+            assert len(compiler._entries) < NUM_REQUESTS * CLIENT_SHARE
             assert await send("usual", structured_outputs={"regex": "mine"}) == 200
-            assert compiler.num_compiled == num_compiled + MANY  # it was still cached
+            assert compiler.num_compiled == num_compiled + NUM_REQUESTS  # it was still cached
             # Both at once for several steps, so that the time of some is divided.
             both = [send(key, max_tokens=60, ignore_eos=True) for key in ("hostile", "usual")]
             assert await asyncio.gather(*both) == [200, 200]
             long: dict[str, Any] = {"prompt": list(range(5, 205)), "max_tokens": 100, "ignore_eos": True}
             hostile = [
                 asyncio.create_task(send("hostile", 0.05 * (i % 3), structured_outputs={"regex": f"[a-z{i}]+"}, **long))
-                for i in range(MANY)
+                for i in range(NUM_REQUESTS)
             ]
             hostile += [asyncio.create_task(send("hostile", n=6, **long)) for _ in range(6)]
             assert await send("usual") == 200

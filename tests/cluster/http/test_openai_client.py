@@ -60,13 +60,6 @@ def test_chat_logprobs(client):
     assert [(top.token, top.logprob) for top in content[1].top_logprobs] == [("b", -0.5), ("c", -1.5)]
 
 
-def test_completion_of_token_ids(client, server):
-    assert client.completions.create(model="stub", prompt=[104, 105], max_tokens=1).usage.prompt_tokens == 2
-    ids = client.completions.create(model="stub", prompt=[[1, 2], [3]], max_tokens=1)
-    assert [r.prompt_token_ids for r in server.worker.submitted[-2:]] == [(1, 2), (3,)]
-    assert len(ids.choices) == 2
-
-
 def test_completion_logprobs_with_echo(client):
     choice = client.completions.create(model="stub", prompt="hi", max_tokens=2, echo=True, logprobs=1).choices[0]
     assert (choice.text, choice.logprobs.tokens) == ("hiab", ["h", "i", "a", "b"])

@@ -51,17 +51,12 @@ async def test_completions(api, fields):
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
 
 
-LEAST_BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
-    "/v1/completions": {"prompt": "x"},
-    "/v1/responses": {"input": "x"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-}
-SCHEMAS = {
-    "/v1/chat/completions": "CreateChatCompletionRequest",
-    "/v1/completions": "CreateCompletionRequest",
-    "/v1/responses": "CreateResponse",
-    "/v1/messages": "CreateMessageParams",
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # path: the schema of its published request, and the least body
+    "/v1/chat/completions": ("CreateChatCompletionRequest", {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/completions": ("CreateCompletionRequest", {"prompt": "x"}),
+    "/v1/responses": ("CreateResponse", {"input": "x"}),
+    "/v1/messages": ("CreateMessageParams", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
 }
 
 
@@ -74,18 +69,18 @@ def fields(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-@pytest.mark.parametrize("path", SCHEMAS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_every_published_field_is_known_and_null_is_the_default_of_all_but_the_required_ones(path: str) -> None:
     """Clients send null for what they leave out."""
-    model, rules, _ = POST_ENDPOINTS[path]
+    (model, rules, _), (schema, least) = POST_ENDPOINTS[path], REQUESTS[path]
     schemas = published_document(ANTHROPIC if path == "/v1/messages" else OPENAI)["components"]["schemas"]
-    names = set(fields(schemas[SCHEMAS[path]], schemas))
+    names = set(fields(schemas[schema], schemas))
     if path == "/v1/messages":  # the client has newer ones
         from anthropic.types.message_create_params import MessageCreateParamsBase
 
         names |= get_type_hints(MessageCreateParamsBase).keys()
     assert len(names) > 15
     assert names <= {*model.__struct_fields__, *rules.ignored, *rules.refused}
-    parser, least = BodyParser(model, rules), LEAST_BODIES[path]
+    parser = BodyParser(model, rules)
     for name in names - least.keys():
         parser.parse(json.dumps({**least, name: None}).encode())

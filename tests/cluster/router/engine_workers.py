@@ -43,8 +43,23 @@ class LocalPeers:
     def start(self, model: Path, *, num_ranks: int | None = None, **settings: Any) -> WorkerReplica:
         """Start one more worker: w0, w1, ... Its ranks are threads if their number is given."""
         name = f"w{len(self.workers)}"
-        made = self.workers[name] = start_replica(model, name, self, num_ranks=num_ranks, **settings)
-        return made
+        defaults: dict[str, Any] = {
+            "kv_cache_memory_bytes": "8MiB",
+            "swap_space": "8MiB",
+            "max_num_seqs": 8,
+            "kv_transfer_wire": "ray",
+            "kv_transfer_timeout_s": 60,  # NIXL connects in seconds on a busy machine
+            "dtype": "float32",
+            "device": "cpu",
+        }
+        config = Settings.parse(model=str(model), **{**defaults, **settings}).engine_config()
+        engine = None
+        if num_ranks is not None:
+            engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
+        replica = self.workers[name] = WorkerReplica(config, "tiny", name, engine=engine, peers=self)
+        # so that this machine's speed does not decide what is loaded and what computed
+        replica.engine.scheduler._rates = None
+        return replica
 
     async def _call(self, call: str, worker: str, *args: Any) -> Any:
         return await getattr(self.workers[worker], call)(*args)
@@ -54,23 +69,6 @@ class LocalPeers:
     fetch_early = partialmethod(_call, "fetch_early")
     read_export = partialmethod(_call, "read_export")
     close_export = partialmethod(_call, "close_export")
-
-
-def start_replica(
-    model: Path, name: str, peers: LocalPeers | None = None, *, num_ranks: int | None = None, **settings: Any
-) -> WorkerReplica:
-    memory = {"kv_cache_memory_bytes": "8MiB", "swap_space": "8MiB", "max_num_seqs": 8}
-    transfer = {"kv_transfer_wire": "ray", "kv_transfer_timeout_s": 60}  # NIXL connects in seconds on a busy machine
-    config = Settings.parse(
-        model=str(model), **{**memory, **transfer, "dtype": "float32", "device": "cpu", **settings}
-    ).engine_config()
-    engine = None
-    if num_ranks is not None:
-        engine = build_engine(config, model_name="tiny", worker=name, executor=ThreadRanks(config, num_ranks))
-    replica = WorkerReplica(config, "tiny", name, engine=engine, peers=peers)
-    # so that this machine's speed does not decide what is loaded and what computed
-    replica.engine.scheduler._rates = None
-    return replica
 
 
 def evict_all(*replicas: WorkerReplica) -> None:

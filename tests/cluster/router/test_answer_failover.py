@@ -11,16 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 
-from tests.cluster.conftest import make_router, until
+from tests.cluster.conftest import PATIENT, Api, running_api, until
 from tests.cluster.speaking_worker import Fate, SpeakingWorker
-from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer, StubDirectory
+from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer
 from tests.how_many import ALL_TESTS
-from transom_cluster.http.api import build_api
-from transom_cluster.router.router import Router
-from transom_core.config import FailoverConfig
 from transom_core.text.markup.families import harmony
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -85,9 +81,7 @@ class Server:
     """One router, which gets new workers for each request."""
 
     tokenizer: ByteTokenizer
-    directory: StubDirectory
-    router: Router
-    client: httpx.AsyncClient
+    api: Api
     num_workers: int = 0
     calm: dict[str, str] = field(default_factory=dict)  # responses of runs in which no worker dies
 
@@ -108,13 +102,13 @@ class Server:
         ]
         self.num_workers += len(workers)
         for worker in workers:
-            self.directory.add(worker)
-        names, connections = {worker.worker for worker in workers}, self.router.connections
+            self.api.directory.add(worker)
+        names, connections = {worker.worker for worker in workers}, self.api.router.connections
         await until(lambda: {name for name, connection in connections.items() if connection.is_open} == names)
         body = {**BODIES[path], **({"n": len(texts)} if len(texts) > 1 else {}), **fields}
-        response = await self.client.post(path, json=body)
+        response = await self.api.client.post(path, json=body)
         for worker in workers:
-            self.directory.remove(worker)
+            self.api.directory.remove(worker)
         await until(lambda: not connections)
         assert response.status_code == 200, response.text
         assert fate.num_deaths == len(deaths) or "stop" in fields  # a stop string may end the answer before
@@ -130,19 +124,11 @@ class Server:
 
 @asynccontextmanager
 async def serving(tokenizer: ByteTokenizer, tool_parser: str, reasoning_parser: str) -> AsyncIterator[Server]:
-    directory = StubDirectory()
-    router = make_router(
-        directory=directory,
-        tokenizer=tokenizer,
-        tool_call_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        failover=FailoverConfig(wait_s=60.0),
-    )
-    router.start()
-    transport = httpx.ASGITransport(app=build_api(router))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield Server(tokenizer, directory, router, client)
-    await router.stop()
+    parsers = {"tool_call_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    async with running_api(tokenizer=tokenizer, **parsers, **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        yield Server(tokenizer, api)
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.router.engine_workers import HYBRID, at_worker, evict_all, request, start_replica
+from tests.cluster.router.engine_workers import HYBRID, LocalPeers, at_worker, evict_all, request
 from tests.tiny_checkpoints import tiny_llama
-from transom_worker.replica import WorkerReplica
 
 
 @pytest.fixture(scope="module")
@@ -15,16 +14,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [tiny_llama(tmp_path_factory.mktemp(f"seed{seed}"), seed=seed) for seed in (0, 1)]
 
 
-def replica(folder: Path, name: str, disk: str) -> WorkerReplica:
-    return start_replica(folder, name, **HYBRID, disk_cache=disk)
-
-
 @pytest.mark.parametrize("how", ["written over", "replaced"])
 async def test_a_folder_that_changes_in_place(models: list[Path], tmp_path: Path, fast_reads: None, how: str) -> None:
     """A worker computes with the files that it loaded. The next one has another identity, and uses no file of its disk tier."""
-    folder, disk = tmp_path / "model", str(tmp_path / "disk")
+    folder, disk = tmp_path / "model", tmp_path / "disk"
+    peers, settings = LocalPeers(), {**HYBRID, "disk_cache": str(disk)}
     shutil.copytree(models[0], folder)
-    first = replica(folder, "first", disk)
+    first = peers.start(folder, **settings)
     old, _ = await at_worker(first, request("warm"))
     weights, newer = folder / "model.safetensors", (models[1] / "model.safetensors").read_bytes()
     if how == "replaced":
@@ -34,20 +30,20 @@ async def test_a_folder_that_changes_in_place(models: list[Path], tmp_path: Path
     evict_all(first)
     tokens, _ = await at_worker(first, request("after"))
     assert tokens == old
-    second = replica(folder, "second", disk)
+    second = peers.start(folder, **settings)
     assert (await second.info()).identity not in ("", (await first.info()).identity)
     first.shutdown()
-    assert list(Path(disk).rglob("*.kv"))
+    assert list(disk.rglob("*.kv"))
     new, usage = await at_worker(second, request("second"))
     assert new != old
     assert (usage.num_cached_tokens, usage.num_disk_tokens) == (0, 0)
     second.shutdown()
-    third = replica(folder, "third", disk)
+    third = peers.start(folder, **settings)
     tokens, usage = await at_worker(third, request("third"))
     assert tokens == new
     assert usage.num_disk_tokens > 0  # the second one's files
     third.shutdown()
-    again = replica(models[0], "again", disk)
+    again = peers.start(models[0], **settings)
     tokens, usage = await at_worker(again, request("again"))
     assert tokens == old
     assert usage.num_disk_tokens > 0  # the first one's: a copy of the same files is the same model

@@ -12,7 +12,6 @@ import pytest
 from tests.cluster.conftest import PATIENT, Api, num_in_flight, running_api, sample, timings, until
 from tests.cluster.stub_worker import LETTERS, StubWorker, stub_workers
 from tests.matrices import some_daily
-from transom_cluster.router.request_queue import MAX_PLACED_AT_ONCE
 from transom_core.config import FailoverConfig, LimitsConfig, WorkerRole
 from transom_core.contract import ErrorInfo, OutputEvent, WorkerLoad
 from transom_core.errors import RequestError
@@ -222,20 +221,6 @@ async def test_requests_whose_loss_cannot_be_handled_end_and_leave_the_queue() -
         api.worker.kill()
         assert [one.status_code for one in await asyncio.gather(*answers)] == [500, 500]
         assert not len(api.router.queue)
-
-
-async def test_requests_that_cannot_be_placed_end() -> None:
-    """Also those that the queue places in a later turn of the event loop, where no caller sees the error."""
-    async with running_api(StubWorker()) as api:
-        allowed = api.router.queue.quarantine.allowed
-        answers = [allowed] * MAX_PLACED_AT_ONCE + [mock.Mock(side_effect=RuntimeError("a bug"))] * 2
-        quarantine: Any = api.router.queue.quarantine
-        quarantine.allowed = lambda *args: (answers.pop(0) if answers else allowed)(*args)
-        response = await api.complete(prompt=[f"{i}" for i in range(MAX_PLACED_AT_ONCE + 2)], max_tokens=1)
-        assert response.status_code == 500
-        assert not answers
-        await until(lambda: num_in_flight(api.router) == 0 and not len(api.router.queue))
-        assert (await api.complete(max_tokens=1)).status_code == 200
 
 
 def worker(name: str, role: WorkerRole, **fields: Any) -> StubWorker:

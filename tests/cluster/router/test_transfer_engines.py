@@ -38,7 +38,6 @@ WINDOW = WindowPolicy(sinks=4, window=40)
 LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens before the end of a block
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
-POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
 # By how they keep a prefix: states and convolution rows of heads or channels (of heads that share keys on several ranks: Granite),
 # latent rows that every rank has, both, and entries.
 FAMILIES = (
@@ -81,9 +80,6 @@ def pair(request: pytest.FixtureRequest, tiny_model: Path, wire: str) -> Iterato
     yield made
     for replica in made.replicas:
         replica.shutdown()
-
-
-WITHOUT_WINDOWS = pytest.mark.parametrize("pair", ["full"], indirect=True)
 
 
 async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -> None:
@@ -155,7 +151,7 @@ async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair,
     assert not any(len(found) for tier in pair.target.engine.scheduler.cache.index.tiers for found in tier)
 
 
-@WITHOUT_WINDOWS
+@pytest.mark.parametrize("pair", ["full"], indirect=True)
 @pytest.mark.parametrize("length", [100, 400])
 async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pair, length: int) -> None:
     evict_all(*pair.replicas)
@@ -169,17 +165,6 @@ async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pa
     assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
     [group] = pair.source.engine.scheduler.cache.layout.groups
     assert 0 < told["bytes"] <= MOST_BLOCKS * group.block_bytes
-    await pair.until_quiet()
-
-
-@WITHOUT_WINDOWS
-async def test_a_policys_prefix_serves_no_other_policy(pair: Pair) -> None:
-    evict_all(*pair.replicas)
-    await at_worker(pair.source, request("warm-other", policy=WINDOW))
-    for name, policy in (("none", None), ("other", WindowPolicy(sinks=4, window=41))):
-        _, usage = await at_worker(pair.target, request(name, "w0", policy=policy))
-        assert usage.num_fetched_tokens == 0
-        assert fetch_of(pair.target, name)["outcome"] == "not_found"
     await pair.until_quiet()
 
 
@@ -212,7 +197,8 @@ def peers() -> Iterator[LocalPeers]:
 async def test_ranks(
     models: dict[int, Path], peers: LocalPeers, heads: int, sizes: tuple[int, int], layers: str, wire: str
 ) -> None:
-    await check_fetch(peers, models[heads], sizes, wire, POLICIES.get(layers), **LAYERS[layers])
+    policy = WINDOW if layers == "window policy" else None
+    await check_fetch(peers, models[heads], sizes, wire, policy, **LAYERS[layers])
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -118,10 +118,3 @@ def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
         for holder in [-value - 1] if value < 0 else sets[value]:
             held.setdefault(holder, set()).add(key)
     return held
-
-
-def keys_of_mirror(index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> set[int]:
-    keys = stored_keys(index).get(mirror.holder, set())
-    assert mirror.num_blocks == len(keys)
-    assert mirror.holder % 4 == 0
-    return keys
