@@ -1,6 +1,6 @@
 """What a quantised cache holds of a token depends on its prefix alone, and not on chunks or on prompts beside it.
 
-Chunks of eight tokens or fewer are attended to in another order of sums, in quantised caches as in others; their keys differ in
+Chunks of sixteen tokens or fewer are attended to in another order of sums, in quantised caches as in others; their keys differ in
 float32's last bits.
 """
 

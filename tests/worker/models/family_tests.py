@@ -136,7 +136,7 @@ class FamilyTests:
         use = family.alone_usage
         num_decodes = len(LENGTHS) * (NUM_TOKENS - 1) + LENGTHS.count(1)  # a prompt of one token is one, too
         expected = (0, num_decodes) if family.case.records else (num_decodes, 0)
-        assert (use.num_eager_decodes, use.num_graph_steps) == expected
+        assert (use.num_eager_decodes, use.num_graph_decodes) == expected
 
     @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
     def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.split_rows import split_rows
 from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, row_ranges, step_arrays
 from transom_worker.execution.tiers.slabs import compressed_caches, group_of_layer, layer_caches
 from transom_worker.models.layers.forward_batch import ForwardBatch
@@ -31,6 +33,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 # The tensors of a `PolicyBatch`; `PolicyArrays` has the same field names.
 POLICY_TENSORS = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset")
+
+# Attention over keys that are written before any is read. Recurrent states change from token to token, and latent keys are read in
+# another form for prompts.
+_SPLIT_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.SINKS_WINDOW)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,7 @@ class BatchBuilder:
         # With compiled CPU kernels, `policy_attention` gives an ordinary row the same bits as `paged_attention`. So all rows of a
         # decode step with any policy row can go through `policy_attention`, and one recorded program computes the step.
         self._joins_decodes = uses_cpu_kernels(slab)
+        self._splits_rows = self._joins_decodes and all(group.spec.kind in _SPLIT_KINDS for group in layout.groups)
         self.caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self.group_of_layer = group_of_layer(layout)
         # Triton's kernels read block tables on the device. Other operators need them as lists, which take milliseconds to make.
@@ -79,6 +86,8 @@ class BatchBuilder:
         Raises:
             ValueError: a token that is to be written has no block.
         """
+        if self._splits_rows:
+            plan = split_rows(plan)
         return step_arrays(plan, store, self.layout, joins_decodes=self._joins_decodes)
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:

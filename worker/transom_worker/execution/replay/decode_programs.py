@@ -1,4 +1,5 @@
-"""Decode steps on CPUs as recorded programs: each number of sequences is recorded when it first occurs, and replayed from then on.
+"""Decode steps on CPUs, and those with a few tokens of prompts beside (`split_rows`), as recorded programs: each number of rows is
+recorded when it first occurs, and replayed from then on.
 
 A program is used only if a replay over another step's inputs gives the same bits as a forward pass over these inputs:
 
@@ -9,9 +10,9 @@ A program is used only if a replay over another step's inputs gives the same bit
 Before a size is checked, a step's pass may run twice, and recurrent layers update their states in place. So the states are copied
 before each pass that another one may repeat.
 
-If a model's step cannot be recorded, or a comparison fails, all decode steps run eagerly from then on.
+If a model's step cannot be recorded, or a comparison fails, all steps run eagerly from then on.
 
-Legend: B sequences of a step, V vocabulary.
+Legend: B rows of a step, one for each token; V vocabulary.
 """
 
 import logging
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from transom_core.errors import RankLost
 from transom_core.kv_cache.layout import ArenaLayout
@@ -35,11 +38,13 @@ from transom_worker.models.model import Model
 
 logger = logging.getLogger("transom.worker")
 
+MORE_ROWS = 32  # than sequences, of the tokens of short prompts (`split_rows`)
+
 
 class Key(NamedTuple):
     """What the steps of one program have in common."""
 
-    num_seqs: int
+    num_rows: int
     policy: PolicyVariant | None  # the variant of a step with KV policies
     has_adapters: bool  # whether any sequence has a LoRA adapter
 
@@ -54,7 +59,7 @@ class _Recorded:
 
 
 class DecodePrograms(DecodeReplay):
-    """The programs of one model's decode steps, by number of sequences."""
+    """The programs of one model's steps, by number of rows."""
 
     def __init__(self, model: Model, builder: BatchBuilder, *, max_num_seqs: int, max_model_len: int) -> None:
         """`builder` makes the batches of the model's slab."""
@@ -64,8 +69,8 @@ class DecodePrograms(DecodeReplay):
         self._num_columns = [
             1 if g.spec.is_state else g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups
         ]
-        self._max_num_seqs = max_num_seqs
-        fields = step_fields(builder, max_num_seqs, self._num_columns)
+        self._max_num_rows = max_num_seqs + MORE_ROWS
+        fields = step_fields(builder, self._max_num_rows, self._num_columns)
         self._inputs = FixedInputs(builder, FixedArrays.on_cpu(fields | policy_fields(fields)))
         self._recorded: dict[Key, _Recorded] = {}
         self._is_refused = False
@@ -89,7 +94,7 @@ class DecodePrograms(DecodeReplay):
         fails, the function uses `eager_batch`, which makes the step's inputs outside the fixed arrays.
         """
         key = Key(len(arrays.token_ids), policy, arrays.adapter_slots is not None)
-        if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
+        if self._is_refused or not arrays.rows.one_each or not self._fits(arrays):
             return None
         self._inputs.write(arrays, len(arrays.token_ids))
         recorded = self._recorded.get(key)
@@ -99,7 +104,9 @@ class DecodePrograms(DecodeReplay):
             run = partial(self._check, key, recorded)
         else:
             run = partial(_replay, recorded)
-        return partial(self._run_with_mass, run) if policy is not None and policy.wants_mass else run
+        if policy is not None and policy.wants_mass:
+            run = partial(self._run_with_mass, run)
+        return run if arrays.only_decodes else partial(_chosen, run, arrays.logit_rows)
 
     def _fits(self, arrays: StepArrays) -> bool:
         """Return whether the fixed arrays have room for a step. If any row of a step has a KV policy, all must be policy rows."""
@@ -110,7 +117,7 @@ class DecodePrograms(DecodeReplay):
             table = group.block_table if policies is None else policies.block_table
             if table.shape[1] > num_columns:
                 return False
-        return len(arrays.token_ids) <= self._max_num_seqs
+        return len(arrays.token_ids) <= self._max_num_rows
 
     def _run_with_mass(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._inputs.clear_mass()
@@ -118,7 +125,7 @@ class DecodePrograms(DecodeReplay):
 
     def _record(self, key: Key, eager_batch: Callable[[], ForwardBatch]) -> torch.Tensor:
         """Run the forward pass and record it. If recording fails, run the forward pass without it."""
-        batch = self._inputs.forward_batch(key.num_seqs, key.policy, has_adapters=key.has_adapters)
+        batch = self._inputs.forward_batch(key.num_rows, key.policy, has_adapters=key.has_adapters)
         states = KeptStates(batch, self._builder.layout)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
@@ -133,7 +140,7 @@ class DecodePrograms(DecodeReplay):
 
     def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
-        batch = self._inputs.forward_batch(key.num_seqs, key.policy, has_adapters=key.has_adapters)
+        batch = self._inputs.forward_batch(key.num_rows, key.policy, has_adapters=key.has_adapters)
         states = KeptStates(batch, self._builder.layout)
         replayed_BV = _replay(recorded).clone()
         states.restore()
@@ -141,7 +148,7 @@ class DecodePrograms(DecodeReplay):
         self._inputs.clear_mass()
         logits_BV = self._model.forward(batch)
         try:
-            check_replay(f"a step of {key.num_seqs} sequences", replayed_BV, logits_BV)
+            check_replay(f"a step of {key.num_rows} rows", replayed_BV, logits_BV)
             recorded.is_checked = True
         except ReplayMismatch as error:
             self._refuse(str(error))
@@ -169,6 +176,10 @@ class KeptStates:
         """Write the copies back."""
         for tensor, blocks, copies in self._kept:
             tensor[blocks] = copies
+
+
+def _chosen(run: Callable[[], torch.Tensor], logit_rows: NDArray[np.int64]) -> torch.Tensor:
+    return run()[torch.from_numpy(logit_rows)]
 
 
 def _replay(recorded: _Recorded) -> torch.Tensor:
