@@ -135,10 +135,10 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def heat(title: str, query: str, unit: str, *, width: int = 12, **words: Unpack[Words]) -> heatmap.Panel:
+def heat(title: str, query: str, unit: str, **words: Unpack[Words]) -> heatmap.Panel:
     """A histogram over time: colour says how many observations fell into a cell, and empty cells are left out."""
     panel = _common(heatmap.Panel(), title, {"{{le}}": query}, "short", words, form=PromQueryFormat.HEATMAP)
-    panel.span(width).height(8)
+    panel.span(12).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
     # Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright.

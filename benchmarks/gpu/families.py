@@ -23,10 +23,10 @@ from benchmarks.gpu.jobs import ABOUT, Part, Result, main
 from tests import checkpoints
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
-from tests.worker.models import test_dense_families, test_moe_families
+from tests.worker.models import test_moe_families
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 
-CASES = test_dense_families.CASES | test_moe_families.CASES
+CASES = test_moe_families.ALL_CASES
 NEAR_TIE = 1e-4
 TOLERANCE = 1e-3  # of log-probabilities
 SITUATIONS = ("cold", "hit", "repaired")
@@ -47,7 +47,9 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # whichever this machine prefers
     num_threads = max(1, (os.cpu_count() or 1) // options.at_once)
     with tempfile.TemporaryDirectory() as folder:
-        written = Written(make_checkpoint(job, Path(folder)), num_threads, is_tiny=options.tiny)
+        path = Path(folder)
+        checkpoint = make_deepseek_v4(path) if job == V4 else test_moe_families.make_folder(path, job, CASES)
+        written = Written(checkpoint, num_threads, is_tiny=options.tiny)
         cpu = written.with_cache("cpu")
         other = written.with_cache(options.device) | written.without_cache(options.device)
     wanted = cpu | {TOGETHER: cpu["cold"], SINGLE: cpu["cold"]}
@@ -65,20 +67,6 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
         "worst_logprob_difference": worst,
         "same_bits_twice": same_bits,
     }
-
-
-def make_checkpoint(name: str, folder: Path) -> Path:
-    """A checkpoint of the tests; the folder that holds it."""
-    if name == V4:
-        return make_deepseek_v4(folder)
-    case = CASES[name.split(" in ")[0]]
-    if name not in test_moe_families.QUANTISED:
-        checkpoints.make_checkpoint(folder, case.family, **case.config)
-        test_moe_families.draw_corrections(folder)
-        return folder
-    checkpoints.make_checkpoint(folder / "plain", case.family, **case.config)
-    test_moe_families.QUANTISED[name](folder / "plain", folder / "packed")
-    return folder / "packed"
 
 
 @dataclass(frozen=True, slots=True)

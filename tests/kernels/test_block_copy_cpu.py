@@ -35,7 +35,7 @@ def test_block_copy(num_bytes: int, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", INTERPRETER])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_any_copies_are_as_one_after_the_other(kernels: Kernels, pairs: list[tuple[int, int]]) -> None:
     wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)

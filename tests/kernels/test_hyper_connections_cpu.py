@@ -70,7 +70,6 @@ def test_streams_that_are_one_tensor_still() -> None:
 
 
 def test_a_balanced_mix_neither_grows_nor_shrinks_the_streams() -> None:
-    torch.manual_seed(0)
     parts = torch.randn(2, 15), torch.ones(15), torch.zeros(15)
     _, _, mix = hc_pre(torch.randn(2, 3, 4), *parts, rounds=20, eps=1e-6)
     for dim in (1, 2):

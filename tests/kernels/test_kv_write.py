@@ -91,7 +91,7 @@ def keys_alone(heads: int) -> tuple[Any, Any]:
     return inputs, replace(inputs, k_cache=pair[1])
 
 
-@settings(max_examples=num_examples(daily=20, exhaustive=100), deadline=None)
+@settings(max_examples=num_examples(daily=20, exhaustive=100))
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 20), st.booleans(), st.booleans(), st.sampled_from([6, 4]))
 def test_kv_write_touches_its_slots_alone(kv_heads, block_size, tokens, head_major, adjacent, v_size):
     """By kernels, or by torch where the heads of a token are not adjacent."""

@@ -38,7 +38,7 @@ class TestMoe(MoeTests):
     """All of `MoeTests`."""
 
 
-@settings(max_examples=num_examples(daily=20, exhaustive=60), deadline=None)
+@settings(max_examples=num_examples(daily=20, exhaustive=60))
 @given(st.lists(st.integers(0, 6), max_size=70), st.sampled_from([1, 4, 16]))
 def test_every_pair_is_in_one_block_of_its_expert(experts: list[int], block_m: int) -> None:
     pairs, block_expert = block_rows(torch.tensor(experts, dtype=torch.int64), 7, block_m)

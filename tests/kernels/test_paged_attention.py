@@ -154,7 +154,7 @@ def test_heads_of_queries_that_are_not_adjacent():
     check(case, window=3)
 
 
-@settings(max_examples=num_examples(daily=15, exhaustive=300), deadline=None)
+@settings(max_examples=num_examples(daily=15, exhaustive=300))
 @given(st.data())
 def test_random_shapes(data):
     """Of one head size and group, since kernels are compiled for them."""

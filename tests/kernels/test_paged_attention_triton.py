@@ -184,9 +184,7 @@ sequences = st.lists(
     st.booleans(),
 )
 @settings(
-    max_examples=num_examples(daily=6, exhaustive=40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=num_examples(daily=6, exhaustive=40), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_anything(
     found: list[Sequence],

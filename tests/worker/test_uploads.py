@@ -98,9 +98,7 @@ def test_prompts_and_decodes(pattern: str, tiny_model: Path, packed: list[Forwar
     hand = HandScheduler(runner.info.layout)
     hand.add(0, [5] * 23)
     hand.add(1, [7] * 30)
-    for counts in ({0: 10}, {0: 13, 1: 5}, {0: 1, 1: 25}, {0: 1, 1: 1}, {1: 1}):
-        plan = hand.plan(counts)
-        hand.received(plan, runner.execute(plan))
+    hand.run(runner, {0: 10}, {0: 13, 1: 5}, {0: 1, 1: 25}, {0: 1, 1: 1}, {1: 1})
     assert {len(batch.groups) for batch in packed} == {len(pattern)}
 
 

@@ -51,11 +51,11 @@ def disk_of(engine: Engine) -> EngineDiskTier:
     return present(engine._disk)
 
 
-def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = None) -> Answers:
+def answers(engine: Engine, tokens: Sequence[list[int]]) -> Answers:
     """Each prompt's answer and how many of its tokens were cached, one request after the other."""
     found = []
     for number, prompt in enumerate(tokens):
-        (whole,) = run(engine, [replace(make_request(f"{salt} {number}", prompt, max_tokens=6), cache_salt=salt)])
+        (whole,) = run(engine, [make_request(f"{number}", prompt, max_tokens=6)])
         found.append((whole.token_ids, whole.num_cached_tokens))
     return found
 

@@ -37,8 +37,7 @@ class Fragile(LocalExecutor):
 
     lose_after: int | None = None  # results
     restarts = 0
-    comes_back = True
-    refusal: Exception = RankLost("no memory")
+    refusal: Exception | None = None  # of a restart
     on_loss: Callable[[], None] = staticmethod(lambda: None)
     is_lost = False
     always_loses = False
@@ -81,7 +80,7 @@ class Fragile(LocalExecutor):
         self.restarts += 1
         self.before_restart()
         self.is_lost = False
-        if not self.comes_back:
+        if self.refusal is not None:
             raise self.refusal
         self.shutdown()
         return self.start()
@@ -133,7 +132,7 @@ def test_every_request_gets_an_error_and_can_run_again(engine: Engine) -> None:
 def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: Exception) -> None:
     engine.add(make_request("r", PROMPT))
     executor = executor_of(engine)
-    executor.lose_after, executor.comes_back, executor.refusal = 0, False, refusal
+    executor.lose_after, executor.refusal = 0, refusal
     engine.step()
     engine.step()
     assert engine.dead is refusal

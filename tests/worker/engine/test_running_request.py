@@ -158,7 +158,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=num_examples(daily=100, exhaustive=20_000), deadline=None)
+@settings(max_examples=num_examples(daily=100, exhaustive=20_000))
 @given(
     pieces=PIECES, stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=6), include=st.booleans()
 )

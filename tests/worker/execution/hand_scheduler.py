@@ -105,6 +105,12 @@ class HandScheduler:
             sequence.last_row = rows.get(seq_id, NO_ID)
         return plan
 
+    def run(self, runner: ModelRunner, *steps: dict[int, int]) -> None:
+        """Let `runner` compute steps of these counts."""
+        for counts in steps:
+            plan = self.plan(counts)
+            self.received(plan, runner.execute(plan))
+
     def received(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
         """Remember sampled ids; returns them by sequence."""
         sampling = [seq_id for seq_id, sample in zip(plan.seq_ids, plan.sample, strict=True) if sample]

@@ -18,7 +18,7 @@ def spec(num_sink_blocks: int) -> GroupSpec:
     return GroupSpec(name="s", kind=GroupKind.SINKS_WINDOW, layers=(0,), block_size=SIZE, window=9, sinks=sinks)
 
 
-@settings(deadline=None, max_examples=num_examples(daily=30, exhaustive=300))
+@settings(max_examples=num_examples(daily=30, exhaustive=300))
 @given(data=st.data(), num_sink_blocks=st.integers(0, 2))
 def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_sink_blocks: int) -> None:
     tables = BlockTables(spec(num_sink_blocks), num_rows=3, num_columns=2)

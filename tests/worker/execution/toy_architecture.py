@@ -1,5 +1,7 @@
 """Architectures of a few small layers, for code that plans memory and needs no weights."""
 
+from typing import Any
+
 from transom_core.model_config.architecture import Architecture, LayerAttention
 
 HIDDEN = 32
@@ -23,5 +25,5 @@ def architecture(layers: list[LayerAttention]) -> Architecture:
     )
 
 
-def layer(window: int | None = None, sinks: int = 0) -> LayerAttention:
-    return LayerAttention(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, window=window, sinks=sinks)
+def layer(window: int | None = None, **fields: Any) -> LayerAttention:
+    return LayerAttention(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, window=window, **fields)

@@ -57,7 +57,7 @@ def spec(name: str, *, block_size: int = BLOCK, layers: tuple[int, ...] = (0,)) 
     return GroupSpec(name=name, layers=layers, block_size=block_size, **rule)
 
 
-def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_size: int = BLOCK) -> ArenaLayout:
+def layout(mix: Sequence[str], *, num_pages: int, block_size: int = BLOCK) -> ArenaLayout:
     """Strides differ by group and do not divide the page; each group has two layers, so that repairs reach back further."""
     strides = (1024, 768, 1280, 512, 896)
     groups = tuple(
@@ -69,7 +69,7 @@ def layout(mix: Sequence[str], *, num_pages: int, page_bytes: int = 4096, block_
         )
         for index, (name, stride) in enumerate(zip(mix, strides, strict=False))
     )
-    return ArenaLayout(page_bytes=page_bytes, num_pages=num_pages, groups=groups)
+    return ArenaLayout(page_bytes=4096, num_pages=num_pages, groups=groups)
 
 
 @cached

@@ -17,13 +17,7 @@ KINDS = (None, *CheckpointKind)
 
 
 def random_life(
-    mix: tuple[str, ...],
-    seed: int,
-    *,
-    has_host: bool = False,
-    has_disk: bool = False,
-    receives: bool = False,
-    num_operations: int = 100,
+    mix: tuple[str, ...], seed: int, *, has_host: bool = False, has_disk: bool = False, receives: bool = False
 ) -> CacheDriver:
     """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
@@ -47,7 +41,7 @@ def random_life(
         boundaries += [((len(tokens) - 1) // BLOCK, CheckpointKind.PROMPT)] if not boundaries else []
         driver.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
 
-    for _ in range(num_operations):
+    for _ in range(100):
         driver.now_s += rng.random()
         draw = rng.random()
         if draw < 0.3 and len(driver.sequences) < max_lives:

@@ -23,11 +23,11 @@ from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)
 
 
-def rounds(period: int, *, num_requests: int = 900) -> tuple[ReturnTimes, list[WatchedCheckpoint]]:
+def rounds(period: int) -> tuple[ReturnTimes, list[WatchedCheckpoint]]:
     """Sessions that take turns: each checkpoint is returned to after `period` requests; those of the last round not yet."""
     times = ReturnTimes()
     watches: list[WatchedCheckpoint] = []
-    for now in range(num_requests):
+    for now in range(900):
         times.tick()
         if now >= period:
             times.returned(watches[now - period].number)

@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_deepseek_v4(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+def make_deepseek_v4(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint into `folder`, and return it."""
     torch.manual_seed(seed)
     sizes = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
@@ -40,6 +40,6 @@ def make_deepseek_v4(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.
             elif name.endswith("e_score_correction_bias"):
                 table.normal_(0.0, 0.3)
     scale_weights(model)
-    model.to(dtype).save_pretrained(folder)
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

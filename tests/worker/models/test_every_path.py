@@ -10,9 +10,8 @@ import pytest
 
 from tests.engine_driver import run
 from tests.matrices import some_daily
-from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, asked
-from tests.worker.models.test_moe_families import ALL_CASES, DEEPSEEK_V4, plain_family
+from tests.worker.models.test_moe_families import ALL_CASES, make_family
 from transom_worker.scheduling import fair_preemption
 
 WHICH = (3, 3, 2, 3, 3, 1)  # prompts, by length
@@ -22,10 +21,7 @@ ROOM = {"deepseek_v4": 2.6} | dict.fromkeys(("granitemoehybrid", "jamba", "kimi_
 
 @pytest.fixture(scope="module", params=some_daily([*ALL_CASES, "deepseek_v4"], daily=["deepseek_v32"]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    folder = tmp_path_factory.mktemp("tiers")
-    if request.param == "deepseek_v4":
-        return Family.of(make_deepseek_v4(folder), DEEPSEEK_V4)
-    return plain_family(ALL_CASES[request.param], folder)
+    return make_family(tmp_path_factory.mktemp("tiers"), request.param)
 
 
 @pytest.mark.parametrize("chunk", some_daily([1, 2, 3, 7, 63, 64, 65, 128, 200], daily=[7]))

@@ -96,19 +96,12 @@ def run_engine(
     return made
 
 
-def check(
-    folder: Path,
-    *,
-    lengths: tuple[int, int] = LENGTHS,
-    size: int = 1,
-    situations: tuple[str, ...] = SITUATIONS,
-    **settings: Any,
-) -> Run:
+def check(folder: Path, *, size: int = 1, situations: tuple[str, ...] = SITUATIONS, **settings: Any) -> Run:
     """Tokens and logits are those of torch's operators on one rank."""
-    wanted = run_engine(folder, "reference", lengths=lengths, situations=situations, **settings)
-    got = run_engine(folder, "interpreted", lengths=lengths, size=size, situations=situations, **settings)
+    wanted = run_engine(folder, "reference", situations=situations, **settings)
+    got = run_engine(folder, "interpreted", size=size, situations=situations, **settings)
     if "hit" in situations:
-        assert [whole.num_cached_tokens for whole in got.wholes["hit"]] == [(lengths[1] - 1) // BLOCK * BLOCK]
+        assert [whole.num_cached_tokens for whole in got.wholes["hit"]] == [(LENGTHS[1] - 1) // BLOCK * BLOCK]
     check_equal(got, wanted, TOLERANCE)
     return got
 

@@ -159,24 +159,31 @@ QUANTISED: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+ALL_CASES = DENSE | CASES
+
+
 @pytest.fixture(scope="module", params=[*CASES, *QUANTISED, "deepseek_v4"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    folder = tmp_path_factory.mktemp("family")
-    if request.param == "deepseek_v4":
+    return make_family(tmp_path_factory.mktemp("family"), request.param)
+
+
+def make_family(folder: Path, name: str) -> Family:
+    """Of one of `ALL_CASES`, of one of `QUANTISED` or of DeepSeek V4."""
+    if name == "deepseek_v4":
         return Family.of(make_deepseek_v4(folder), DEEPSEEK_V4)
-    case = CASES[request.param.split(" in ")[0]]
-    if request.param not in QUANTISED:
-        return plain_family(case, folder)
-    make_checkpoint(folder / "plain", case.family, **case.config)
-    QUANTISED[request.param](folder / "plain", folder / "packed")
-    return Family.of(folder / "plain", case, folder / "packed")
+    made = make_folder(folder, name, ALL_CASES)
+    return Family.of(folder / "plain", ALL_CASES[name.split(" in ")[0]], made)
 
 
-def plain_family(case: FamilyCase, folder: Path) -> Family:
-    """Of a case's checkpoint as it is."""
-    make_checkpoint(folder, case.family, **case.config)
-    draw_corrections(folder)
-    return Family.of(folder, case)
+def make_folder(folder: Path, name: str, cases: dict[str, FamilyCase]) -> Path:
+    """The checkpoint of a case; of one in a quantised format the plain checkpoint lies beside it."""
+    case = cases[name.split(" in ")[0]]
+    plain = make_checkpoint(folder / "plain", case.family, **case.config)
+    if name in QUANTISED:
+        QUANTISED[name](plain, folder / "packed")
+        return folder / "packed"
+    draw_corrections(plain)
+    return plain
 
 
 def draw_corrections(folder: Path) -> None:
@@ -192,8 +199,6 @@ class TestMoeFamilies(FamilyTests):
 
 
 # --- recorded decode steps, of dense families, too
-
-ALL_CASES = DENSE | CASES
 
 
 @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")

@@ -1,8 +1,9 @@
-"""Quantised KV caches: every family stays near its own logits, and what is cached depends on a token and its prefix alone.
+"""Quantised KV caches: every family stays near its own logits, on several ranks, too, and other formats are refused.
 
 A *bound* is the mean KL divergence in nats of four next-token distributions from those with a float32 cache. These checkpoints have
 random weights and logits with a standard deviation of 4, which amplify every error; among random experts a close choice may fall
 otherwise. The demo model's figures are in docs/quantised_kv.md. torch computes here; `tests/kernels` compares kernels with it.
+That what is cached depends on a token and its prefix alone is tested in `execution/test_cached_bits.py`.
 """
 
 from itertools import product
@@ -15,14 +16,13 @@ import torch
 from tests.checkpoints import prompt
 from tests.engine_driver import make_request, run
 from tests.matrices import some_daily
-from tests.thread_ranks import ThreadRanks, make_sharded_engine
+from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_sharded_families import CASES, make_folder
 from transom_core.errors import ConfigError
 from transom_core.model_config.mla import MLA_FAMILIES
 from transom_kernels.quantised_kv import dequantise_rows
-from transom_worker.engine.engine import Engine
 
 LENGTHS = (5, 41, 90, 200)
 FORMATS = ("fp8", "int8", "int4")
@@ -36,22 +36,21 @@ pytestmark = pytest.mark.usefixtures("torch_operators")
 CHUNKS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 45, "dtype": "float32"}
 
 
-def log_probabilities(folder: Path, **settings: Any) -> torch.Tensor:
+def log_probabilities(folder: Path, num_ranks: int = 1, **settings: Any) -> torch.Tensor:
     """Of the token behind each of the prompts, [prompts, vocabulary]. Their later chunks read what the first ones wrote."""
-    engine, ranks = make_sharded_engine(str(folder), 1, **(CHUNKS | settings))
+    engine, ranks = make_sharded_engine(str(folder), num_ranks, **(CHUNKS | settings))
     try:
-        return torch.stack([last_logits(engine, ranks, length) for length in LENGTHS]).log_softmax(dim=-1)
+        rows = []
+        for length in LENGTHS:
+            run(engine, [make_request(f"{length}", prompt(length), max_tokens=1)])
+            rows.append(ranks.logits()[-1][-1].float())
+        return torch.stack(rows).log_softmax(dim=-1)
     finally:
         engine.shutdown()
 
 
-def last_logits(engine: Engine, ranks: ThreadRanks, length: int) -> torch.Tensor:
-    run(engine, [make_request(f"{length}", prompt(length), max_tokens=1)])
-    return ranks.logits()[-1][-1].float()
-
-
-def divergence(folder: Path, exact: torch.Tensor, **settings: Any) -> float:
-    got = log_probabilities(folder, **settings)
+def divergence(folder: Path, exact: torch.Tensor, num_ranks: int = 1, **settings: Any) -> float:
+    got = log_probabilities(folder, num_ranks, **settings)
     return float((exact.exp() * (exact - got)).sum(dim=-1).mean())
 
 
@@ -93,13 +92,8 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path,
 )
 def test_ranks_stay_near_one_rank(folder: Path, asked: str, size: int) -> None:
     """Sums of several ranks round otherwise, and a number at the edge of two stored ones may fall to the other side."""
-    logits = []
-    for ranks in (1, size):
-        engine, threads = make_sharded_engine(str(folder), ranks, **CHUNKS, kv_cache_dtype=asked)
-        logits.append(torch.stack([last_logits(engine, threads, length) for length in LENGTHS]).log_softmax(dim=-1))
-        engine.shutdown()
-    one, several = logits
-    assert float((one.exp() * (one - several)).sum(dim=-1).mean()) < BOUNDS[asked] / 50
+    one_rank = log_probabilities(folder, kv_cache_dtype=asked)
+    assert divergence(folder, one_rank, size, kv_cache_dtype=asked) < BOUNDS[asked] / 50
 
 
 def test_latent_groups_are_refused_by_name(tmp_path: Path) -> None:

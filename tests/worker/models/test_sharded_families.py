@@ -18,11 +18,12 @@ from tests.engine_driver import Whole, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import matrix, some_daily
 from tests.thread_ranks import RankThreads, ThreadRanks, make_sharded_engine
+from tests.worker.models import test_moe_families
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
-from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED, draw_corrections
+from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
@@ -85,13 +86,7 @@ class OneRank:
 def make_folder(folder: Path, name: str) -> Path:
     if name == "deepseek_v4":
         return make_deepseek_v4(folder, o_groups=4)
-    case = CASES[name.split(" in ")[0]]
-    plain = make_checkpoint(folder / "plain", case.family, **case.config)
-    if name in QUANTISED:
-        QUANTISED[name](plain, folder / "packed")
-        return folder / "packed"
-    draw_corrections(plain)
-    return plain
+    return test_moe_families.make_folder(folder, name, CASES)
 
 
 @pytest.fixture(scope="module", params=EVERY)

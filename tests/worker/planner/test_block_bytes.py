@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.execution.toy_architecture import architecture
+from tests.worker.execution.toy_architecture import architecture, layer
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
@@ -205,10 +205,6 @@ def test_formats_that_a_model_cannot_have(name: str, asked: str, message: str) -
 def test_int4_needs_an_even_width() -> None:
     with pytest.raises(ConfigError, match=r"int4 in KV group full, which keeps two values in a byte.*65 elements"):
         groups_of("llama-3-8b", "int4", head_dim=65)
-
-
-def layer(window: int | None = None, **fields: object) -> LayerAttention:
-    return LayerAttention(num_heads=2, num_kv_heads=2, head_size=8, window=window, **fields)  # type: ignore[arg-type]
 
 
 def test_layers_with_equal_retention_share_a_group() -> None:

@@ -160,7 +160,7 @@ def layout_of(sizes: list[int], pool: int) -> ArenaLayout:
     return make_layout([GroupLayout(spec=spec, block_bytes=size, stride_bytes=0, layers=()) for size in sizes], pool)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=SIZES, blocks=st.integers(40, 20_000))
 def test_pages_hold_as_many_blocks_of_each_group_everywhere(sizes: list[int], blocks: int) -> None:
     pool = blocks * 256 * -(-max(sizes) // 256)

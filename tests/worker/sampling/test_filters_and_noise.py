@@ -37,7 +37,7 @@ ROW = st.tuples(
 )
 
 
-@settings(max_examples=num_examples(daily=60, exhaustive=1_000), deadline=None)
+@settings(max_examples=num_examples(daily=60, exhaustive=1_000))
 @given(row=ROW, seed=st.integers(0, 2**16), scale=st.sampled_from([0.1, 1.0, 6.0]), banned=st.sampled_from([0.0, 0.9]))
 def test_every_row_equals_numpy(row: tuple[int, float, float], seed: int, scale: float, banned: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,6 @@ def splitmix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-@settings(deadline=None)
 @given(key=INT64, token=st.integers(0, 300_000))
 def test_bits_equal_the_arithmetic_of_python(key: int, token: int) -> None:
     bits = random_bits(torch.tensor([key]), torch.tensor([token]))

@@ -223,7 +223,7 @@ def run_rows(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@settings(deadline=None, max_examples=num_examples(daily=10, exhaustive=100))
+@settings(max_examples=num_examples(daily=10, exhaustive=100))
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([11, 64, 200, 1000]), num_rows=st.integers(1, 12))
 def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_rows: int) -> None:
     rng = np.random.default_rng(seed)

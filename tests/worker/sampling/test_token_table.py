@@ -114,7 +114,7 @@ def expected(tokens: list[int], num_prompt_tokens: int, params: SamplingParams) 
     return {t: params.presence_penalty * (counts[t] > 0) + params.frequency_penalty * counts[t] for t in penalised}
 
 
-@settings(max_examples=num_examples(daily=8, exhaustive=2_000), deadline=None)
+@settings(max_examples=num_examples(daily=8, exhaustive=2_000))
 @given(seed=st.integers(0, 2**32))
 def test_the_table_has_what_its_sequences_have(seed: int) -> None:
     """Sequences come, grow beyond their segments, are sampled in any batch or not, and leave; segments are used again."""
@@ -168,7 +168,6 @@ def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], *, row:
         apply_changes(logits, SampleParams(**columns, change_minus=changes.value))
 
 
-@settings(deadline=None)
 @given(prompt=IDS.filter(bool), output=IDS, penalty=st.sampled_from([0.5, 1.1, 1.3, 2.0]))
 def test_repetition_equals_transformers(prompt: list[int], output: list[int], penalty: float) -> None:
     logits = torch.randn(2, PENALISED_IDS, generator=torch.Generator().manual_seed(len(prompt)))

@@ -119,10 +119,10 @@ def test_the_order_of_service(policy: str, order: list[str]) -> None:
     assert driver.finished == ["runs", *order]
 
 
-def crowd(num_pages: int, *, num_requests: int = 24) -> Driver:
+def crowd(num_pages: int) -> Driver:
     """Short prompts and long answers: everything would be admitted, and then does not fit."""
     driver = Driver(layout(["full", "window"], num_pages=num_pages), max_num_seqs=16, max_num_batched_tokens=64)
-    for number in range(num_requests):
+    for number in range(24):
         driver.add(request(str(number), [number, *range(7)], 60))
     driver.run()
     return driver

@@ -155,9 +155,9 @@ def test_many_equal_prompts_cost_two_searches_each(monkeypatch: pytest.MonkeyPat
     assert driver.executor.num_computed == 40 + 99 * 4 + 100
 
 
-def with_waiters(*mix: str, steps_in_flight: int = 1) -> Driver:
+def with_waiters(*mix: str) -> Driver:
     """`a` is in its prefill, 16 of 60 tokens in flight and more ahead; `b` and `c` wait for 32 and 60 of them."""
-    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_chunk=16)
+    driver = make_driver(*mix, steps_in_flight=1, max_chunk=16)
     driver.add(request("a", range(60), 3))
     driver.add(request("b", [*range(32), *[1] * 8], 3))
     driver.add(request("c", range(60), 3))

@@ -135,7 +135,7 @@ def test_models_with_other_groups_take_no_policy() -> None:
     assert error.value.param == "kv_quality"
 
 
-@settings(max_examples=num_examples(daily=12, exhaustive=120), deadline=None)
+@settings(max_examples=num_examples(daily=12, exhaustive=120))
 @given(
     st.integers(0, 10**6),
     st.sampled_from([1, 2]),

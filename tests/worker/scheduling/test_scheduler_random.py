@@ -185,7 +185,7 @@ def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
     random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
 
 
-@settings(max_examples=num_examples(daily=15, exhaustive=60), deadline=None)
+@settings(max_examples=num_examples(daily=15, exhaustive=60))
 @given(
     st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.8])
 )

@@ -104,7 +104,7 @@ class Watch(SchedulerListener):
         self.num_preemptions += sequence is self.victim
 
 
-@settings(max_examples=num_examples(daily=6, exhaustive=1500), deadline=None)
+@settings(max_examples=num_examples(daily=6, exhaustive=1500))
 @given(
     attacks=attacks(prompt=60, output=30, priorities=(-MAX_PRIORITY, MAX_PRIORITY)),
     priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),
@@ -208,7 +208,7 @@ def test_attacks(attack: Attack) -> None:
     assert sum(tenants.waits) < 8 * len(tenants.waits)
 
 
-@settings(max_examples=num_examples(daily=3, exhaustive=500), deadline=None)
+@settings(max_examples=num_examples(daily=3, exhaustive=500))
 @given(
     attacks=attacks(prompt=200, output=100, priorities=(-3, 0)),
     num_victims=st.integers(1, 3),

@@ -162,8 +162,7 @@ RUNNER = CliRunner()
 
 
 def arguments(tmp_path: Path, *lines: object) -> list[str]:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = write(tmp_path / "trace.jsonl", *lines)
     model = write_model(tmp_path / "tiny")
     return ["bench", "simulate", "--trace", str(trace), "--model", str(model), "--memory", "16MiB"]
 

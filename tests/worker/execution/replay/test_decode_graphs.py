@@ -124,9 +124,7 @@ def test_what_fails_at_start_turns_graphs_off(
         assert message in caplog.text
         hand = HandScheduler(runner.info.layout)
         hand.add(0, [5, 6])
-        for counts in ({0: 2}, {0: 1}):
-            plan = hand.plan(counts)
-            hand.received(plan, runner.execute(plan))
+        hand.run(runner, {0: 2}, {0: 1})
         assert (runner.usage.num_graph_steps, runner.usage.num_eager_steps, runner.info.num_graphs) == (0, 2, 0)
         assert runner.usage.num_wrong_graphs == num_wrong
 
@@ -235,9 +233,7 @@ def test_a_graph_reads_the_adapters_of_each_step(checkpoint: Path, tmp_path: Pat
         for adapted in (0, 1):
             for seq_id in (0, 1):
                 hand.add(seq_id, [5, 6, 7], adapter_slot=1 if seq_id == adapted else NO_ADAPTER)
-            for count in (3, 1, 1):
-                plan = hand.plan({0: count, 1: count})
-                hand.received(plan, runner.execute(plan))
+            hand.run(runner, {0: 3, 1: 3}, {0: 1, 1: 1}, {0: 1, 1: 1})
             for seq_id in (0, 1):
                 right = reference_greedy(merged if seq_id == adapted else checkpoint, [5, 6, 7], 3)
                 assert hand.sequences[seq_id].tokens[3:] == right

@@ -220,7 +220,7 @@ def test_the_smallest_size_is_taken(lengths: list[int], size: tuple[int, int] | 
     assert found == (None if size is None else DecodeSize(level=size[0], num_seqs=size[1]))
 
 
-@settings(deadline=None, max_examples=num_examples(daily=50, exhaustive=500))
+@settings(max_examples=num_examples(daily=50, exhaustive=500))
 @given(
     max_model_len=st.integers(1, 200_000),
     max_num_seqs=st.integers(1, 300),
@@ -285,7 +285,7 @@ def random_counts(rng: random.Random, most_tokens: int, most_seqs: int) -> list[
     return counts
 
 
-@settings(deadline=None, max_examples=num_examples(daily=60, exhaustive=3000))
+@settings(max_examples=num_examples(daily=60, exhaustive=3000))
 @given(seed=st.integers(0, 2**32), group=st.sampled_from((1, 4, 8, 40, 200)), element_bytes=st.sampled_from((2, 4)))
 def test_the_work_of_mixed_steps_fits_the_launches_of_their_size(seed: int, group: int, element_bytes: int) -> None:
     """By brute force: each launch has room for the work items of all steps that are given its size, and of the tokens added."""

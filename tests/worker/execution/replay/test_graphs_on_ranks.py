@@ -36,7 +36,6 @@ MAX_MODEL_LEN, ONE_LEVEL = 16, 8  # contexts of two levels, and of one
 def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
     """Return a step's logits; the sequence continues with the sampled tokens."""
     kept: list[torch.Tensor] = []
-    plan = hand.plan(counts)
 
     def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> SampledIds:
         kept.append(logits.sampled_SV.clone())
@@ -44,7 +43,7 @@ def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transom_worker.execution.runner.sample_step", sampled)
-        hand.received(plan, runner.execute(plan))
+        hand.run(runner, counts)
     return kept[0]
 
 

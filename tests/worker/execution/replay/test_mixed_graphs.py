@@ -180,9 +180,7 @@ def test_decode_steps_keep_their_graphs_without_mixed_ones(
         assert message in caplog.text
         hand = HandScheduler(runner.info.layout)
         hand.add(0, [5, 6])
-        for counts in ({0: 2}, {0: 1}):
-            plan = hand.plan(counts)
-            hand.received(plan, runner.execute(plan))
+        hand.run(runner, {0: 2}, {0: 1})
         usage = runner.usage
         assert (usage.num_eager_steps, usage.num_graph_steps, usage.num_graph_decodes) == (1, 1, 1)
         assert (runner.info.num_graphs, usage.num_wrong_graphs) == (1, num_wrong)

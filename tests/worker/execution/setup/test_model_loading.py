@@ -29,6 +29,8 @@ def files(config: dict[str, object], generation_config: dict[str, object] | None
         ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, (5, 7)),
         ({"eos_token_id": [3]}, {"eos_token_id": None}, (3,)),
         ({}, {}, ()),
+        ({"text_config": {"eos_token_id": [7, 8]}}, {}, (7, 8)),
+        ({"text_config": {"eos_token_id": [7, 8]}, "eos_token_id": 9}, {}, (9,)),
     ],
 )
 def test_ends_of_text(config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]) -> None:

@@ -87,7 +87,7 @@ def copies() -> st.SearchStrategy[list[Copy]]:
     return st.lists(st.one_of(*one).map(lambda copy: (copy[0], *copy[1], *copy[2])), max_size=12)
 
 
-@settings(max_examples=num_examples(daily=40, exhaustive=300), deadline=None)
+@settings(max_examples=num_examples(daily=40, exhaustive=300))
 @given(copies())
 def test_copies_are_as_one_after_the_other_over_all_groups_and_tiers(copies: list[Copy]) -> None:
     got = slabs()

@@ -24,11 +24,6 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(5)
-
-
 def make_weights(*parts: str, dtype: torch.dtype = torch.float32) -> ExpertTensors:
     tensors: dict[str, Any] = {name: torch.randn(SHAPES[name]).mul(0.3).to(dtype) for name in parts or SHAPES}
     return ExpertTensors(**tensors)

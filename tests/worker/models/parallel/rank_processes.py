@@ -78,9 +78,9 @@ def ranks(
         rendezvous.close()
 
 
-def outcomes(kind: str, size: int, body: Body, *, timeout_s: float = NEVER_S) -> list[Any]:
+def outcomes(kind: str, size: int, body: Body) -> list[Any]:
     """What `body` returned on each rank."""
-    with ranks(kind, size, body, timeout_s=timeout_s) as processes:
+    with ranks(kind, size, body) as processes:
         return [process.receive() for process in processes]
 
 

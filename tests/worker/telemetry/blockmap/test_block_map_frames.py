@@ -170,6 +170,13 @@ def settle(watch: Watch, late: Map | None = None) -> None:
             late.take(frame)
 
 
+def check_blocks_of_events(watch: Watch, *kinds: str) -> None:
+    """The events of each kind tell of as many blocks as the totals have grown by."""
+    for kind in kinds:
+        counted = sum(event["count"] for event in watch.map.events if event["kind"] == kind)
+        assert counted == watch.map.header["totals"][f"{kind}_blocks"] - watch.before[f"{kind}_blocks"]
+
+
 @pytest.mark.parametrize(
     ("mix", "steps_in_flight"), some_daily(product(ALL_MIXES, (1, 2)), daily=zip(ALL_MIXES, cycle((1, 2))))
 )
@@ -179,10 +186,7 @@ def test_frames_say_what_both_tiers_hold(
     monkeypatch.setattr(cache_snapshot, "BLOCKS_PER_COPY", 7)
     for seed in range(num_examples(1, 40)):
         watch = random_lives(mix, seed, steps_in_flight=steps_in_flight)
-        totals, events = watch.map.header["totals"], watch.map.events
-        for kind in ("spilled", "loaded", "swapped", "imported", "dropped"):
-            counted = sum(event["count"] for event in events if event["kind"] == kind)
-            assert counted == totals[f"{kind}_blocks"] - watch.before[f"{kind}_blocks"]
+        check_blocks_of_events(watch, "spilled", "loaded", "swapped", "imported", "dropped")
 
 
 def test_every_state_of_a_host_block_shows() -> None:
@@ -236,14 +240,10 @@ def test_frames_say_what_the_cache_holds(mix: tuple[str, ...]) -> None:
         random_lives(mix, seed, steps_in_flight=1 + seed % 2, has_host=False) for seed in range(num_examples(2, 8))
     ]
     for watch in watches:
-        totals, events = watch.map.header["totals"], watch.map.events
-        by_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("evicted", "preempted", "repair")}
-        assert (
-            sum(event["count"] for event in by_kind["evicted"])
-            == totals["evicted_blocks"] - watch.before["evicted_blocks"]
-        )
-        assert len(by_kind["preempted"]) == totals["preemptions"] - watch.before["preemptions"]
-        assert len(by_kind["repair"]) == totals["repairs"] - watch.before["repairs"]
+        check_blocks_of_events(watch, "evicted")
+        kinds, totals = [event["kind"] for event in watch.map.events], watch.map.header["totals"]
+        assert kinds.count("preempted") == totals["preemptions"] - watch.before["preemptions"]
+        assert kinds.count("repair") == totals["repairs"] - watch.before["repairs"]
     states = set().union(*(watch.states for watch in watches))
     assert states >= {EMPTY, ACTIVE, LOOSE, HELD, EVICTED}
     if mix == ("full", "window"):
