@@ -31,11 +31,11 @@ def plan_of(*rows: tuple[int, int, int, int]) -> StepPlan:
 
 
 def test_tokens_and_logits_keep_their_order() -> None:
-    split = split_rows(plan_of((40, 1, 40, 40), (16, 3, 18, 17), (0, 17, 17, 0), (7, 2, 7, 7)))
+    split = split_rows(plan_of((40, 1, 40, 40), (16, 3, 18, 17), (0, 25, 25, 0), (7, 2, 7, 7)))
     assert split.seq_ids == [0, 1, 1, 1, 2, 3, 3]
     assert split.start == [40, 16, 17, 18, 0, 7, 8]
-    assert split.count == [1, 1, 1, 1, 17, 1, 1]
-    assert split.logits_from == [40, 17, 18, 18, 17, 7, 8]  # of row 1 the last token's, of row 3 both
+    assert split.count == [1, 1, 1, 1, 25, 1, 1]
+    assert split.logits_from == [40, 17, 18, 18, 25, 7, 8]  # of row 1 the last token's, of row 3 both
     assert split.write_from == [[40, 17, 17, 17, 0, 7, 7]]
     assert split.attend_from == [[20, 8, 8, 8, 0, 3, 3]]
 

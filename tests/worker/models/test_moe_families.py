@@ -206,9 +206,8 @@ class TestMoeFamilies(FamilyTests):
 def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path, ALL_CASES[name].family, **ALL_CASES[name].config)
     programs = programs_of(tmp_path, dtype="bfloat16", max_model_len=64)
-    assert len(programs) == 1
-    assert programs[0].num_instructions > 0
-    assert programs[0].num_calls == 0
+    assert programs
+    assert all(program.num_instructions > 0 and program.num_calls == 0 for program in programs)
 
 
 def test_every_family_is_asked_whether_it_records() -> None:
@@ -217,7 +216,7 @@ def test_every_family_is_asked_whether_it_records() -> None:
 
 
 def programs_of(folder: Path, **settings: Any) -> list[Program]:
-    """The programs that an engine records for one request."""
+    """The programs that an engine records for one request: for one row, and for three where the prompt is split."""
     made: list[Program] = []
 
     def recording(*args: Any) -> Any:

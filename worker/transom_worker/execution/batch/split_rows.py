@@ -17,7 +17,8 @@ from typing import TypeVar
 from transom_worker.scheduling.step import StepPlan
 
 MOST_TOKENS = 16  # of a split row; a cached prefix of whole blocks of 16 tokens leaves at most as many
-MOST_KEYS = 16_384  # that the rows of a sequence read
+# The keys that the rows of a sequence read. With more, reading them once for each token costs what a recorded program saves.
+MOST_KEYS = 32_768
 
 T = TypeVar("T")
 
