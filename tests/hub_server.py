@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB_ID, COMMIT = "org/name", "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer(ThreadingHTTPServer):
@@ -21,9 +21,9 @@ class HubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes], *, hub_id: str = "org/name") -> None:
+    def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.files, self.hub_id = files, hub_id
+        self.files = files
         self.num_bytes: Counter[str] = Counter()
         self.ranges: dict[str, list[str | None]] = {}
         self.cut_at: dict[str, int] = {}
@@ -66,15 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         if hub.is_down:
             self._send(503, b"")
-        elif path in (
-            f"/api/models/{hub.hub_id}",
-            *(f"/api/models/{hub.hub_id}/revision/{one}" for one in ("main", COMMIT)),
-        ):
+        elif path in (f"/api/models/{HUB_ID}", *(f"/api/models/{HUB_ID}/revision/{one}" for one in ("main", COMMIT))):
             siblings = [{"rfilename": name} for name in hub.files]
-            self._send_json({"id": hub.hub_id, "modelId": hub.hub_id, "sha": COMMIT, "siblings": siblings})
-        elif path == f"/api/models/{hub.hub_id}/tree/{COMMIT}":
+            self._send_json({"id": HUB_ID, "modelId": HUB_ID, "sha": COMMIT, "siblings": siblings})
+        elif path == f"/api/models/{HUB_ID}/tree/{COMMIT}":
             self._send_json([_entry(name, content) for name, content in hub.files.items()])
-        elif path.startswith(prefix := f"/{hub.hub_id}/resolve/{COMMIT}/") and path.removeprefix(prefix) in hub.files:
+        elif path.startswith(prefix := f"/{HUB_ID}/resolve/{COMMIT}/") and path.removeprefix(prefix) in hub.files:
             self._send_file(path.removeprefix(prefix), with_body=with_body)
         else:
             self.send_response(404)

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import jobs
-from benchmarks.gpu.jobs import Part, arguments_of, promise_rows, run_part
-from tests.benchmarks import gpu_part
+from benchmarks.gpu.jobs import arguments_of, promise_rows, run_part
+from tests.benchmarks.gpu_part import PART
 
 
-def run(
-    folder: Path, *arguments: str, part: Part = gpu_part.PART, **changes: Any
-) -> tuple[int, dict[str, dict[str, Any]]]:
+def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit status, and the results that were written by job."""
     given = ["--out", str(folder), *arguments]
-    code = run_part(replace(part, **changes), arguments_of(part, None).parse_args(given), given)
-    path = folder / f"{part.name}.json"
+    code = run_part(replace(PART, **changes), arguments_of(PART, None).parse_args(given), given)
+    path = folder / f"{PART.name}.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
     return code, {result["job"]: result for result in results}
 

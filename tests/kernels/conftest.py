@@ -87,11 +87,6 @@ def launchers_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(5)
-
-
 @contextlib.contextmanager
 def nan_memory() -> Iterator[None]:
     """New tensors are full of NaN, or of the largest integer, so that what a kernel leaves out is seen."""
