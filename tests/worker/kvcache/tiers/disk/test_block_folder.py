@@ -270,6 +270,21 @@ def test_processes_share_the_space(tmp_path: Path) -> None:
     assert store.space.recount() == store.space.used_bytes == len(files) * FILE_BYTES
 
 
+def test_what_another_process_writes_now_counts(tmp_path: Path) -> None:
+    store = folder(tmp_path, space=3 * FILE_BYTES)
+    for number in range(3):
+        assert store.write(0, digest(number), contents(number))
+    file = file_of(tmp_path, digest(0))
+    unfinished = file.with_name(f".{file.stem}.1-1.tmp")
+    unfinished.write_bytes(bytes(FILE_BYTES))
+    assert store.write(0, digest(3), contents(3))
+    assert unfinished.exists()
+    assert len(block_files(tmp_path)) + 1 <= 3
+    unfinished.write_bytes(bytes(3 * FILE_BYTES))
+    assert not store.write(0, digest(4), contents(4))
+    assert [path.name for path in file.parent.parent.rglob("*.tmp")] == [unfinished.name]
+
+
 def test_an_eviction_holds_no_object_for_each_file(tmp_path: Path) -> None:
     store = folder(tmp_path)
     for number in range(4_000):

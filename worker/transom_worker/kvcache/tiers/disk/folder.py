@@ -25,7 +25,8 @@ A file that is cut short, too long, changed, or has another block counts as brok
 import os
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import FileIO
@@ -162,7 +163,8 @@ class BlockFolder:
         return contents
 
     def write(self, group: int, digest: bytes, contents: bytes | memoryview) -> bool:
-        """Write a block, unless it has a file already; return True. Return False if the block alone exceeds the whole space.
+        """Write a block, unless it has a file already; return True. Return False if the space has no room for it beside what other
+        processes write now.
 
         Raises:
             OSError: the file cannot be written; nothing of it is left.
@@ -171,20 +173,25 @@ class BlockFolder:
         with suppress(FileNotFoundError):  # if there is a file, note that it was used
             os.utime(name, dir_fd=folder, follow_symlinks=False)
             return True
-        num_bytes = HEADER_BYTES + len(contents)
-        if not self.space.reserve(num_bytes):
-            return False
+        num_bytes, is_reserved = HEADER_BYTES + len(contents), False
         subfolder, _, last = name.partition("/")
         unfinished = f"{subfolder}/.{last.removesuffix('.kv')}.{os.getpid()}-{threading.get_ident()}.tmp"
         try:
             self._folder.make(subfolder)
-            _write_file(unfinished, folder, pack(BlockName(self.fingerprint, digest, group), contents))
+            with _new_file(unfinished, folder, num_bytes) as file:
+                is_reserved = self.space.reserve(num_bytes)
+                if is_reserved:
+                    _write_all(file, pack(BlockName(self.fingerprint, digest, group), contents))
+            if not is_reserved:
+                os.unlink(unfinished, dir_fd=folder)
+                return False
             os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=folder)
-            with suppress(OSError):
-                self.space.release(num_bytes)
+            if is_reserved:
+                with suppress(OSError):
+                    self.space.release(num_bytes)
             raise
         self.counts.num_written += 1
         return True
@@ -204,13 +211,20 @@ def _file(group: int, digest: bytes) -> str:
     return f"{name[:2]}/{name}-{group}.kv"
 
 
-def _write_file(name: str, folder: int, parts: tuple[bytes, bytes | memoryview]) -> None:
-    """Write a new file; `os.write` may write less than it is given, so it is called until nothing is left."""
+@contextmanager
+def _new_file(name: str, folder: int, num_bytes: int) -> Iterator[int]:
+    """Make a file of zeros, and open it for writing while the context is open."""
     file = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[os.write(file, left) :]
+        os.ftruncate(file, num_bytes)
+        yield file
     finally:
         os.close(file)
+
+
+def _write_all(file: int, parts: tuple[bytes, bytes | memoryview]) -> None:
+    """Write a file's contents; `os.write` may write less than it is given, so it is called until nothing is left."""
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            left = left[os.write(file, left) :]

@@ -1,8 +1,9 @@
 """`DiskSpace`: bounds the space that the block files of all processes of a host use together, and removes the oldest files.
 
-A process reserves space before it writes. The file `bytes_in_use` has the number of bytes in use; it is changed under a lock, so
-that the processes together stay within the space. When the space is full, the process that notices this counts all files anew, and
-removes those that were not used for longest (reading a block sets its file's time) until an eighth of the space is free.
+A process makes an unfinished file of the block's full size, reserves its bytes, and writes it then. The file `bytes_in_use` has the
+number of bytes in use; it is changed under a lock, so that the processes together stay within the space. When the space is full,
+the process that notices this counts all files anew, unfinished ones, too, and removes those that were not used for longest (reading
+a block sets its file's time) until an eighth of the space is free.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _COUNT_BYTES = 20  # digits of the count: enough for 2**64, so every count overw
 
 
 class _File(NamedTuple):
+    is_finished: bool
     used_s: float
     num_bytes: int
     path: str  # relative to the root
@@ -39,20 +41,19 @@ class DiskSpace:
         self.num_evicted = 0  # files, by this process
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more as used, and remove old files if that exceeds the limit; return True. Return False, and count
-        nothing, if `num_bytes` alone exceeds the limit.
+        """Count an unfinished file of `num_bytes` as used, and remove old files if that exceeds the limit; return True. Return
+        False, and count nothing, if it does not fit beside other unfinished files.
 
         Raises:
             OSError: the file of the count cannot be read or written.
         """
-        if num_bytes > self._limit_bytes:
-            return False
         with self._locked() as count:
             used = _read(count) + num_bytes
             if used > self._limit_bytes:
-                used = self._make_room(num_bytes) + num_bytes
-            _write(count, used)
-        return True
+                used = self._make_room()
+            fits = used <= self._limit_bytes
+            _write(count, used if fits else used - num_bytes)
+        return fits
 
     def release(self, num_bytes: int) -> None:
         """Count `num_bytes` less as used. Raises OSError."""
@@ -62,7 +63,7 @@ class DiskSpace:
     def recount(self) -> int:
         """Count the existing files anew, remove what processes left unfinished, and return the bytes in use. Raises OSError."""
         with self._locked() as count:
-            used = self._make_room(0)
+            used = self._make_room()
             _write(count, used)
         return used
 
@@ -72,44 +73,50 @@ class DiskSpace:
         with self._locked() as count:
             return _read(count)
 
-    def _make_room(self, num_bytes: int) -> int:
-        """Return the bytes that the files use; if `num_bytes` more do not fit, first remove the files that were not used for
-        longest.
+    def _make_room(self) -> int:
+        """Return the bytes that the files use; if they exceed the limit, first remove those that were not used for longest.
 
-        Files are removed until `num_bytes` fit and 1/`FREE_SHARE` of the space is free. A first pass reads times and sizes only and
-        finds how old the files are that must go; a second one removes them. All files as objects would take 300 bytes each.
+        Finished files are removed until all fit, and they leave 1/`FREE_SHARE` of the space. A first pass reads times and sizes
+        only, and finds how old the files are that must go; a second one removes them. As objects, all files would take 300 bytes
+        each.
         """
-        times_s, sizes = array("d"), array("q")
+        times_s, sizes, unfinished_bytes = array("d"), array("q"), 0
         for file in self._files():
-            times_s.append(file.used_s)
-            sizes.append(file.num_bytes)
-        used = sum(sizes)
-        if used + num_bytes <= self._limit_bytes:
-            return used
-        most = max(0, min(self._limit_bytes - num_bytes, self._limit_bytes - self._limit_bytes // FREE_SHARE))
-        newest_s = _newest_to_remove(times_s, sizes, used - most)
+            if file.is_finished:
+                times_s.append(file.used_s)
+                sizes.append(file.num_bytes)
+            else:
+                unfinished_bytes += file.num_bytes
+        finished_bytes = sum(sizes)
+        if finished_bytes + unfinished_bytes <= self._limit_bytes:
+            return finished_bytes + unfinished_bytes
+        most = self._limit_bytes - max(unfinished_bytes, self._limit_bytes // FREE_SHARE)
+        newest_s = _newest_to_remove(times_s, sizes, finished_bytes - most)
         for file in self._files():
-            if used <= most:
+            if finished_bytes <= max(0, most):
                 break
-            if file.used_s > newest_s:
+            if not file.is_finished or file.used_s > newest_s:
                 continue
             with suppress(FileNotFoundError):  # another process removed it as broken
                 os.unlink(file.path, dir_fd=self._root.descriptor)
                 self.num_evicted += 1
-            used -= file.num_bytes
-        return used
+            finished_bytes -= file.num_bytes
+        return finished_bytes + unfinished_bytes
 
     def _files(self) -> Iterator[_File]:
-        """Yield the block files of all models and ranks; anything else below the root is left alone."""
-        now_s = time.time()
+        """Yield the block files of all models and ranks, and unfinished ones; remove unfinished files that a process has left.
+        Anything else below the root is left alone."""
+        oldest_s = time.time() - UNFINISHED_S
         for folder, _, names, descriptor in os.fwalk(dir_fd=self._root.descriptor):
             for name in names:
+                is_finished = BLOCK_FILE.fullmatch(name) is not None
                 with suppress(FileNotFoundError):
-                    if BLOCK_FILE.fullmatch(name):
+                    if is_finished or UNFINISHED_FILE.fullmatch(name):
                         status = os.lstat(name, dir_fd=descriptor)
-                        yield _File(status.st_mtime, status.st_size, os.path.join(folder, name))
-                    elif UNFINISHED_FILE.fullmatch(name) and _age_s(name, descriptor, now_s) > UNFINISHED_S:
-                        os.unlink(name, dir_fd=descriptor)
+                        if is_finished or status.st_mtime >= oldest_s:
+                            yield _File(is_finished, status.st_mtime, status.st_size, os.path.join(folder, name))
+                        else:
+                            os.unlink(name, dir_fd=descriptor)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -133,10 +140,6 @@ def _newest_to_remove(times_s: array[float], sizes: array[int], num_bytes: int) 
         if num_bytes <= 0:
             return times_s[i]
     return float("inf")
-
-
-def _age_s(name: str, descriptor: int, now_s: float) -> float:
-    return now_s - os.lstat(name, dir_fd=descriptor).st_mtime
 
 
 def _read(file: int) -> int:
