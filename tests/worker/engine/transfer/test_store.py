@@ -317,6 +317,44 @@ def test_an_import_on_the_device_is_kept_until_other_requests_need_its_blocks() 
     target.check()
 
 
+def test_imports_that_wait_for_their_bytes_leave_half_of_the_device_to_running_sequences() -> None:
+    source, target = Worker(("full",), num_pages=200), Worker(("full",), num_pages=40, host_pages=200)
+    for number in range(12):
+        target.compute([100 + number] * 60)
+    cache = target.cache
+    cache.copies.take()
+    query, offer = offered(source, target, [n % 50 for n in range(300)])
+    plans = [target.store.begin_import(name, query, offer) for name in "abc"]
+    assert [plan.on_device for plan in plans if isinstance(plan, ImportPlan)] == [True, False, False]
+    num_releases = cache.num_releases
+    assert target.store.drop_import("b")
+    assert cache.num_releases == num_releases  # it had nothing on the device
+    assert target.store.drop_import("a")
+    assert cache.num_releases > num_releases
+    plan = target.store.begin_import("d", query, offer)
+    assert isinstance(plan, ImportPlan)
+    assert plan.on_device
+    for name in "cd":
+        target.store.drop_import(name)
+    target.check()
+
+
+def test_what_an_import_that_is_given_up_releases_is_news_to_waiting_sequences() -> None:
+    source, target = Worker(("full",)), Worker(("full",))
+    target.compute(list(range(20)))
+    target.cache.copies.take()
+    query, offer = offered(source, target, range(40))
+    assert isinstance(target.store.begin_import("i", query, offer), ImportPlan)
+    places = tuple(tuple((DEVICE, block) for block in blocks) for blocks in offer.blocks)
+    target.store.begin_read("i", replace(offer, places=places), lambda error, seconds: None)
+    num_releases = target.cache.num_releases
+    assert not target.store.drop_import("i")  # bytes may still come, but the prefix's beginning is not needed any more
+    assert target.cache.num_releases > num_releases
+    target.store.end_reads()
+    assert target.store.drop_import("i")
+    target.check()
+
+
 def test_an_offer_leaves_out_what_the_target_has() -> None:
     """Of groups that keep every token; where the target lacks these, it takes nothing."""
     source, target = Worker(("full", "window")), Worker(("full", "window"))

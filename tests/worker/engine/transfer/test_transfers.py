@@ -76,10 +76,12 @@ class Pair:
         if waits is not None:
             await waits
 
-    def start(self, request_id: str = "r", *, time_left_s: float | None = None, is_known: bool = True) -> None:
+    def start(
+        self, request_id: str = "r", *, worker: str = "a", time_left_s: float | None = None, is_known: bool = True
+    ) -> None:
         if is_known:
             self.target.requests[request_id] = CHAIN
-        source = PrefixSource(worker="a", num_tokens=10 * BLOCK)
+        source = PrefixSource(worker=worker, num_tokens=10 * BLOCK)
         self.fetches.start(asked(request_id, time_left_s=time_left_s, prefix_source=source))
 
     async def until_ended(self, *request_ids: str) -> None:
@@ -321,6 +323,31 @@ async def test_the_fetch_of_a_request_that_ends_at_once_is_reported() -> None:
     pair.start()
     await pair.until_quiet()
     assert [report.outcome for report in pair.notes.reports] == ["fetched"]
+
+
+async def test_a_request_whose_prefix_another_fetch_has_brought_takes_its_own_fetch_along() -> None:
+    pair, reads, gate = Pair(), 0, asyncio.Event()
+
+    def hang_once(name: str) -> Any:
+        nonlocal reads
+        reads += name == "read"
+        return gate.wait() if name == "read" and reads == 1 else None
+
+    pair.before = hang_once
+    pair.start("slow", worker="b")
+    while not reads:
+        await asyncio.sleep(0)
+    pair.start("fast")
+    await pair.until_ended("slow", "fast")
+    assert {name: report.outcome for name, report in pair.ended.items()} == {"slow": "present", "fast": "fetched"}
+    pair.fetches.cancel("slow")
+    for _ in range(20):  # far less than until the time limit
+        await asyncio.sleep(0)
+    assert (len(pair.fetches), pair.target.imports, pair.source.exports) == (0, {}, {})
+    pair.ended.clear()
+    pair.start("slow", worker="b")
+    await pair.until_quiet()
+    assert pair.ended["slow"].outcome == "present"
 
 
 async def test_a_target_that_dies_leaves_an_export_that_expires() -> None:

@@ -24,7 +24,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -82,6 +83,7 @@ class PrefixFetches:
         self.memory_wire = MemoryWire(self.calls, config)
         self._tasks: dict[str, asyncio.Task[FetchReport]] = {}  # by request id
         self._held: set[str] = set()  # the ids for which `on_end` was not called yet
+        self._reporting: set[asyncio.Task[Any]] = set()  # fetches that have published their blocks
         self._measuring = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         # (source, last digest of the prefix, whether early) -> a lock, so that one fetch brings a prefix at a time. An early one
@@ -114,13 +116,19 @@ class PrefixFetches:
         self._held.add(request_id)
         task = asyncio.create_task(self._reported(request_id, source, self._fetch(request, source), limit_s))
         self._tasks[request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+        task.add_done_callback(partial(self._done, request_id))
+
+    def _done(self, request_id: str, task: asyncio.Task[FetchReport]) -> None:
+        self._reporting.discard(task)
+        if self._tasks.get(request_id) is task:  # not of a later request with this id
+            del self._tasks[request_id]
 
     def cancel(self, request_id: str) -> None:
-        """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored, and those for which
-        `on_end` was called: the rest of such a fetch is its report."""
-        with contextlib.suppress(KeyError):
-            self._held.remove(request_id)
+        """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored. A fetch that has
+        published its blocks goes on, since it has only its report to make."""
+        self._held.discard(request_id)
+        task = self._tasks.get(request_id)
+        if task is not None and task not in self._reporting:
             self._tasks.pop(request_id).cancel()
 
     def own_query(self, query: PrefixQuery) -> PrefixQuery | None:
@@ -214,7 +222,8 @@ class PrefixFetches:
                     raise _Ended("present")
                 return await self._ask_and_import(request_id, request.sharer, source, own.query)
         finally:
-            del self._waiting[request_id]
+            if self._waiting.get(request_id) is own:
+                del self._waiting[request_id]
 
     def _turn(self, source: str, last: bytes, *, is_early: bool) -> asyncio.Lock:
         key = source, last, is_early
@@ -263,6 +272,7 @@ class PrefixFetches:
         what `_fetch` does."""
         begin_s = time.clock_gettime(LEASE_CLOCK) if asked_s is None else asked_s
         import_id, is_over, is_complete, read_bytes = uuid4().hex, False, False, 0
+        task = asyncio.current_task()
 
         def end(report: FetchReport) -> FetchReport:
             nonlocal is_complete
@@ -277,6 +287,8 @@ class PrefixFetches:
                     import_id, [request_id, *(one.request_id for one in waiting)], is_awaited=is_awaited
                 )
                 is_complete = True
+                if request_id and task is not None:
+                    self._reporting.add(task)
                 self._ended(request_id, report)
                 self._let_go(waiting)
             return report
@@ -305,9 +317,9 @@ class PrefixFetches:
             is_over = True
             if asked_s is not None or not is_complete:
                 ends = self._end(source.worker, offer.export_id, None if is_complete else import_id, read_bytes)
-                task = asyncio.create_task(ends)
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                closing = asyncio.create_task(ends)
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     async def _end(self, source: str, export_id: str, import_id: str | None, read_bytes: int) -> None:
         """Free an import that is not complete, once nothing is read into it; then tell the source to end its export. The engine

@@ -209,7 +209,7 @@ class TransferStore:
     def begin_import(
         self, import_id: str, query: PrefixQuery, offer: PrefixOffer
     ) -> ImportPlan | Literal["present", "no_space", "not_found"]:
-        """Take blocks for the offered blocks that are missing here, on the device if it has free pages for them.
+        """Take blocks for the offered blocks that are missing here, on the device if they fit there (`Imports.begin`).
 
         present: none is missing; no_space: the host tier has no room either; not_found: others are missing, which are not offered.
         """

@@ -212,6 +212,7 @@ class Imports:
         The blocks stay taken until `end`, since bytes may still be written into them.
         """
         opened.is_void = True
+        self.num_left_device += any(opened.cached[DEVICE])
         self._stop_keeping(opened.cached, opened.locked)
         opened.cached, opened.locked = ([], []), None
 
@@ -221,7 +222,7 @@ class Imports:
         give_back = self.registry.unref if opened.tier == DEVICE else self.host.release
         for group, blocks in opened.by_group().items():
             give_back(group, [one.block for one in blocks])
-        self.num_left_device += any(map(len, opened.cached[DEVICE])) or opened.tier == DEVICE
+        self.num_left_device += any(opened.cached[DEVICE]) or opened.tier == DEVICE
         self._stop_keeping(opened.cached, opened.locked)
 
     def leave_device(self) -> bool:
@@ -233,6 +234,7 @@ class Imports:
             opened.cached = ([], opened.cached[HOST])
             if opened.tier == DEVICE:
                 opened.blocks = []
+        self.num_left_device += len(kept)
         return bool(kept)
 
     def on_device(self) -> Iterable[tuple[int, int]]:
@@ -253,6 +255,11 @@ class Imports:
     def num_held(self, group: int) -> int:
         """Return how many blocks of a group the imports hold in the host tier now."""
         return sum(one.group == group for opened in self.opened if opened.tier == HOST for one in opened.blocks)
+
+    def num_coming(self, group: int) -> int:
+        """Return how many blocks of a group on the device are taken for bytes that have not come, so that nothing can take them."""
+        coming = (opened for opened in self.opened if opened.tier == DEVICE and not opened.is_published)
+        return sum(one.group == group for opened in coming for one in opened.blocks)
 
     def make_void(self) -> None:
         """Mark all open imports so that they publish nothing, because the cache is emptied."""
