@@ -205,12 +205,12 @@ def test_blocks_that_leave_outside_of_the_mask_change_no_bit(count):
 @pytest.mark.parametrize("with_sink_query", [False, True])
 @pytest.mark.parametrize("sequence", [SEQUENCES[1], PolicySequence(start=0, count=300, window=90, sinks=20)], ids=str)
 def test_a_prompt_has_the_same_bits_however_it_is_cut_into_chunks(sequence, with_sink_query):
-    """And alone as beside other sequences; chunks have more than 8 tokens."""
+    """And alone as beside other sequences; chunks have more than 16 tokens."""
     case = make_policy_case([PolicySequence(start=5, count=30), sequence], SHAPE)
     expected = attend(case, case.batch, slice(None), with_sink_query=with_sink_query)
     begin, end = 30, 30 + sequence.count
     names = ("block_table", "key_blocks", "num_columns", "window", "sinks")
-    for first, last in ((begin, begin + 9), (begin + 9, end - 11), (end - 11, end)):
+    for first, last in ((begin, begin + 17), (begin + 17, end)):
         batch = replace(
             case.batch,
             **{name: getattr(case.batch, name)[1:].contiguous() for name in names},

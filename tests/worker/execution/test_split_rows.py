@@ -1,16 +1,23 @@
 """Short rows are split into rows of one token, and steps with prompts of a few tokens are replayed."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.checkpoints import prompt
-from tests.engine_driver import make_request, run
+from tests.checkpoints import make_checkpoint, prompt
+from tests.engine_driver import make_engine, make_request, run
 from tests.oracle_answers import oracle_answers
 from tests.thread_ranks import make_sharded_engine
 from tests.tiny_checkpoints import HybridCase
+from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
+from transom_core.contract import WindowPolicy
 from transom_kernels.launch import has_cpu_kernels
-from transom_worker.execution.batch.split_rows import MOST_KEYS, MOST_TOKENS, split_rows
+from transom_kernels.paged_attention.cpu.layout import SHORT_KEYS, SHORT_ROWS
+from transom_worker.execution.batch.split_rows import split_rows
+from transom_worker.execution.step_sampling import StepLogits, sample_step
 from transom_worker.scheduling.step import StepPlan
 
 HYBRID = HybridCase(window=17, sinks=5, pattern="SSF")
@@ -41,12 +48,15 @@ def test_tokens_and_logits_keep_their_order() -> None:
 
 
 def test_long_rows_are_not_split() -> None:
-    for row in ((0, MOST_TOKENS + 1, 0, 0), (MOST_KEYS // 2, 2, 0, 0)):
+    for row in ((0, SHORT_ROWS + 1, 0, 0), (SHORT_KEYS // 2, 2, 0, 0)):
         plan = plan_of(row)
         assert split_rows(plan) is plan
 
 
-@pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
+needs_kernels = pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
+
+
+@needs_kernels
 def test_what_a_cached_prefix_leaves_is_replayed(tiny_model: Path) -> None:
     """Alone and beside decoding sequences; the first two steps of each number of rows record and check."""
     settings = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 4, "hybrid_kv_cache": True, **HYBRID.settings()}
@@ -60,3 +70,42 @@ def test_what_a_cached_prefix_leaves_is_replayed(tiny_model: Path) -> None:
         assert [answer.token_ids for answer in answers] == want
         assert (forward.num_eager_steps > before) == (turn == 0)
     engine.shutdown()
+
+
+@needs_kernels
+def test_a_model_that_cannot_be_recorded_answers_a_short_first_prompt(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    engine = make_engine(str(tmp_path), dtype="bfloat16", quantization="int8", max_model_len=64)
+    first, again = (run(engine, [make_request(name, prompt(5), max_tokens=4)])[0] for name in ("first", "again"))
+    assert first.token_ids == again.token_ids
+    assert len(first.token_ids) == 4
+    engine.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_tokens", [6, 12, 16, 20])
+def test_a_neighbour_with_a_kv_policy_changes_no_bit(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Such a step is not split."""
+    found: list[torch.Tensor] = []
+
+    def noted(plan: StepPlan, logits: StepLogits, *arguments: Any, **more: Any) -> Any:
+        found.append(logits.sampled_SV.clone())
+        return sample_step(plan, logits, *arguments, **more)
+
+    monkeypatch.setattr("transom_worker.execution.runner.sample_step", noted)
+    config = engine_config(tiny_model, dtype="bfloat16")
+    config = replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))
+    for policy in (None, WindowPolicy(sinks=4, window=1000)):
+        runner = make_runner(config)
+        steps = HandScheduler(runner.info.layout)
+        steps.add(0, prompt(40 + num_tokens))
+        steps.add(1, prompt(20), kv_policy=policy)
+        for counts in ({0: 40}, {1: 19}, {0: num_tokens, 1: 1}):
+            plan = steps.plan(counts)
+            if policy is not None and 1 in counts:
+                plan.row_window, plan.row_sinks = ([value * one for one in plan.seq_ids] for value in (1000, 4))
+                plan.wants_mass = plan.measure = [0] * len(plan.seq_ids)
+            runner.execute(plan)
+    assert torch.equal(found[2][0], found[-1][0])

@@ -19,7 +19,7 @@ from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
 from transom_kernels.paged_attention.cpu.layout import (
-    MAX_DECODING_ROWS,
+    FEW_ROWS,
     UNIT_KEYS,
     AttentionArguments,
     AttentionKind,
@@ -27,6 +27,7 @@ from transom_kernels.paged_attention.cpu.layout import (
     ResultArguments,
     WorkArguments,
     decode_layout,
+    is_short,
     prompt_layout,
 )
 from transom_kernels.paged_attention.inputs import AttentionBatch, AttentionInputs, PagedBatch, PagedInputs
@@ -228,12 +229,13 @@ def plan_of(batch: AttentionBatch, tile_tokens: int) -> Plan:
 
 def _plan(batch: AttentionBatch, tile_tokens: int) -> Plan:
     """Cut prompts into tiles. Tiles with the most keys come first, so that no thread starts a long one last."""
-    prompts = [b for b, count in enumerate(batch.count_host) if count > MAX_DECODING_ROWS]
+    prompts = [b for b, count in enumerate(batch.count_host) if count > FEW_ROWS]
+    starts = batch.start.tolist() if prompts else []
+    prompts = [b for b in prompts if not is_short(starts[b], batch.count_host[b])]
     num_sequences = batch.start.shape[0]
     if not prompts:
         return Plan(tiles=None, num_tiles=0, decoding=None, num_decoding=num_sequences)
     tiles = [(b, token) for b in prompts for token in range(0, batch.count_host[b], tile_tokens)]
-    starts = batch.start.tolist()
     tiles.sort(key=lambda tile: -starts[tile[0]] - tile[1])
     decoding = np.setdiff1d(np.arange(num_sequences, dtype=np.int32), np.array(prompts, dtype=np.int32))
     return Plan(

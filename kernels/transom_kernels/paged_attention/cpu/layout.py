@@ -22,7 +22,8 @@ from transom_kernels.cpu.target import cpu_target
 UNIT_KEYS = 256
 KEY_TILE = 128
 SUB_ROWS = 32  # rows of a prompt's tile that are computed together
-MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
+FEW_ROWS = 8  # a sequence with up to this many new tokens is computed row by row
+SHORT_ROWS, SHORT_KEYS = 16, 32_768  # so is one with up to this many new tokens that read up to this many keys in all
 TILE_ROWS = 192  # about the rows of a prompt's tile; keys are packed once for all of them
 
 MASKED = -3e38  # the score of a key that is not seen
@@ -32,6 +33,12 @@ NO_MAXIMUM = (
 
 _LANES = 16
 VECTOR_BYTES = 4 * _LANES
+
+
+def is_short(start: int, count: int) -> bool:
+    """Return whether a sequence's `count` new tokens from position `start` on are so few, and read so few keys, that they may be
+    batch rows of one token each. They are computed row by row in any case, so that both ways give the same bits."""
+    return count <= SHORT_ROWS and count * (start + count) <= SHORT_KEYS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,18 @@
     b          positions 16 to 18       16 | 17 | 18    three rows with the block tables of b
 
 Such a step is a decode step with more rows, so a recorded program can run it: layers write the keys and values of all rows before
-any row reads them. Rows of one token read their keys one by one, so that only few tokens over few keys are worth splitting.
+any row reads them. Each row reads its keys by itself, so that only few tokens over few keys are worth splitting (`is_short`).
 
-What a sequence's tokens get must not depend on other sequences of the step, so the sequence alone decides whether it is split.
+A step in which a sequence has a KV policy is not split. Its short prompts get the same bits, since attention computes them row by
+row, too: what a sequence's tokens get does not depend on the other sequences of the step.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from transom_kernels.paged_attention.cpu.layout import is_short
 from transom_worker.scheduling.step import StepPlan
-
-MOST_TOKENS = 16  # of a split row; a cached prefix of whole blocks of 16 tokens leaves at most as many
-# The keys that the rows of a sequence read. With more, reading them once for each token costs what a recorded program saves.
-MOST_KEYS = 32_768
 
 T = TypeVar("T")
 
@@ -54,7 +52,7 @@ def split_rows(plan: StepPlan) -> StepPlan:
 
 
 def _is_split(start: int, count: int) -> bool:
-    return 2 <= count <= MOST_TOKENS and count * (start + count) <= MOST_KEYS
+    return count > 1 and is_short(start, count)
 
 
 def _of_rows(values: Sequence[T], rows: Sequence[int]) -> list[T]:

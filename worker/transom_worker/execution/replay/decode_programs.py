@@ -179,7 +179,9 @@ class KeptStates:
 
 
 def _chosen(run: Callable[[], torch.Tensor], logit_rows: NDArray[np.int64]) -> torch.Tensor:
-    return run()[torch.from_numpy(logit_rows)]
+    """Return the logits of some rows only, [R, V]. A step that could not be recorded has computed no others."""
+    logits = run()
+    return logits if len(logits) == len(logit_rows) else logits[torch.from_numpy(logit_rows)]
 
 
 def _replay(recorded: _Recorded) -> torch.Tensor:
