@@ -30,6 +30,12 @@ export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 RAY_SERVE_RUN_ROUTER_IN_SEPA
 export RAY_worker_niceness=0
 # glibc gives freed pages back; Python's own allocator only MiB that are wholly free, so that processes grow for hours.
 export PYTHONMALLOC=malloc MALLOC_ARENA_MAX=2
+# jemalloc, which is in Ray's wheels, grows less than glibc's malloc and is faster.
+for jemalloc in "$TRANSOM_VENV"/lib/python3*/site-packages/ray/core/libjemalloc.so; do
+    if [ -z "${LD_PRELOAD:-}" ] && [ -r "$jemalloc" ]; then
+        export LD_PRELOAD="$jemalloc" MALLOC_CONF=background_thread:true,dirty_decay_ms:5000,muzzy_decay_ms:0,narenas:2
+    fi
+done
 # The production token path, a quarter of the CPU per token: HAProxy instead of Serve's own proxies.
 # A client that sends nothing of a request that it has begun, or reads nothing, is disconnected after 60 s; Serve's own have no limit.
 # export RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S=60

@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 from ray.serve._private import constants
 
-from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay, StartFailed, _as_start_failure
+from tests.deploy.deploy_files import DEPLOY
+from transom_cluster.commands.local_ray import (
+    _ENVIRONMENT,
+    JEMALLOC_SETTINGS,
+    LocalRay,
+    StartFailed,
+    _allocator,
+    _as_start_failure,
+)
 from transom_cluster.commands.log_follower import LogFollower
 from transom_cluster.commands.serve import _print_welcome
 from transom_core.settings.settings import Settings
@@ -39,6 +48,17 @@ def test_a_server_with_keys_says_that_only_haproxy_ends_half_sent_headers(
 
 def test_serve_gives_a_proxy_on_a_busy_machine_longer_than_its_imports_take() -> None:
     assert float(_ENVIRONMENT["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) > constants.PROXY_READY_CHECK_TIMEOUT_S
+
+
+def test_ray_allocates_by_jemalloc_unless_something_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    library = Path(ray.__file__).parent / "core/libjemalloc.so"
+    expected = {"LD_PRELOAD": str(library), "MALLOC_CONF": JEMALLOC_SETTINGS} if library.exists() else {}
+    assert _allocator() == expected
+    monkeypatch.setenv("LD_PRELOAD", "/own.so")
+    assert _allocator() == {}
+    files = [(DEPLOY / name).read_text() for name in ("Dockerfile", "node/env.sh")]
+    assert all(f"MALLOC_CONF={JEMALLOC_SETTINGS}" in text for text in files)
 
 
 class Handle:

@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,17 @@ def test_two_ranks_with_one_gpu() -> None:
     group = SimpleNamespace(size=3, receive=lambda deadline_s: (3 - len(hellos), hellos.pop(0)))
     with pytest.raises(ConfigError, match=r"Ranks 0 and 2 of 3 both have the GPU GPU-1 of 10.0.0.1; .*NOSET"):
         start_ranks(group, timeout_s=1.0)  # type: ignore[arg-type]
+
+
+def test_a_failed_rank_ends_even_if_rays_kill_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(rank_main, "run_rank", lambda setup, ip: None)
+    monkeypatch.setattr(actor_launcher, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(actor_launcher, "KILL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    setup: Any = None
+    RankActor().run(setup)
+    assert ended.wait(60)
 
 
 class FakeGpuActor(RankActor):

@@ -3,6 +3,7 @@
 Ray ends the actors when this process ends, for any reason.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,10 +31,14 @@ class RankActor:
     """The Ray actor in whose process one rank runs."""
 
     def run(self, setup: RankSetup) -> None:
-        """Run the rank. Returns only after the rank has failed and has reported the reason to the executor."""
+        """Run the rank. Returns only after the rank has failed and has reported the reason to the executor, which kills it then."""
         from transom_worker.execution.ranks.rank_main import run_rank
 
         run_rank(setup, ip=get_node_ip_address())
+        # Ray may never deliver its kill to a process that was stopped meanwhile.
+        end = threading.Timer(2 * KILL_TIMEOUT_S, os._exit, (1,))
+        end.daemon = True
+        end.start()
 
 
 class RankActors(Launcher):
