@@ -18,15 +18,3 @@ def test_processes_are_counted_and_ended() -> None:
         status, killed = server.stop(timeout_s=0.5)
     assert (status, len(killed)) == (-signal.SIGTERM, 1)
     assert server.processes() == []
-
-
-def test_a_server_that_a_script_started_in_the_background_ends_when_asked() -> None:
-    """Its processes ignore SIGINT, as those of `make test &` do."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code = "import time; print('serving', flush=True); time.sleep(600)"
-        with ServerProcess([sys.executable, "-c", code]) as server:
-            server.wait_until(lambda: "serving" in server.log_text(), 60)
-            assert server.stop(timeout_s=30)[1] == []
-    finally:
-        signal.signal(signal.SIGINT, before)
