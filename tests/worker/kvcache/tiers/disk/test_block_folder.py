@@ -281,7 +281,10 @@ def test_what_another_process_writes_now_counts(tmp_path: Path) -> None:
     assert unfinished.exists()
     assert len(block_files(tmp_path)) + 1 <= 3
     unfinished.write_bytes(bytes(3 * FILE_BYTES))
+    files = block_files(tmp_path)
     assert not store.write(0, digest(4), contents(4))
+    assert not store.write(0, digest(5), bytes(4 * FILE_BYTES))
+    assert block_files(tmp_path) == files != []
     assert [path.name for path in file.parent.parent.rglob("*.tmp")] == [unfinished.name]
 
 

@@ -74,7 +74,8 @@ class DiskSpace:
             return _read(count)
 
     def _make_room(self) -> int:
-        """Return the bytes that the files use; if they exceed the limit, first remove those that were not used for longest.
+        """Return the bytes that the files use; if they exceed the limit, first remove those that were not used for longest, unless
+        the unfinished ones alone exceed it.
 
         Finished files are removed until all fit, and they leave 1/`FREE_SHARE` of the space. A first pass reads times and sizes
         only, and finds how old the files are that must go; a second one removes them. As objects, all files would take 300 bytes
@@ -88,12 +89,12 @@ class DiskSpace:
             else:
                 unfinished_bytes += file.num_bytes
         finished_bytes = sum(sizes)
-        if finished_bytes + unfinished_bytes <= self._limit_bytes:
+        if finished_bytes + unfinished_bytes <= self._limit_bytes or unfinished_bytes > self._limit_bytes:
             return finished_bytes + unfinished_bytes
         most = self._limit_bytes - max(unfinished_bytes, self._limit_bytes // FREE_SHARE)
         newest_s = _newest_to_remove(times_s, sizes, finished_bytes - most)
         for file in self._files():
-            if finished_bytes <= max(0, most):
+            if finished_bytes <= most:
                 break
             if not file.is_finished or file.used_s > newest_s:
                 continue
