@@ -461,9 +461,8 @@ class KvCache:
         """Take blocks on the device, and leave one more for each running sequence in each group; None if they do not fit, or if the
         blocks of all imports that wait for their bytes would fill more than half of the pool."""
         coming = [need + self.tiers.imports.num_coming(group) for group, need in enumerate(needs)]
-        arena = self.registry.arena
-        num_pages = sum(-(-count // size) for count, size in zip(coming, arena.blocks_per_page, strict=True))
-        if 2 * num_pages > arena.num_pages:
+        num_pages = sum(-(-count // size) for count, size in zip(coming, self.arena.blocks_per_page, strict=True))
+        if 2 * num_pages > self.arena.num_pages:
             return None
         return self._taken(list(needs), [None] * len(needs), reserve=len(self.running), compact=False)
 

@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has to go on: a request is unfinished and not held, a plan is in flight, a load is not reported, or an
+        """Whether the engine must step: a request is unfinished and not held, a plan is in flight, a load is not reported, or an
         import waits for copies."""
         if len(self.by_request) > len(self.admission.waiting.held) or self.steps_in_flight:
             return True
