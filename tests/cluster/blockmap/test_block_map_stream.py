@@ -78,8 +78,8 @@ def watched(*workers: StubWorker) -> Callable[[], bool]:
     return lambda: all(worker.watchers for worker in workers)
 
 
-async def test_frames_of_all_workers_come_in_one_stream():
-    first, second = StubWorker(worker="a"), StubWorker(worker="b")
+async def test_frames_of_all_workers_come_in_one_stream_while_workers_come_and_go():
+    first, second, late = StubWorker(worker="a"), StubWorker(worker="b"), StubWorker(worker="late")
     async with running_api(first, second) as api, streaming(api, "period_s=2") as call:
         await until(watched(first, second))
         first.watchers[0].put_nowait(b"\0one")
@@ -90,7 +90,14 @@ async def test_frames_of_all_workers_come_in_one_stream():
         (workers,) = call.events("workers")
         assert workers == [{"worker": name, "model": "stub", "state": "open"} for name in ("a", "b")]
         assert (first.watch_periods_s, second.watch_periods_s) == ([2.0], [2.0])
-    await until(lambda: not first.watchers and not second.watchers)  # the client left
+        api.directory.add(late)
+        await until(watched(late))
+        api.directory.remove(first)
+        await until(lambda: [one["worker"] for one in call.events("workers")[-1]] == ["b", "late"])
+        await until(lambda: not first.watchers)
+        late.watchers[0].put_nowait(b"here")
+        await until(lambda: call.events("frame")[-1] == b"here")
+    await until(lambda: not second.watchers and not late.watchers)  # the client left
 
 
 async def test_one_worker_alone_can_be_watched():
@@ -99,19 +106,6 @@ async def test_one_worker_alone_can_be_watched():
         await until(watched(second))
         assert [one["worker"] for one in call.events("workers")[0]] == ["b"]
         assert not first.watch_periods_s
-
-
-async def test_workers_come_and_go_while_the_stream_is_open():
-    first, late = StubWorker(worker="a"), StubWorker(worker="late")
-    async with running_api(first) as api, streaming(api) as call:
-        await until(watched(first))
-        api.directory.add(late)
-        await until(watched(late))
-        api.directory.remove(first)
-        await until(lambda: [one["worker"] for one in call.events("workers")[-1]] == ["late"])
-        await until(lambda: not first.watchers)
-        late.watchers[0].put_nowait(b"here")
-        await until(lambda: call.events("frame") == [b"here"])
 
 
 async def test_a_stream_that_breaks_is_told_once_and_begun_again():

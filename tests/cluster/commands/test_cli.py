@@ -38,8 +38,6 @@ def test_version_and_help():
     text = transom("serve", "--help").stdout
     for name in Settings.model_fields:
         assert name == "model" or f"--{name.replace('_', '-')}" in text
-    for flag in ("--dtype auto|float32|bfloat16|float16", "--block-size 1..256", "--gpu-memory-utilization >0..1"):
-        assert flag in text
 
 
 def test_flags_are_settings(served_settings):

@@ -7,7 +7,6 @@ import inspect
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -24,7 +23,6 @@ from transom_cluster.commands.local_ray import (
     _as_start_failure,
 )
 from transom_cluster.commands.log_follower import LogFollower
-from transom_cluster.commands.serve import _print_welcome
 from transom_core.settings.settings import Settings
 
 
@@ -33,21 +31,6 @@ def test_serve_reads_every_setting_of_serve() -> None:
     names = [*_ENVIRONMENT, *(haproxy := LocalRay(Settings.parse(model="m", haproxy=True))._haproxy_environment())]
     assert [name for name in names if name.startswith("RAY_SERVE_") and f'"{name}"' not in source] == []
     assert haproxy["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "60"  # for half-sent requests
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_told"), [({}, False), ({"api_key": ["k"]}, True), ({"api_key": ["k"], "haproxy": True}, False)]
-)
-def test_a_server_with_keys_says_that_only_haproxy_ends_half_sent_headers(
-    capsys: pytest.CaptureFixture[str], settings: dict[str, Any], is_told: bool
-) -> None:
-    served = Settings.parse(model="m", **settings)
-    _print_welcome(LocalRay(served), served, [], 0.0)
-    assert ("In production use --haproxy" in capsys.readouterr().out) == is_told
-
-
-def test_serve_gives_a_proxy_on_a_busy_machine_longer_than_its_imports_take() -> None:
-    assert float(_ENVIRONMENT["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) > constants.PROXY_READY_CHECK_TIMEOUT_S
 
 
 def test_ray_allocates_by_jemalloc_unless_something_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +102,7 @@ def test_lines_of_all_files_appear_once(tmp_path: Path) -> None:
     one.write_text(LINE % "a" + "Traceback of a library\n" + LINE % "b" + LINE[:20])
     (tmp_path / "raylet.err").write_text(LINE % "a file of Ray itself")
     out = io.StringIO()
+    LogFollower(tmp_path / "missing", out).close()
     follower = LogFollower(tmp_path, out, poll_period_s=NEVER_S)
     follower.show_new_lines()
     assert out.getvalue() == "".join(LINE % name for name in "ab")
@@ -136,12 +120,6 @@ def test_an_overlong_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "worker-1.err").write_text("x" * 1000 + "\n" + LINE % "a")
     follower.close()
     assert out.getvalue() == LINE % "a"
-
-
-def test_a_missing_folder_has_no_lines(tmp_path: Path) -> None:
-    out = io.StringIO()
-    LogFollower(tmp_path / "missing", out).close()
-    assert out.getvalue() == ""
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -9,6 +9,7 @@ not the test is run there: seconds for each document. So `check_all_operations` 
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -80,7 +81,9 @@ def crowd(server: EngineServer) -> None:
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=CLIENT_S).raise_for_status()
 
 
-MANNERS = ["reads", "sips", "dribbles", "pipelines", "half closes", "stops", "leaves", "resets", "gives up", "lies"]
+MANNERS = [
+    "reads", "sips", "dribbles", "pipelines", "half closes", "stops", "leaves", "resets", "gives up", "lies", "garbles",
+]  # fmt: skip
 plans = st.fixed_dictionaries(
     {
         "manner": st.sampled_from(MANNERS),
@@ -149,6 +152,13 @@ class Client:
                 case "gives up":
                     await self._send(content[: int(at * (len(content) - 1))])
                     self._socket.close()
+                case "garbles":  # a line of the head or the body is broken; the server answers or closes
+                    begin = int(at * len(content))
+                    with contextlib.suppress(ConnectionResetError):  # it closes while it has bytes left to read
+                        await self._send(content[:begin] + b"\x00\xff{" + content[begin + 3 :])
+                        self._socket.shutdown(socket.SHUT_WR)
+                        await self._read()
+                    assert b"HTTP/1.1 500" not in self._received
                 case "lies":
                     await self._send(content)  # more is announced than comes
                 case "stops" | "leaves" | "resets" as manner:

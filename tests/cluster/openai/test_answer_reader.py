@@ -1,4 +1,4 @@
-"""The answer reader gives the parser each token with its part of the worker's text, however events are cut, joined or migrated."""
+"""The answer reader gives the parser each token with its part of the worker's text, however events are cut or joined."""
 
 import re
 from collections.abc import Sequence
@@ -73,20 +73,15 @@ class Recorder:
         return []
 
 
-def worker_events(
-    token_ids: Sequence[int], params: SamplingParams, *, num_resumed: int = 0, request_id: str = "r"
-) -> list[OutputEvent]:
+def worker_events(token_ids: Sequence[int], params: SamplingParams) -> list[OutputEvent]:
     """The events of a worker that samples these tokens, as far as its stop conditions let it."""
-    resumed = tuple(token_ids[:num_resumed])
-    request = Request(request_id=request_id, prompt_token_ids=(0,), params=params, seed=0, resumed_output_ids=resumed)
+    request = Request(request_id="r", prompt_token_ids=(0,), params=params, seed=0)
     running = RunningRequest(request, Vocabulary(), eos_token_ids=frozenset({END}), max_model_len=1000, arrival_s=0.0)  # type: ignore[arg-type]
-    assert running.finish_reason is None
     events = []
-    for position in range(num_resumed, len(token_ids)):
+    for position, token_id in enumerate(token_ids):
         if running.finish_reason is None:
             plain: Any = {"num_cached_tokens": 0, "index_version": 0, "at_limit": False}
-            is_first = position == num_resumed
-            output = SequenceOutput(request_id, token_ids[position], position, is_first=is_first, **plain)
+            output = SequenceOutput("r", token_id, position, is_first=position == 0, **plain)
             events.append(running.token_event(output))
     return events
 

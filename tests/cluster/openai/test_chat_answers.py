@@ -338,9 +338,9 @@ async def test_a_chat_has_them_beside_its_choices(api: Api) -> None:
 
 
 async def test_a_completion_has_them_in_each_choice(api: Api) -> None:
-    answer = (await api.complete(prompt=["hi", "you"], prompt_logprobs=1, n=2)).json()
+    answer = (await api.complete(prompt=["hi", "you", "h"], prompt_logprobs=1, n=2)).json()
     found = [choice["prompt_logprobs"] for choice in answer["choices"]]
-    assert found == [prompt_entries("hi", 1)] * 2 + [prompt_entries("you", 1)] * 2
+    assert found == [prompt_entries("hi", 1)] * 2 + [prompt_entries("you", 1)] * 2 + [[None]] * 2
     assert "prompt_logprobs" not in (await api.complete()).json()["choices"][0]
 
 
@@ -348,8 +348,3 @@ async def test_an_echo_with_fewer_alternatives_does_not_have_more(api: Api) -> N
     (choice,) = (await api.complete(prompt="hi", prompt_logprobs=2, echo=True, logprobs=1)).json()["choices"]
     assert choice["prompt_logprobs"] == prompt_entries("hi", 2)
     assert choice["logprobs"]["top_logprobs"][1] == {"i": -0.5}
-
-
-async def test_a_prompt_of_one_token(api: Api) -> None:
-    (choice,) = (await api.complete(prompt="h", prompt_logprobs=1)).json()["choices"]
-    assert choice["prompt_logprobs"] == [None]

@@ -7,17 +7,15 @@ needed; tests/end_to_end has real engines and processes.
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import PATIENT, Api, running_api, until
 from tests.cluster.speaking_worker import Fate, SpeakingWorker
-from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer
+from tests.cluster.stub_worker import ByteTokenizer
 from tests.how_many import ALL_TESTS
-from transom_core.text.markup.families import harmony
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🦜", "note": "say \\"</tool_call>\\""}}\n</tool_call>'
@@ -28,11 +26,6 @@ ANSWERS = {
     "a JSON document": '{"name": "Zoë", "tags": ["a", "🦜"], "size": {"w": 1.5, "h": null}}',
     "malformed markup": '<think>Hm</think><tool_call>\n{"nome": 1}\n</tool_call> and on',
     "an end inside a call": WEATHER[:-30],
-}
-THOUGHT = "<|channel|>analysis<|message|>Rain? 日本<|end|><|start|>assistant<|channel|>"
-HARMONY = {
-    "a call": THOUGHT + 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Zürich 🦜"}<|call|>',
-    "a message": THOUGHT + "final<|message|>It rains 🦜.<|return|>",
 }
 TOOLS = [{"name": name, "parameters": {"type": "object"}} for name in ("weather", "time")]
 BODIES: dict[str, dict[str, Any]] = {
@@ -50,37 +43,10 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-class HarmonyTokenizer(ByteTokenizer):
-    """One token a byte, and harmony's special tokens after them; two of these end an answer."""
-
-    ids: ClassVar = {text: VOCAB_SIZE + i for i, text in enumerate(harmony.MARKERS)}
-    template_knows_tools = True
-    eos_token_ids = (ids[harmony.RETURN], ids[harmony.CALL])
-    vocab_size = VOCAB_SIZE + len(ids)
-    whole_texts: ClassVar[dict[bool, dict[int, str]]] = {False: {}, True: {}}
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, check_length: Any = None) -> list[int]:
-        pieces = re.split(f"({'|'.join(map(re.escape, self.ids))})", text)
-        return [i for piece in pieces for i in ([self.ids[piece]] if piece in self.ids else piece.encode())]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.token(token_id).encode() if token_id >= VOCAB_SIZE else super().token_bytes(token_id)
-
-    def token(self, token_id: int) -> str:
-        return harmony.MARKERS[token_id - VOCAB_SIZE] if token_id >= VOCAB_SIZE else super().token(token_id)
-
-    def marker_id(self, text: str) -> int | None:
-        return self.ids.get(text)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id >= VOCAB_SIZE
-
-
 @dataclass
 class Server:
     """One router, which gets new workers for each request."""
 
-    tokenizer: ByteTokenizer
     api: Api
     num_workers: int = 0
     calm: dict[str, str] = field(default_factory=dict)  # responses of runs in which no worker dies
@@ -92,7 +58,7 @@ class Server:
         fate = Fate(list(deaths))
         workers = [
             SpeakingWorker(
-                tokenizer=self.tokenizer,  # type: ignore[arg-type]
+                tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
                 texts=texts,
                 per_event=per_event,
                 worker=f"w{self.num_workers + i}",
@@ -122,19 +88,12 @@ class Server:
         assert await self.response_to(texts, *deaths, per_event=per_event, **fields) == self.calm[name]
 
 
-@asynccontextmanager
-async def serving(tokenizer: ByteTokenizer, tool_parser: str, reasoning_parser: str) -> AsyncIterator[Server]:
-    parsers = {"tool_call_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    async with running_api(tokenizer=tokenizer, **parsers, **PATIENT) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: not api.router.connections)
-        yield Server(tokenizer, api)
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    async with serving(ByteTokenizer(), "hermes", "qwen3") as made:
-        yield made
+    async with running_api(tool_call_parser="hermes", reasoning_parser="qwen3", **PATIENT) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        yield Server(api)
 
 
 def without_chance(body: str) -> str:
@@ -161,19 +120,6 @@ async def test_a_death_at_every_token(server: Server, path: str, answer: str, st
     for cut in range(0, len(text.encode()) + 1, 1 if ALL_TESTS else daily):
         for per_event in (1,) if stream else (1, 2, 3, 7) if ALL_TESTS else (1 + cut % 3,):
             await server.check([text], cut, path=path, per_event=per_event, stream=stream)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("answer", HARMONY)
-async def test_a_death_at_every_special_token_of_harmony(answer: str, stream: bool) -> None:
-    """Special tokens have no text, and one of them ends the answer; most of the other cuts are left out daily."""
-    tokenizer = HarmonyTokenizer()
-    token_ids = tokenizer.encode(HARMONY[answer])
-    async with serving(tokenizer, "openai", "openai_gptoss") as server:
-        for cut, token_id in enumerate(token_ids):
-            if ALL_TESTS or token_id >= VOCAB_SIZE or token_ids[cut - 1] >= VOCAB_SIZE:
-                per_event = 1 if stream else 1 + cut % 3
-                await server.check([HARMONY[answer]], cut, per_event=per_event, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -93,13 +93,6 @@ def test_a_suspect_beside_a_request_without_progress_is_not_stopped():
     assert suspect.record.num_losses == 1
 
 
-def test_a_suspect_beside_other_routers_requests_is_not_stopped():
-    suspect = Attempt()
-    for num_lost in (3, 2, 2):
-        assert blame(suspect, report=LossReport(cause="hung", num_lost=num_lost), most=2) is None
-    assert blame(suspect, report=LossReport(cause="hung", num_lost=1), most=2) is suspect.record
-
-
 @pytest.mark.parametrize("cause", [cause for cause in LOSS_CAUSES if EVIDENCE[cause] == "none"])
 def test_what_comes_from_outside_blames_no_request(cause: LossCause):
     one = Attempt()

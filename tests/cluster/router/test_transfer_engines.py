@@ -35,7 +35,6 @@ from tests.worker.models.test_sharded_families import CASES as SHARDED
 from transom_core.contract import WindowPolicy
 
 WINDOW = WindowPolicy(sinks=4, window=40)
-LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens before the end of a block
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 # By how they keep a prefix: states and convolution rows of heads or channels (of heads that share keys on several ranks: Granite),
@@ -93,49 +92,6 @@ async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -
     registry = pair.target.engine.metrics.registry
     full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", {"model": "tiny", "worker": "w1"})
     assert told["bytes"] < 0.7 * (full or 0)  # the windows' live blocks alone
-    await pair.until_quiet()
-
-
-async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_model: Path, wire: str) -> None:
-    """The steps of the prefill worker have 16 tokens each; it offers new blocks between them, and windows with the last ones."""
-    evict_all(*pair.replicas)
-    prefill = pair.peers.start(tiny_model, **HYBRID, kv_transfer_wire=wire, max_num_batched_tokens=16)
-    pair.replicas.append(prefill)
-    expected, _ = await at_worker(prefill, request("one", prompt=PROMPT[::-1]))
-    evict_all(prefill)
-    wanted = replace(request("two", prompt=PROMPT[::-1]), prefill_only=True, decoder="w1")
-    await at_worker(prefill, wanted)
-    await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
-    tiers = pair.target.engine.scheduler.cache.index.tiers
-    early = [sum(map(len, of_group)) for of_group in zip(*tiers, strict=True)]
-    assert early == [len(PROMPT) // 16, LIVE_WINDOW_BLOCKS]
-    continues = replace(request("three", "w2", prompt=PROMPT[::-1]), resumed_output_ids=tuple(expected[:1]))
-    tokens, usage = await at_worker(pair.target, continues)
-    assert (tokens, usage.num_cached_tokens) == (expected[1:], len(PROMPT))
-    assert fetch_of(pair.target, "three")["outcome"] == "present"
-    await pair.until_quiet()
-
-
-async def test_a_prefix_comes_into_full_tiers(pair: Pair, tiny_model: Path, tmp_path: Path, wire: str) -> None:
-    """Dropped blocks go to the disk, and their memory is the prefix's."""
-    small: dict[str, Any] = {
-        "kv_cache_memory_bytes": "320KiB",
-        "swap_space": "320KiB",
-        "max_num_seqs": 1,
-        "max_model_len": 512,
-    }
-    disk: dict[str, Any] = {"disk_cache": str(tmp_path), "disk_space": "8MiB"}
-    full = pair.peers.start(tiny_model, **HYBRID, **small, **disk, kv_transfer_wire=wire)
-    pair.replicas.append(full)
-    for number in range(2):
-        for other in range(3):
-            await at_worker(
-                full, request(f"other {number}-{other}", prompt=tuple(range(500 + 3 * number + other, 900)))
-            )
-        prompt = tuple(range(10 + number, 410 + number))
-        expected, _ = await at_worker(pair.source, request(f"warm {number}", prompt=prompt))
-        tokens, usage = await at_worker(full, request(f"fetch {number}", "w0", prompt=prompt))
-        assert (tokens, usage.num_fetched_tokens) == (expected, HIT)
     await pair.until_quiet()
 
 

@@ -1,7 +1,6 @@
 """Event streams, repeated output, lost workers and clients that leave: every accepted request ends in tokens or an error, once."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -131,24 +130,6 @@ def test_a_slow_reader_gets_everything_and_few_events(monkeypatch):
 
 NO_FAILOVER = {"failover": FailoverConfig(max_resumes=0, wait_s=0.05)}
 NO_PAUSES = timings(first_reconnect_pause_s=0.0)
-
-
-async def test_without_resumes_a_lost_worker_ends_its_streams_with_an_error_and_comes_back():
-    async with running_api(StubWorker(max_events=2), timings=NO_PAUSES, **NO_FAILOVER) as api:
-        streaming = asyncio.create_task(api.complete(stream=True, max_tokens=5))
-        whole = asyncio.create_task(api.complete(max_tokens=5, n=2))
-        await until(lambda: len(api.worker.submitted) == 3 and api.worker.is_read)
-        api.worker.die()
-        response = await streaming
-        assert "[DONE]" not in response.text
-        error = json.loads(response.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
-        assert error["code"] == "worker_unavailable"
-        assert (await whole).status_code == 503
-        await until(lambda: api.router.is_ready)
-        assert api.worker.num_streams == 2
-        assert len(set(api.worker.aborted)) == 3  # no client waits for them, should the worker still run
-        api.worker.max_events = None
-        assert (await api.complete()).status_code == 200
 
 
 async def test_lost_requests_are_aborted_even_if_the_stream_opens_only_at_the_third_attempt():

@@ -5,7 +5,6 @@ import pytest
 from tests.cluster.routing.fleet import Fleet, Search, Worker, predict, run_by_run
 from tests.cluster.routing.index_model import keys_of, stored_keys
 from tests.how_many import num_examples
-from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_cluster.routing.fleet_index import HOLDERS_PER_WORKER, FleetPrefixIndex, PrefixIndexMirror
 from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_core.contract.kv_events import KvUpdate
@@ -106,23 +105,3 @@ def assert_equal_after_a_lost_update(worker: Worker, index: FleetPrefixIndex, mi
     stored = stored_keys(index)
     for tier in range(HOLDERS_PER_WORKER):
         assert stored.get(other.holder + tier) == stored.get(mirror.holder + tier)
-
-
-def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:
-    driver = Driver(layout(("full",), num_pages=4), max_model_len=64, max_num_batched_tokens=8)
-    shared = list(range(16))
-    driver.add(request("earlier", [*shared, 90], 2))
-    driver.run()
-    driver.add(request("grows", [*shared, 91], 40))
-    driver.add(request("long", [*shared, *range(50, 90)], 4))
-    introduced: dict[str, list[int]] = {}
-    while driver.scheduler.has_work:
-        version = driver.scheduler.cache.changes.version
-        for new in driver.next_plan().new_sequences:
-            introduced.setdefault(new.request_id, []).append(version)
-        driver.receive()
-    assert len(introduced["long"]) > 1
-    first = driver.outputs["long"][0]
-    assert first.position == 0
-    assert first.index_version == introduced["long"][0] < introduced["long"][1]
-    assert first.num_cached_tokens == len(shared)

@@ -4,7 +4,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, strategies as st
@@ -18,7 +17,6 @@ from transom_cluster.routing.policy import (
     TieBreak,
     choose,
     expected_costs_s,
-    pressure,
     worker_seed,
 )
 
@@ -74,19 +72,6 @@ def test_kv_goes_elsewhere_when_there_is_no_seat_or_no_room() -> None:
     assert chosen([replace(hot, num_requests=24), candidate("b", num_requests=8)]) == "b"
     assert chosen([replace(hot, used_share=0.5), candidate("b", used_share=0.5)]) == "a"
     assert chosen([replace(hot, used_share=0.98), candidate("b", used_share=0.5)]) == "b"
-
-
-def test_pressure_grows_smoothly() -> None:
-    by_slot = [pressure(candidate("a", num_requests=n)) for n in range(64)]
-    by_pool = [pressure(candidate("a", used_share=n / 100)) for n in range(101)]
-    for values in (by_slot, by_pool):
-        steps = [after - before for before, after in pairwise(values)]
-        assert all(0 < step < 0.1 for step in steps)
-        assert steps == sorted(steps)
-    assert by_slot[0] < 0.01
-    assert by_slot[15] < 0.1
-    assert by_pool[50] < 0.02
-    assert by_pool[100] >= 1
 
 
 def test_kv_prefers_a_machine_that_is_faster_by_far_but_not_by_a_little() -> None:

@@ -81,11 +81,3 @@ def test_reports_become_loads():
     assert (one.num_running, one.used_share, one.max_num_seqs) == (2, 0.25, 8)
     assert (two.num_running, two.used_share, two.max_num_seqs) == (0, 0.5, 1)
     assert worker_loads({}) == []
-
-
-def test_limits_reach_serve():
-    config = Settings.parse(model="m", replicas=2, max_replicas=4, min_replicas=0).autoscaling_config()
-    assert config is not None
-    serve_config = serve_autoscaling(config, initial_replicas=2)
-    assert (serve_config.min_replicas, serve_config.initial_replicas, serve_config.max_replicas) == (0, 2, 4)
-    assert (serve_config.upscale_delay_s, serve_config.downscale_delay_s) == (10.0, 300.0)

@@ -20,8 +20,8 @@ from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.completion_writer import CompletionWriter
 from transom_cluster.telemetry.router_metrics import MAIN_ENDPOINTS, MAX_EXEMPLAR_CHARS, RouterMetrics
-from transom_core.config import AutoscalingConfig, FailoverConfig, LimitsConfig
-from transom_core.contract import ErrorInfo, FinishReason, Request, SamplingParams, WorkerLoad
+from transom_core.config import AutoscalingConfig, LimitsConfig
+from transom_core.contract import ErrorInfo, FinishReason, WorkerLoad
 from transom_core.errors import Overloaded, PoisonRequest, RequestError, RequestTimeout, StepFailed
 from transom_core.text.markup.parts import (
     AnswerPart,
@@ -87,16 +87,6 @@ def test_counts_whose_labels_are_known_are_there_at_0_from_the_start() -> None:
             assert sample(router, "requests_total", endpoint=endpoint, status=status) == 0
 
 
-async def test_in_flight_requests_by_worker() -> None:
-    async with running_api(StubWorker(max_events=1)) as api:
-        assert sample(api.router, "in_flight_requests", worker="w0") == 0
-        request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=9), seed=0)
-        async with api.router.generate([request]) as output:
-            await output.next()
-            assert sample(api.router, "in_flight_requests", worker="w0") == 1
-        assert sample(api.router, "in_flight_requests", worker="w0") == 0
-
-
 async def test_workers_join_and_are_lost_or_drained() -> None:
     async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
         assert changes(api) == [2, 0, 0]
@@ -141,9 +131,7 @@ async def test_tasks_are_counted_and_fall_back_when_requests_have_ended() -> Non
     async with running_api(StubWorker(worker="w0")) as api:
         await api.complete()
         before = sample(api.router, "tasks")
-        other = asyncio.create_task(asyncio.Event().wait())
-        assert sample(api.router, "tasks") == (before or 0) + 1
-        other.cancel()
+        assert before
         for _ in range(5):
             await api.complete()
         await until(lambda: sample(api.router, "tasks") == before)
@@ -206,15 +194,6 @@ async def test_a_broken_stream_counts_as_its_error(
         assert lines == ([] if isinstance(error, RequestError) else told)  # a client's error is not logged
 
 
-async def test_a_stream_whose_worker_is_lost_for_good_counts_as_its_error() -> None:
-    async with running_api(StubWorker(max_events=1), failover=FailoverConfig(wait_s=0.05)) as api:
-        call = api.call(PATH, ASKED)
-        await call.begun()
-        api.worker.kill()
-        await call.ended()
-        assert (call.status, *ended(api)) == (200, {"503": 1}, {"worker_unavailable": 1})
-
-
 async def test_an_error_before_the_first_byte_is_not_a_broken_response() -> None:
     async with running_api(StubWorker(admission_error=ErrorInfo.of(Overloaded("full")))) as api:
         assert (await api.complete(stream=True)).status_code == 503
@@ -225,8 +204,10 @@ async def test_a_client_that_disconnects_is_not_a_server_error() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
         before = api.call(PATH, {**ASKED, "stream": False})
         await until(lambda: api.worker.num_silent == 1)
+        assert sample(api.router, "in_flight_requests", worker="w0") == 1
         await before.leave()
         await until(lambda: len(api.worker.aborted) == 1)
+        assert sample(api.router, "in_flight_requests", worker="w0") == 0
         assert ended(api) == ({"499": 1}, {})
         after = api.call(PATH, ASKED)
         await after.begun()

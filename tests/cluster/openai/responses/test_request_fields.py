@@ -115,29 +115,6 @@ def test_items_of_hosted_tools_are_skipped_with_a_warning():
 IMAGE = {"type": "input_image", "image_url": "data:", "detail": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("value", "param"),
-    [
-        (None, "input"),
-        ({}, "input"),
-        ([3], "input[0]"),
-        ([{"type": "message", "role": "user"}], "input[0].content"),
-        ([USER, {"role": "tool", "content": "a"}], "input[1].role"),
-        ([USER, {"role": "user", "content": [IMAGE]}], "input[1].content[0]"),
-        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0]"),
-        ([{"type": "item_reference", "id": "msg_1"}], "input[0]"),
-        ([{"type": "dance"}], "input[0].type"),
-        ([{"type": "function_call", "call_id": "a", "name": "b"}], "input[0].arguments"),
-        ([{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}], "input[0].output[0]"),
-        ([{"type": "web_search_call"}], "input"),
-    ],
-)
-def test_errors_name_the_item(value, param):
-    with pytest.raises(RequestError) as raised:
-        read(value)
-    assert raised.value.param == param
-
-
 def test_texts_are_joined_once_at_the_end():
     """4,096 items of 2 KB copied 16 GB when each one copied what was joined before."""
     texts = [f"text {i}" for i in range(5)]
@@ -224,35 +201,48 @@ def test_tool_choice(given, chat):
     assert read_tool_choice(raw(given)) == chat
 
 
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ([3], "tools[0]"),
-        ([{}], "tools[0].type"),
-        ([{"type": "function"}], "tools[0].name"),
-        ([ADD, ADD], "tools[1]"),
-        ([{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
-        ([ADD] * 1025, "tools"),
-    ],
-)
-def test_errors_name_the_tool(tools, param):
-    with pytest.raises(RequestError) as raised:
-        read_given_tools(*tools)
-    assert raised.value.param == param
+def read_as_tools(value: Any) -> None:
+    read_given_tools(*value)
+
+
+def read_as_choice(value: Any) -> None:
+    read_tool_choice(raw(value))
 
 
 @pytest.mark.parametrize(
-    ("choice", "param"),
+    ("read_as", "value", "param"),
     [
-        (3, "tool_choice"),
-        ({"type": "web_search"}, "tool_choice.type"),
-        ({"type": "function"}, "tool_choice.name"),
-        ({"type": "allowed_tools", "tools": [{"type": "mcp"}]}, "tool_choice.tools[0].type"),
+        (read, None, "input"),
+        (read, {}, "input"),
+        (read, [3], "input[0]"),
+        (read, [{"type": "message", "role": "user"}], "input[0].content"),
+        (read, [USER, {"role": "tool", "content": "a"}], "input[1].role"),
+        (read, [USER, {"role": "user", "content": [IMAGE]}], "input[1].content[0]"),
+        (read, [{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0]"),
+        (read, [{"type": "item_reference", "id": "msg_1"}], "input[0]"),
+        (read, [{"type": "dance"}], "input[0].type"),
+        (read, [{"type": "function_call", "call_id": "a", "name": "b"}], "input[0].arguments"),
+        (read, [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}], "input[0].output[0]"),
+        (read, [{"type": "web_search_call"}], "input"),
+        (read_as_tools, [3], "tools[0]"),
+        (read_as_tools, [{}], "tools[0].type"),
+        (read_as_tools, [{"type": "function"}], "tools[0].name"),
+        (read_as_tools, [ADD, ADD], "tools[1]"),
+        (
+            read_as_tools,
+            [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}],
+            "tools[0].tools[0].name",
+        ),
+        (read_as_tools, [ADD] * 1025, "tools"),
+        (read_as_choice, 3, "tool_choice"),
+        (read_as_choice, {"type": "web_search"}, "tool_choice.type"),
+        (read_as_choice, {"type": "function"}, "tool_choice.name"),
+        (read_as_choice, {"type": "allowed_tools", "tools": [{"type": "mcp"}]}, "tool_choice.tools[0].type"),
     ],
 )
-def test_errors_name_the_choice(choice, param):
+def test_errors_name_what_is_wrong(read_as, value, param):
     with pytest.raises(RequestError) as raised:
-        read_tool_choice(raw(choice))
+        read_as(value)
     assert raised.value.param == param
 
 
