@@ -298,20 +298,3 @@ async def test_a_request_is_seen_from_its_admission_to_what_it_leaves_behind(
         assert described["state"] == ("held" if seen.shown[group, block].state == HELD else "loose")
         assert int(described["hash"][:8], 16) == seen.shown[group, block].hash
         assert described["cached_s"] >= 0
-
-
-@pytest.mark.usefixtures("torch_operators")
-async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) -> None:
-    async with frames_of(server) as frames:
-        await anext(frames)
-        # the test before has left, which takes a moment
-        await until(lambda: len(server.replica.block_map._watchers) == 1)
-    registry = server.replica.engine.scheduler.cache.registry
-    await until(lambda: not server.replica.block_map._watchers and registry._touched is None)
-    await ask(server, "Without a watcher.", 4)
-    async with frames_of(server) as frames:  # the next begins where the cache is now
-        seen = Map()
-        history = seen.take(await anext(frames)).header["history"]
-        assert history
-        assert [len(entry) for entry in history] == [3] * len(history)
-        assert not seen.events

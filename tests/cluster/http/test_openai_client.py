@@ -9,7 +9,7 @@ import openai
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 
 from tests.cluster.conftest import HttpServer
-from tests.cluster.http.conftest import ANSWER, CITY, AskWeather, Weather, last_request, says
+from tests.cluster.http.conftest import ANSWER, CITY, AskWeather, last_request, says
 
 CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT_TOKENS = len("user:hi;assistant:")
@@ -111,12 +111,3 @@ def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, spea
     calls = [call.function.parsed_arguments for call in message.tool_calls or ()]
     assert (message.content, calls) == ("Let me look.", [event.parsed_arguments for event in done])
     assert last_request(speaking_server).grammar is not None  # the helper's tools are strict
-
-
-def test_parse_gives_the_model_its_pydantic_class(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, '<think>Hm</think>{"city": "Paris", "rain_mm": 1.5}')
-    answer = speaking_client.chat.completions.parse(model="stub", messages=MESSAGES, response_format=Weather)
-    assert answer.choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)
-    assert last_request(speaking_server).grammar is not None
-    with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, response_format=Weather) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)

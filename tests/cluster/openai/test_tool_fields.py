@@ -108,23 +108,6 @@ def test_a_deep_schema_is_refused_before_it_is_walked() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        *("any", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}}, {"type": "custom"}),
-        *({"type": "function", "name": "f"}, {"function": {"name": "f"}}, {**named("f"), "x": 1}, allowed("none", "f")),
-    ],
-    ids=str,
-)
-def test_another_choice_is_refused_with_what_is_allowed(given: Any) -> None:
-    assert refused(demand_of, given).param == "tool_choice"
-
-
-def test_an_allowed_tool_of_another_form_is_named() -> None:
-    given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("f"), {"name": "g"}]}}
-    assert refused(demand_of, given).param == "tool_choice.allowed_tools.tools[1]"
-
-
-@pytest.mark.parametrize(
     ("choice", "parallel", "demand"),
     [
         (None, True, ToolsDemand("auto", ("f", "g"), parallel=True)),
@@ -140,9 +123,16 @@ def test_what_an_answer_may_or_must_call(choice: Any, parallel: bool, demand: To
     assert read_tools_demand(raw(choice), TOOLS, parallel=parallel) == demand
 
 
+UNKNOWN_CHOICES = (
+    *("any", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {}}, {"type": "custom"}),
+    *({"type": "function", "name": "f"}, {"function": {"name": "f"}}, {**named("f"), "x": 1}, allowed("none", "f")),
+)
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "words"),
     [
+        *((TOOLS, choice, "tool_choice") for choice in UNKNOWN_CHOICES),
         ((), "required", "no tools"),
         ((), named("f"), "'f'"),
         (TOOLS, named("h"), "f, g"),
@@ -153,6 +143,8 @@ def test_a_choice_that_the_tools_cannot_meet(tools: Any, choice: Any, words: str
     error = refused(partial(demand_of, tools=tools), choice)
     assert error.param == "tool_choice"
     assert words in str(error)
+    given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("f"), {"name": "g"}]}}
+    assert refused(demand_of, given).param == "tool_choice.allowed_tools.tools[1]"
 
 
 def test_without_tools_nothing_is_demanded() -> None:
