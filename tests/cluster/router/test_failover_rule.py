@@ -59,27 +59,9 @@ def test_the_suspect_is_named_and_the_others_are_cleared():
 def test_suspects_that_were_lost_together_are_not_stopped():
     pair = [Attempt(), Attempt()]
     for _ in range(5):
-        assert blame(*pair, most=2) is None
-    assert blame(pair[0], most=2) is pair[0].record
+        assert blame(*pair) is None
+    assert [blame(pair[0]) for _ in range(2)] == [None, pair[0].record]
     assert pair[1].record.num_losses == 0
-
-
-def test_losses_are_forgotten_after_more_tokens():
-    one, other = Attempt(), Attempt()
-    blame(one, other, most=2)
-    one.record.release()
-    assert (one.record.num_losses, other.record.num_losses) == (0, 1)
-    for _ in range(5):
-        assert blame(one, most=2) is None
-        one.record.release()
-
-
-def test_who_is_alone_for_one_router_only_becomes_a_suspect():
-    """Another router's requests may have been there too."""
-    one = Attempt()
-    assert blame(one, most=1) is None
-    assert one.record.is_suspect
-    assert blame(one, most=1) is one.record
 
 
 def test_a_suspect_beside_a_request_without_progress_is_not_stopped():

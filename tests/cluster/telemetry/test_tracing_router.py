@@ -127,23 +127,25 @@ async def test_the_latest_names_are_there_for_who_asks(
     assert ("gen_ai_" in page) == is_latest
 
 
-async def test_a_client_without_a_trace_begins_one(collector: Collector) -> None:
-    async with running_api(StubWorker(), tracing=traced(collector)) as api:
-        for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}):
-            assert (await ask(api, headers)).status_code == 200
-    spans = named(collector, "POST /v1/completions")
-    assert [span.parent for span in spans] == [None, None, None]
-    assert len({span.context.trace_id for span in spans}) == 3
-
-
-@pytest.mark.parametrize(("ratio", "flags", "is_traced"), [(1.0, "00", False), (0.0, "01", True), (0.0, None, False)])
-async def test_the_client_decides_else_the_ratio(
-    collector: Collector, ratio: float, flags: str | None, is_traced: bool
+@pytest.mark.parametrize(
+    ("ratio", "headers", "is_traced"),
+    [
+        (1.0, client_parent("00"), False),
+        (0.0, client_parent("01"), True),
+        (0.0, {}, False),
+        (1.0, {}, True),
+        (1.0, {"traceparent": "nonsense"}, True),
+        (1.0, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}, True),
+    ],
+)
+async def test_a_client_with_a_trace_decides_else_the_ratio_and_a_trace_begins(
+    collector: Collector, ratio: float, headers: dict[str, str], is_traced: bool
 ) -> None:
     async with running_api(StubWorker(), tracing=traced(collector, sample_ratio=ratio)) as api:
-        await ask(api, client_parent(flags) if flags else None)
+        assert (await ask(api, headers)).status_code == 200
         parent = api.worker.submitted[0].trace_parent
-    assert bool(collector.get_finished_spans()) == is_traced
+    spans = named(collector, "POST /v1/completions")
+    assert [span.parent is None for span in spans] == [headers != client_parent("01")] * is_traced
     assert parent is not None
     assert is_sampled(parent) == is_traced  # workers do as the router did
 
