@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from tests.cluster.stub_worker import StubWorker, logprobs_of
 from transom_cluster.router.output_stream import joined
 from transom_core.contract import OutputEvent, Request, WorkerInfo
-from transom_core.errors import LossCause
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -45,7 +44,6 @@ class SpeakingWorker(StubWorker):
     texts: Sequence[str] = ()
     per_event: int = 1
     fate: Fate = field(default_factory=Fate)
-    loss_cause: LossCause = "killed"
 
     async def info(self) -> WorkerInfo:
         assert self.tokenizer is not None
@@ -73,7 +71,7 @@ class SpeakingWorker(StubWorker):
                 self.num_silent += 1
                 await self._go.wait()
             if self.fate.strikes():
-                self.kill(self.loss_cause)
+                self.kill("killed")
                 return
             waiting.append(running.token_event(_sampled(request, token_ids[position], position, begin)))
             if len(waiting) == self.per_event or running.finish_reason is not None:

@@ -115,7 +115,6 @@ class StubWorker:
     aborted: list[str] = field(default_factory=list)
     admission_error: ErrorInfo | None = None
     step_error: ErrorInfo | None = None
-    submit_failure: Exception | None = None
     reply_failure: Exception | None = None  # after the requests were taken
     num_streams: int = 0
     can_open: bool = True
@@ -171,9 +170,9 @@ class StubWorker:
                 self._cancel_all()
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        if self.submit_failure is not None or self.is_dead:
+        if self.is_dead:
             self.num_failed_submits += 1
-            raise self.submit_failure or ConnectionError("no worker")
+            raise ConnectionError("no worker")
         self.submitted += requests
         if self.admission_error is not None:
             return [self.admission_error, *[None] * (len(requests) - 1)]

@@ -1,4 +1,4 @@
-"""The fields `kv_policy` and `kv_quality`: what a worker gets, what a client is told, and what the deployment's default does."""
+"""The fields `kv_policy` and `kv_quality`: what a worker gets, and what a client is told."""
 
 import asyncio
 import json
@@ -34,15 +34,6 @@ async def test_workers_get_the_policy(field: object, policy: KvPolicy | None) ->
             assert response.status_code == 200, response.text
             assert "kv_quality" not in response.json()["usage"]
         assert [request.kv_policy for request in api.worker.submitted] == [policy] * 4
-
-
-async def test_the_default_of_the_deployment_can_be_turned_off() -> None:
-    async with running_api(kv_policy=json.dumps(WINDOW)) as api:
-        assert (await api.complete()).status_code == 200
-        for policy in (None, {"type": "full"}, {"type": "heavy", "budget": 64}):
-            assert (await api.complete(kv_policy=policy)).status_code == 200
-        window = WindowPolicy(sinks=2, window=64)
-        assert [one.kv_policy for one in api.worker.submitted] == [window, window, None, HeavyPolicy(budget=64)]
 
 
 async def test_a_model_that_takes_no_policy_refuses_it_by_name() -> None:
