@@ -73,7 +73,7 @@ def events_of(
             position=begin,
             token_ids=tuple(ids),
             text="".join(steps[i].text for i in ids),
-            logprobs=tuple(TokenLogprobs(Logprob(i, -0.5, 1)) for i in ids) if logprobs else None,
+            logprobs=tuple(TokenLogprobs(one := Logprob(i, -0.5, 1), (one,)) for i in ids) if logprobs else None,
             finish_reason=reason if is_last else None,
             usage=Usage(num_prompt_tokens=3, num_output_tokens=ids.stop, num_cached_tokens=0) if is_last else None,
         )

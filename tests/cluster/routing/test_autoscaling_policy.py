@@ -61,11 +61,6 @@ def test_steady_load_moves_nothing():
             assert wanted(*[load(12 + wobble, used=0.6 + 0.05 * wobble, tokens=500)] * workers) == workers
 
 
-def test_a_burst_asks_for_all_that_it_needs_at_once():
-    assert wanted(load(16, 60, tokens=7000)) == 4  # 7 s of work for one
-    assert wanted(load(16, 200, tokens=200_000)) == CONFIG.max_replicas
-
-
 def test_slow_first_tokens_add_one_at_a_time():
     late = load(10, 1, tokens=100, first_s=2.5)
     assert wanted(late) == 2
@@ -83,12 +78,6 @@ def test_full_pools_add_workers(used: float, workers: int):
 def test_without_a_known_rate_sequences_decide():
     assert wanted(load(0, 3, tokens=100_000, rate=0.0)) == 1
     assert wanted(load(16, 20, tokens=100_000, rate=0.0)) == 3
-
-
-def test_idle_workers_go_down_to_the_least():
-    assert wanted(IDLE, IDLE, IDLE) == 1
-    assert wanted(IDLE, IDLE, config=FROM_ZERO) == 0
-    assert wanted(load(1), IDLE, config=FROM_ZERO) == 1
 
 
 def test_zero_stays_until_a_request_waits():
