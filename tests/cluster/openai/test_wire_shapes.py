@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.cluster.conftest import stream_events
 from tests.cluster.openai.published_document import ANTHROPIC, OPENAI, check_published, published_document
@@ -13,7 +14,22 @@ from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.request.body import BodyParser
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
+
+
+@pytest.mark.parametrize("fields", CHATS, ids=str)
+async def test_chats(api, fields):
+    whole = ChatCompletion.model_validate_json((await api.chat(**fields)).content, strict=True)
+    sent = stream_events((await api.chat(**fields, **STREAMED)).text)
+    chunks = [ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True) for event in sent]
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        entries = [entry for c in mine if c.logprobs for entry in c.logprobs.content or ()]
+        assert entries == (choice.logprobs.content if choice.logprobs else [])
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
 
 
 @pytest.mark.parametrize("fields", COMPLETIONS, ids=str)
