@@ -256,27 +256,6 @@ def added(values: list[float]) -> NoisyMean:
     return mean
 
 
-def test_a_change_is_told_from_an_outlier() -> None:
-    rng = random.Random(2)
-    for _ in range(20):
-        mean = added(noisy(0.2, 1.5, 60, rng))
-        before = mean.mean()
-        mean.add(4.0)
-        assert mean.mean() < 1.5 * before
-        mean.add(4.0)
-        assert mean.mean() > 2.0
-
-
-def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
-    rng = random.Random(3)
-
-    def doubt(mean: NoisyMean) -> float:
-        return mean.mean() / mean.mean(optimism=1.0)
-
-    assert doubt(added([1.0])) > doubt(added([1.0] * 5)) > doubt(added([1.0] * 20))
-    assert doubt(added(noisy(1.0, 2.0, 100, rng))) > doubt(added(noisy(1.0, 1.1, 100, rng)))
-
-
 def test_a_noisy_mean_is_the_mean_and_not_the_median() -> None:
     """Half of noisy times are shorter than their median, but the longer ones cost more."""
     rng = random.Random(1)

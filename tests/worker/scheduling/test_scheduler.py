@@ -5,7 +5,6 @@ import pytest
 
 from tests.lost_windows import lose_left_behind, lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
-from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step_budget import StepBudget, chunk_limit
 
 
@@ -35,13 +34,6 @@ def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     assert driver.next_plan().count == [15, 1]
     driver.receive()
     driver.run()
-
-
-def test_a_status_changes_as_the_table_allows() -> None:
-    driver = roomy()
-    driver.add(request("a", range(8), 1))
-    with pytest.raises(AssertionError, match=r"a: .*WAITING -> .*PREEMPTING"):
-        driver.scheduler.by_request["a"].move_to(SequenceStatus.PREEMPTING)
 
 
 def test_one_chunk_takes_a_bounded_part_of_the_pool() -> None:
@@ -116,13 +108,6 @@ class Client:
         lose_left_behind(self.driver.scheduler.cache)
         self.driver.check()
         return self.driver.outputs[name][0].num_cached_tokens
-
-
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_the_second_user_of_a_system_prompt_hits_it(mix: tuple[str, ...]) -> None:
-    client = Client(mix)
-    for user in range(4):
-        assert client.cached([*SYSTEM, *([100 + user] * 13), 7, 7], turns=(40, 53)) == (40 if user else 0)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if "full" in mix], ids="+".join)

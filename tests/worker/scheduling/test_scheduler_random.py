@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
@@ -183,11 +182,3 @@ def test_random_requests_at_a_pace(mix: tuple[str, ...]) -> None:
 def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
     """A swapped request is loaded back when the step fails that was to copy its blocks to the host."""
     random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
-
-
-@settings(max_examples=num_examples(daily=15, exhaustive=60))
-@given(
-    st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.8])
-)
-def test_random_requests_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
-    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)
