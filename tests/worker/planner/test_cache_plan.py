@@ -107,12 +107,6 @@ def test_lengths_climb_to_the_models() -> None:
     assert short.max_model_len == 100
 
 
-def test_a_request_that_never_fits_is_shown_as_none() -> None:
-    plan = plan_from_config(CONFIGS["llama-3-70b"], memory_bytes=GIB)
-    assert plan.concurrency[-1].requests == 0
-    assert plan.concurrency[0].requests == 3
-
-
 PROMPT_TOKENS = 3
 BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 MIXES: dict[str, dict[str, Any]] = {
