@@ -139,15 +139,6 @@ def run_to_its_end(driver: CacheDriver, token_ids: list[int]) -> None:
     driver.complete(len(driver.sequences) - 1, CheckpointKind.GENERATION, chunk=16)
 
 
-def test_an_import_larger_than_the_host_tier_is_refused() -> None:
-    driver = disk_driver(host_pages=1)
-    chain = [bytes([number]) * 32 for number in range(100)]
-    hit = find_files(driver, chain)
-    assert hit.num_hash_blocks == 100
-    assert driver.cache.tiers.imports.begin(chain, hit) is None
-    driver.finish()
-
-
 def test_the_device_gives_up_what_lies_above_an_import() -> None:
     """A locked node in the host tier holds the nodes above it on the device; memory that they pin was promised to others."""
     driver = disk_driver(host_pages=40)

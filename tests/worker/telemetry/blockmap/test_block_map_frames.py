@@ -71,11 +71,10 @@ def random_lives(
     seed: int,
     *,
     steps_in_flight: int,
-    has_host: bool = True,
     policies: Sequence[KvPolicy | None] = (None,),
     catches_up: bool = False,
 ) -> Watch:
-    """Watch the random requests of one scheduler, and what other workers read and send where there is a host tier.
+    """Watch the random requests of one scheduler, and what other workers read and send.
 
     `catches_up`: frames have few records, and a look takes as many frames as it needs.
     """
@@ -86,7 +85,7 @@ def random_lives(
         steps_in_flight=steps_in_flight,
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
-        host_pages=rng.choice([len(mix), 10, 40]) if has_host else 0,
+        host_pages=rng.choice([len(mix), 10, 40]),
         preemption_mode="swap" if len(policies) > 1 else rng.choice(["swap", "auto", "recompute"]),
         load_after=lambda: rng.choice([0, 1, 4]),
     )
@@ -112,9 +111,9 @@ def random_lives(
             driver.abort(rng.choice(sorted(driver.requests)))
         if rng.random() < 0.08:
             lose_windows(cache)
-        if has_host and rng.random() < 0.2:
+        if rng.random() < 0.2:
             others.act(rng.choice(prefixes))
-        if has_host and rng.random() < 0.01:
+        if rng.random() < 0.01:
             cache.evict_all()
         if not driver.scheduler.has_work:
             continue
@@ -126,8 +125,7 @@ def random_lives(
             if catches_up:
                 settle(watch)
             check(watch)
-            if has_host:
-                check_host(watch)
+            check_host(watch)
             if rng.random() < 0.3:
                 check_late_watcher(watch, catches_up=catches_up)
                 check_described(watch, rng)
@@ -135,11 +133,10 @@ def random_lives(
     watch.look()
     settle(watch)
     assert watch.map.shown == plain(driver.scheduler)
-    if has_host:
-        assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
-        for group, block in watch.map.shown_in_host:  # only checkpoints need host blocks now
-            told = describe_block(driver.scheduler, group, block, "host")
-            assert len(told["checkpoints"]) == told["references"]
+    assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
+    for group, block in watch.map.shown_in_host:  # only checkpoints need host blocks now
+        told = describe_block(driver.scheduler, group, block, "host")
+        assert len(told["checkpoints"]) == told["references"]
     return watch
 
 
@@ -186,11 +183,15 @@ def test_frames_say_what_both_tiers_hold(
     monkeypatch.setattr(cache_snapshot, "BLOCKS_PER_COPY", 7)
     for seed in range(num_examples(1, 40)):
         watch = random_lives(mix, seed, steps_in_flight=steps_in_flight)
-        check_blocks_of_events(watch, "spilled", "loaded", "swapped", "imported", "dropped")
+        check_blocks_of_events(watch, "evicted", "spilled", "loaded", "swapped", "imported", "dropped")
+        kinds, totals = [event["kind"] for event in watch.map.events], watch.map.header["totals"]
+        for kind, total in (("preempted", "preemptions"), ("repair", "repairs")):
+            assert kinds.count(kind) == totals[total] - watch.before[total]
 
 
-def test_every_state_of_a_host_block_shows() -> None:
+def test_every_state_of_a_block_shows() -> None:
     watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(2)]
+    assert set().union(*(watch.states for watch in watches)) >= {EMPTY, ACTIVE, REPAIR, LOOSE, HELD, EVICTED}
     assert set().union(*(watch.host_states for watch in watches)) == {GONE, EMPTY, LOOSE, HELD, EVICTED}
     assert set().union(*(watch.needs for watch in watches)) >= {"prompt", "sequence"}
 
@@ -232,22 +233,6 @@ def test_what_is_not_there_is_not_described() -> None:
             assert list(describe_block(scheduler, group, block, tier)) == ["error"]
     without = Driver(layout(("full",), num_pages=12)).scheduler
     assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_frames_say_what_the_cache_holds(mix: tuple[str, ...]) -> None:
-    watches = [
-        random_lives(mix, seed, steps_in_flight=1 + seed % 2, has_host=False) for seed in range(num_examples(2, 8))
-    ]
-    for watch in watches:
-        check_blocks_of_events(watch, "evicted")
-        kinds, totals = [event["kind"] for event in watch.map.events], watch.map.header["totals"]
-        assert kinds.count("preempted") == totals["preemptions"] - watch.before["preemptions"]
-        assert kinds.count("repair") == totals["repairs"] - watch.before["repairs"]
-    states = set().union(*(watch.states for watch in watches))
-    assert states >= {EMPTY, ACTIVE, LOOSE, HELD, EVICTED}
-    if mix == ("full", "window"):
-        assert REPAIR in states
 
 
 def test_frames_say_what_kv_policies_keep() -> None:
