@@ -15,7 +15,7 @@ from transom_core.kv_cache.layout import GroupLayout, LayerTensors
 from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver
 from transom_core.settings.settings import Settings
 from transom_worker.engine import startup
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.setup import model_loading
 from transom_worker.planner.plan import CachePlan, plan_cache
 
@@ -179,15 +179,3 @@ def test_report_names_the_tiers_below_the_device() -> None:
         f"{on_disk[0]:,} of 1,024, {on_disk[1]:,} of 4,096" in lines
     )
     assert plan.as_json()["host_concurrency"][1]["requests"] == 12
-
-
-def test_the_report_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each names its GPU, and the report says whether steps are replayed, as with one rank."""
-    monkeypatch.setattr(startup, "rank_lines", lambda shares: ["rank 0 of 2", "rank 1 of 2"])
-    memory = MemoryReport(device="cuda", weight_bytes=2**20, activation_bytes=0, kv_bytes=0)
-    ranks = tuple(RankInfo(process_id=7, ip="10.0.0.1", memory=memory, gpu=f"GPU-{rank}") for rank in range(2))
-    info = executor_info(plan_of(group(GroupKind.FULL)), replace(memory, device="2 x cuda"), ranks=ranks)
-    lines = startup.startup_report(info, model="m", cache=CacheConfig()).splitlines()
-    assert "rank 1 of 2; weights 1 MiB; process 7 on 10.0.0.1, GPU-1" in lines
-    assert "decode steps are launched kernel by kernel" in lines
-    assert not [line for line in lines if line.startswith("operators run")]

@@ -267,6 +267,11 @@ def test_a_request_without_a_parent_gets_a_span_of_its_own(traced: Traced) -> No
         assert spans[name].parent.span_id == spans["request"].context.span_id
 
 
+def test_a_request_whose_trace_is_not_sampled_has_no_spans(traced: Traced) -> None:
+    run(traced.engine, [with_parent("a", f"00-{TRACE}-{PARENT}-00")])
+    assert not traced.spans()
+
+
 def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
     traced.engine.add(with_parent("a"))
     traced.engine.step()
