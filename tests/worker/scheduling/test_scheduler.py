@@ -12,19 +12,6 @@ def roomy(*mix: str, **config: object) -> Driver:
     return Driver(layout(mix or ("full", "window"), num_pages=200), **config)  # type: ignore[arg-type]
 
 
-def test_long_prompts_are_chunked_beside_decoding_sequences() -> None:
-    driver = roomy(max_num_batched_tokens=16)
-    driver.add(request("short", range(3), 20))
-    driver.step()
-    driver.add(request("long", range(50), 2))
-    plan = driver.next_plan()
-    assert (plan.count, plan.sample) == ([1, 15], [1, 0])
-    assert plan.logits_from == [3, 15]  # none of the long one's rows
-    driver.receive()
-    plan = driver.next_plan()
-    assert (plan.start, plan.count) == ([4, 15], [1, 15])
-
-
 def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     driver = roomy(max_num_batched_tokens=16, policy="priority")
     driver.add(request("short", range(3), 20, priority=1))
