@@ -35,13 +35,10 @@ DECODES, PROMPT = step((40, 1)), step((0, 100))
             0.1, [(step((40, 1), (7, 1)), 0.03), (PROMPT, 0.0)], True, 0, FIRST_TOKENS, id="nothing, or a stub's"
         ),
         pytest.param(0.2, [(DECODES, 0.06), (step((0, 200)), 0.1)], True, 0, 256, id="the docstring's example"),
-        pytest.param(0.2, [(DECODES, 0.06), (step((0, 200)), 0.1)], False, 0, 384, id="400, rounded down"),
         pytest.param(
             1.01, [(DECODES, 0.03), (step((41, 1), (0, 100)), 0.13)], False, 0, 960, id="without decoding rows"
         ),
-        pytest.param(1.01, [(PROMPT, 0.1)], False, 8192, 960, id="the nearest context"),
         pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 0, 960, id="contexts apart"),
-        pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 4096, 192, id="a long context"),
         pytest.param(1.01, [(PROMPT, 0.1), (step((4096, 100)), 0.4)], False, 8192, 192, id="the nearest of two"),
         pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 0.6)], True, 0, 576, id="half of the target"),
         pytest.param(1.0, [(PROMPT, 0.1), (DECODES, 2.0)], True, 0, 1984, id="as much time as decoding"),
