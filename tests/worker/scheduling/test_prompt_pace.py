@@ -123,18 +123,11 @@ def counts(driver: Driver) -> list[int]:
     return plan.count
 
 
-def test_a_prompt_alone_has_no_limit():
-    driver, pace = paced(16)
-    driver.add(request("long", range(300), 4))
-    assert counts(driver) == [256]
-    assert not pace.asked
-    driver.run()
-
-
-def test_a_decoding_request_limits_a_prompt():
+def test_a_decoding_request_limits_a_prompt_and_one_alone_has_no_limit():
     driver, pace = paced(20)
-    driver.add(request("first", range(10), 60))
-    assert counts(driver) == [10]
+    driver.add(request("first", range(90), 60))
+    assert counts(driver) == [90]
+    assert not pace.asked
     driver.add(request("long", range(100, 400), 4))
     assert counts(driver) == [1, 20]
     assert counts(driver) == [1, 20]

@@ -1,7 +1,7 @@
 """Random requests over tiny pools: whatever happens, counts balance, keys are right and every request finishes."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -33,10 +33,11 @@ def random_run(
     prompt_logprobs: float = 0.0,
     policies: Sequence[KvPolicy | None] = (),
     num_clients: int = 1,
+    after_each: Callable[[Driver], None] = lambda _: None,
 ) -> Driver:
     """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory;
     `prompt_logprobs`: how often a request asks for them; `policies` are KV policies that requests have; requests come from
-    `num_clients` clients of different weights.
+    `num_clients` clients of different weights. `after_each` is called after each event.
     """
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
@@ -108,6 +109,7 @@ def random_run(
         driver.check()
         was_dropped, num_dropped = num_dropped, sum(s.num_dropped_blocks for s in scheduler.policy_stats().values())
         assert num_dropped >= was_dropped  # swapped and preempted requests stay counted
+        after_each(driver)
     check_kept(driver)
     assert sorted(driver.finished) == sorted(driver.requests)
     outcomes = driver.scheduler.stats().outcome_tokens

@@ -203,18 +203,6 @@ def test_wrong_lines_and_settings_exit_with_2_and_one_sentence(tmp_path: Path) -
     assert "--host-memory" in host.stderr
 
 
-@pytest.mark.parametrize("name", ["sessions", "shuffled", "poisson"])
-def test_each_turn_repeats_the_one_before_and_its_answer(name: str) -> None:
-    requests = build_workload(name).requests
-    assert sum(request.after is None for request in requests) == 16
-    for at, request in enumerate(requests):
-        if request.after is None:
-            continue
-        assert request.after < at
-        before = requests[request.after]
-        assert request.prompt[:-1] == (*before.prompt, before.answer)
-
-
 def test_a_seed_draws_the_order() -> None:
     assert build_workload("shuffled", seed=1) == build_workload("shuffled", seed=1)
     assert build_workload("shuffled", seed=1) != build_workload("shuffled", seed=2)
