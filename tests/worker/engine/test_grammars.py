@@ -78,6 +78,17 @@ def test_a_row_waits_for_its_token_and_the_others_do_not(tiny_model: Path) -> No
     assert len(plans) in (100, 101)
 
 
+def test_a_document_of_two_tokens_goes_on_after_any_of_them(engine: Engine) -> None:
+    """Also after the last one: nothing can follow, so the answer is the end alone."""
+    ask = make_request("whole", [50, 51, 52], grammar='start: "7" "8"', ignore_eos=False)
+    whole = end(engine, ask)
+    assert (whole.text, len(whole.token_ids), whole.finish_reason) == ("78", 2, "stop")
+    for cut in range(3):
+        rest = end(engine, replace(ask, request_id=f"cut{cut}", resumed_output_ids=whole.token_ids[:cut]))
+        assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+        assert (rest.text, rest.finish_reason) == ("78"[cut:], "stop")
+
+
 @pytest.mark.parametrize(
     ("grammar", "params", "text", "finish_reason"),
     [

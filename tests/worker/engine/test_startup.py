@@ -123,7 +123,7 @@ def test_the_report_says_what_the_tiers_below_the_device_hold() -> None:
     tensors = LayerTensors(layer=0, num_kv_heads=1, k_size=1, v_size=1, dtype="int8", k_offset=0, v_offset=0)
     spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0, 1), block_size=16)
     group = GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=(tensors,))
-    sizes = {"memory_bytes": 2**20, "host_bytes": 3 << 20, "block_size": 16, "max_model_len": 4096}
+    sizes: dict[str, Any] = {"memory_bytes": 2**20, "host_bytes": 3 << 20, "block_size": 16, "max_model_len": 4096}
     plan = plan_cache([group], max_num_batched_tokens=512, tensor_parallel_size=2, **sizes)
     memory = MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0)
     info = ExecutorInfo(plan=plan, max_model_len=4096, vocab_size=10, eos_token_ids=(), memory=memory)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
@@ -189,6 +190,22 @@ class Tenants(Attacker):
         name = f"v{victim}-{self.num_steps}"
         self.driver.add(request(name, [victim] * VICTIM_PROMPT, VICTIM_OUTPUT, client=f"victim {victim}"))
         seen[name] = (0, self.num_steps)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Attack([(1, 100)] * 12),  # many small prompts with long answers
+        Attack([(200, 100)] * 4),  # each fills the pool
+        Attack([(200, 100)] * 4, priority=-3, shares=True, num_left=3),  # whose prefix another computes, and leaves
+        Attack([(60, 1)] * 12, num_left=50),  # sent, left and sent again
+    ],
+)
+def test_attacks(attack: Attack) -> None:
+    tenants = Tenants([attack], num_victims=2, policy="priority")
+    tenants.run(250)
+    assert len(tenants.waits) > 40
+    assert sum(tenants.waits) < 8 * len(tenants.waits)
 
 
 @settings(max_examples=num_examples(daily=3, exhaustive=500))

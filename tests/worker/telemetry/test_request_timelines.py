@@ -283,6 +283,12 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
     assert failed == {("a", "decode"), ("b", "queue")}
 
 
+def test_an_unreachable_collector_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # seconds until the exporter gives up
+    [whole] = run(start(otlp_traces_endpoint=ENDPOINT), [with_parent("a", max_tokens=4)])
+    assert len(whole.token_ids) == 4
+
+
 @pytest.mark.parametrize("what", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"])
 def test_without_the_package_the_start_fails_with_advice(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str
