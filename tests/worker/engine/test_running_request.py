@@ -84,14 +84,11 @@ def run(text: str, **params: Any) -> tuple[str, str | None, int | str | None]:
         ("abcz", {"stop": ("cx",)}, ("abc", "stop", None)),
         ("cdabcd", {"stop": ("cd",), "min_tokens": 3}, ("cdab", "stop", "cd")),
         ("zzabz", {"min_tokens": 3}, ("ab", "stop", None)),
+        ("a" * 60, {"max_tokens": None}, ("a" * 49, "length", None)),  # the model's length
     ],
 )
 def test_how_requests_end(text: str, params: dict[str, Any], expected: tuple[object, ...]) -> None:
     assert run(text, **params) == expected
-
-
-def test_the_models_length_bounds_the_output() -> None:
-    assert run("a" * 60, max_tokens=None) == ("a" * 49, "length", None)
 
 
 @given(

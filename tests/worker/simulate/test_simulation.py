@@ -245,14 +245,6 @@ def test_the_turns_are_those_that_operators_of_agents_report(seed: int) -> None:
     assert pauses[len(pauses) * 99 // 100] == pytest.approx(660.0, rel=0.2)
 
 
-def test_sessions_of_one_agent_share_its_tools_and_nothing_else() -> None:
-    first = [request for request in build_workload("agents").requests if request.after is None]
-    assert len(first) == 16
-    assert len({request.prompt[0] for request in first}) == 3
-    assert len({request.prompt[1] for request in first}) == 16
-    assert all(request.turn_boundaries == (request.prompt[0].num_tokens,) for request in first)
-
-
 def test_a_pause_begins_with_the_answer_before_it() -> None:
     space = TokenSpace()
     first = SimulatedRequest(prompt=(space.take(16),), answer=space.take(1), arrival_s=1.0)
