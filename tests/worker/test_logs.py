@@ -57,25 +57,20 @@ def record(message: str, *args: object, error: BaseException | None = None, **ex
 def test_a_line_in_json_is_one_object_whatever_it_says() -> None:
     lines = JsonLines("worker/w0")
     message = 'two\nlines "quoted" \u2028 \x00 é \ud800'
-    text = lines.format(record("%s", message))
+    try:
+        raise ValueError("no good")
+    except ValueError as error:
+        text = lines.format(record("%s", message, error=error))
     assert "\n" not in text
     line = json.loads(text)
     assert line["message"] == message
+    assert line["exception"].splitlines()[-1] == "ValueError: no good"
     assert (line["level"], line["logger"], line["process"]) == ("WARNING", "transom.worker", "worker/w0")
     assert line["pid"] == os.getpid()
     assert datetime.fromisoformat(line["time"]).tzinfo is not None
     assert line["time"].endswith("Z")
     assert "request_id" not in line
     assert "trace_id" not in line
-
-
-def test_an_exception_is_a_field() -> None:
-    try:
-        raise ValueError("no good")
-    except ValueError as error:
-        line = json.loads(JsonLines("").format(record("failed", error=error)))
-    assert line["message"] == "failed"
-    assert line["exception"].splitlines()[-1] == "ValueError: no good"
 
 
 def test_a_thread_that_ends_itself_is_no_error() -> None:

@@ -18,14 +18,7 @@ from transom_core.settings.settings import Settings
 from transom_worker.bench.offline import run_offline
 from transom_worker.bench.policies.policy_runs import make_request, run_together
 from transom_worker.bench.policies.results import PolicyFigures, tables
-from transom_worker.bench.policies.scenarios import (
-    Load,
-    Quality,
-    memory_and_throughput,
-    quality_by_window,
-    recall,
-    stream,
-)
+from transom_worker.bench.policies.scenarios import Load, memory_and_throughput, quality_by_window, recall, stream
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.startup import build_engine
 
@@ -62,16 +55,6 @@ def test_figures_and_tables(folder: Path) -> None:
     assert max(row.peak_kv_bytes for row in figures.stream) < 2 * min(row.peak_kv_bytes for row in figures.stream)
     assert tables(figures).count("###") == 5
     json.dumps(figures.as_json())
-
-
-def test_tables_need_no_more_than_the_figures() -> None:
-    figures = PolicyFigures(model="tiny", setup={})
-    assert tables(figures) == ""
-    figures.quality = [
-        Quality(name=kind, kind=kind, kept_tokens=64, agreement=0.5, kl=0.1, perplexity=9.0)
-        for kind in ("full", "heavy")
-    ]
-    assert "| heavy | 50.0% | 0.100 | 9.00 |" in tables(figures)
 
 
 def test_a_request_that_is_refused_is_an_error(engine: Engine) -> None:

@@ -11,24 +11,23 @@ from hypothesis import given, strategies as st
 
 from tests.adapter_folders import make_adapter, write_adapter
 from tests.engine_driver import drain, make_engine, make_request, num_active
+from tests.worker.engine.test_engine_restart import Fragile
 from transom_core.config import EngineConfig, LoraConfig
 from transom_core.contract import Adapter, OutputEvent
-from transom_core.errors import RankLost, RequestError, WorkerLost
+from transom_core.errors import RequestError, WorkerLost
 from transom_worker.engine.adapter_slots import AdapterSlots, Trial
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import ExecutorInfo
-from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.scheduling.step import StepPlan
 
 
-class Slots(LocalExecutor):
+class Slots(Fragile):
     """A rank that only notes which adapter each slot has and each sequence expects."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(replace(config, lora=None))
         self.loaded: dict[int, str] = {}
         self.expected: dict[str, str | None] = {}  # request -> path
-        self.is_lost = False
 
     def load_adapter(self, slot: int, path: str) -> None:
         self.loaded.pop(slot, None)
@@ -42,16 +41,9 @@ class Slots(LocalExecutor):
         plan.new_sequences = [replace(new, adapter_slot=-1) for new in plan.new_sequences]
         super().submit(plan)
 
-    def receive(self) -> StepResult:
-        if self.is_lost:
-            raise RankLost("Rank 0 of 2: it ended")
-        return super().receive()
-
     def restart(self) -> ExecutorInfo:
-        self.is_lost = False
         self.loaded.clear()
-        self.shutdown()
-        return self.start()
+        return super().restart()
 
     def reload(self, model: str) -> ExecutorInfo:
         self.loaded.clear()

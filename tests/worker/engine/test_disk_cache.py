@@ -313,30 +313,24 @@ def test_a_missing_file_is_tried_once(open_engine: Start, tmp_path: Path, writte
     assert index.num_blocks >= num_files - 1
 
 
-def test_what_is_in_memory_at_an_orderly_end_is_written(open_engine: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["orderly", "a step failed", "the disk is too slow"])
+def test_what_is_in_memory_at_an_orderly_end_alone_is_written(
+    open_engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """Nothing was evicted, and a request is under way."""
     first = open_engine()
     expected = answers(first, prompts(2))
     first.add(make_request("under way", prompts(3)[2], max_tokens=100))
     first.step()
     assert not list(tmp_path.rglob("*.kv"))
-    first.fail(EngineDead("The worker is shutting down.", loss_cause="stopped"))
-    first.shutdown()
-    assert_cached(answers(open_engine(), prompts(2)), expected)
-
-
-@pytest.mark.parametrize("why", ["it failed", "the disk is too slow"])
-def test_an_end_that_writes_nothing(
-    open_engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    first = open_engine()
-    answers(first, prompts(2))
-    if why == "it failed":
-        first.fail(EngineDead("A step failed.", loss_cause="exception"))
-    else:
+    if how == "the disk is too slow":
         monkeypatch.setattr("transom_worker.engine.disk_tier.FLUSH_S", 0.0)
+    first.fail(EngineDead("It ends.", loss_cause="exception" if how == "a step failed" else "stopped"))
     first.shutdown()
-    assert not list(tmp_path.rglob("*.kv"))
+    if how == "orderly":
+        assert_cached(answers(open_engine(), prompts(2)), expected)
+    else:
+        assert not list(tmp_path.rglob("*.kv"))
 
 
 def test_an_idle_engine_tells_routers_of_files_that_others_write(open_engine: Start, tmp_path: Path) -> None:

@@ -235,19 +235,6 @@ def test_waits_for_fetches_count_apart_from_the_rate_also_of_small_ones_and_fade
     assert after - default.wait_s == pytest.approx((wait_s - default.wait_s) / 2)
 
 
-def test_the_first_token_time_leaves_out_the_cold_start_and_begins_at_nothing() -> None:
-    rates = StepRates()
-    rates.stepped(2000, 1, 20.0, now_s=120.0)
-    for arrival_s in (100.0, 105.0, 119.0):  # they waited for the first step
-        rates.first_token(arrival_s, 130.0)
-    assert rates.first_token_s == 0
-    rates.first_token(130.0, 140.0)  # one slow request does not count whole
-    assert rates.first_token_s == pytest.approx(2.0)
-    for _ in range(40):
-        rates.first_token(150.0, 151.0)
-    assert rates.first_token_s == pytest.approx(1.0, rel=0.01)
-
-
 def prompt(i: int, length: int) -> list[int]:
     return [(31 * i + 17 * j) % 1900 + 40 for j in range(length)]
 

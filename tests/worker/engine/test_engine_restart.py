@@ -268,28 +268,28 @@ class Looks:
         return None
 
 
-def test_a_turn_that_takes_too_long() -> None:
-    looks = Looks()
+@pytest.mark.parametrize(
+    ("num_ranks", "compiles", "limit_s"),
+    [(1, False, TIMEOUT_S), (2, False, TIMEOUT_S + RANKS_GRACE_S), (1, True, TIMEOUT_S + COMPILE_LIMIT_S)],
+)
+def test_a_turn_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, compiles: bool, limit_s: float
+) -> None:
+    """Ranks are watched by their executor first, and a compiler may take longer, but not for ever."""
+    looks = Looks(num_ranks=num_ranks)
+    if compiles:
+        monkeypatch.setattr(step_watchdog, "COMPILERS", ("/test_engine_restart.py",))  # this module is on the stack
     assert looks.first_hang(50) is None  # no turn
     looks.turns.begin()
-    assert looks.first_hang(50) == TIMEOUT_S / PERIOD_S
-    error = present(looks.turns.overdue())
-    assert error.loss_cause == "hung"
-    assert "80 s (--step-timeout-s)" in str(error)
-
-
-def test_turns_that_follow_each_other_are_no_hang() -> None:
-    looks = Looks()
+    assert looks.first_hang(50, between=looks.turns.begin) is None  # turns that follow each other
     looks.turns.begin()
-    assert looks.first_hang(50, between=looks.turns.begin) is None
+    assert looks.first_hang(500) == limit_s / PERIOD_S
+    if not compiles:
+        error = present(looks.turns.overdue())
+        assert error.loss_cause == "hung"
+        assert f"{TIMEOUT_S:.0f} s (--step-timeout-s)" in str(error)
     looks.turns.end()
     assert looks.first_hang(50) is None
-
-
-def test_ranks_are_watched_by_their_executor_first() -> None:
-    looks = Looks(num_ranks=2)
-    looks.turns.begin()
-    assert looks.first_hang(50) == (TIMEOUT_S + RANKS_GRACE_S) / PERIOD_S
 
 
 def test_a_restart_of_ranks_does_not_count() -> None:
@@ -309,13 +309,6 @@ def test_a_process_that_was_stopped_does_not_hang() -> None:
     assert looks.first_hang(1) is None
     assert looks.first_hang(1, pause_s=100 * TIMEOUT_S) is None
     assert looks.first_hang(50) is not None
-
-
-def test_a_compiler_may_take_longer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks()
-    monkeypatch.setattr(step_watchdog, "COMPILERS", ("/test_engine_restart.py",))  # this module is on the stack
-    looks.turns.begin()
-    assert looks.first_hang(500) == (TIMEOUT_S + COMPILE_LIMIT_S) / PERIOD_S
 
 
 class Hanging(OnThread):

@@ -1,4 +1,4 @@
-"""What a worker chooses when it knows its device, and the plan's integers in the report of its start."""
+"""What a worker chooses when it knows its device, and what the report of its start says of tiers."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,9 +15,9 @@ from transom_core.kv_cache.layout import GroupLayout, LayerTensors
 from transom_core.machine.gpus import NO_DRIVER, Gpu, GpuDriver
 from transom_core.settings.settings import Settings
 from transom_worker.engine import startup
-from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.setup import model_loading
-from transom_worker.planner.plan import CachePlan, plan_cache
+from transom_worker.planner.plan import plan_cache
 
 DIVIDED = replace(H100, parts=(part(1), part(2)))
 
@@ -118,54 +118,15 @@ def test_a_gpu_that_torch_has_no_code_for(
         model_loading.open_device(torch.device("cuda"))
 
 
-def group(kind: GroupKind, **sizes: int) -> GroupLayout:
-    spec = GroupSpec(name=str(kind), kind=kind, layers=(0, 1), block_size=16, **sizes)
+def test_the_report_says_what_the_tiers_below_the_device_hold() -> None:
+    """`test_engine_plan` has its other figures."""
     tensors = LayerTensors(layer=0, num_kv_heads=1, k_size=1, v_size=1, dtype="int8", k_offset=0, v_offset=0)
-    return GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=(tensors,))
-
-
-def plan_of(*groups: GroupLayout, **more: Any) -> CachePlan:
-    """A plan for 1 MiB on the device, blocks of 16 tokens and sequences of 4,096."""
-    sizes = {"memory_bytes": 2**20, "block_size": 16, "max_model_len": 4096, "max_num_batched_tokens": 512}
-    return plan_cache(groups, **sizes | more)
-
-
-def executor_info(plan: CachePlan, memory: MemoryReport, **more: Any) -> ExecutorInfo:
-    return ExecutorInfo(plan=plan, max_model_len=4096, vocab_size=10, eos_token_ids=(), memory=memory, **more)
-
-
-def test_report_says_where_memory_went_and_what_fits() -> None:
-    plan = plan_of(
-        group(GroupKind.FULL),
-        group(GroupKind.SINKS_WINDOW, window=32, sinks=4),
-        group(GroupKind.COMPRESSED, ratio=4),
-        group(GroupKind.COMPRESSOR_STATE, ratio=4, overlap=1),
-    )
-    info = executor_info(plan, MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20))
-    report = startup.startup_report(info, model="m", cache=CacheConfig())
-    assert " tier " not in report
-    assert "operators run as torch's own" in report.splitlines()
-    compiled = startup.startup_report(replace(info, kernels="cpu", compile_s=9.04), model="m", cache=CacheConfig())
-    assert "operators run as kernels compiled for this CPU (compiling them took 9.0 s, once)" in compiled.splitlines()
-    assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
-    rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
-    assert [[cell.strip() for cell in row if cell] for row in rows] == [
-        list(startup._COLUMNS),
-        ["full", "2", "all tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
-        ["sinks_window", "2", "32 tokens + first 4", "int8", "62", "16 tokens", "1,000", "1", "4 blocks"],
-        ["compressed", "2", "an entry per 4 tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
-        ["compressor_state", "2", "up to 8 tokens", "int8", "62", "16 tokens", "1,000", "1", "2 blocks"],
-    ]
-    # 64 + 4 + 64 + 2 blocks of 1,024 tokens, 256 + 4 + 256 + 2 of 4,096; the state holds one at the end
-    assert f"one sequence of 4,096 tokens takes {1024 * (256 + 4 + 256 + 1):,} bytes" in report
-    assert "at once run 7 of 1,024, 1 of 4,096" in report
-    assert f"a step of 512 tokens takes {1024 * 2 * 32:,} bytes more" in report
-    assert "restored by computing 62 tokens" in report
-
-
-def test_report_names_the_tiers_below_the_device() -> None:
-    plan = plan_of(group(GroupKind.FULL), tensor_parallel_size=2, host_bytes=3 << 20)
-    info = executor_info(plan, MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0))
+    spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0, 1), block_size=16)
+    group = GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=(tensors,))
+    sizes: dict[str, Any] = {"memory_bytes": 2**20, "host_bytes": 3 << 20, "block_size": 16, "max_model_len": 4096}
+    plan = plan_cache([group], max_num_batched_tokens=512, tensor_parallel_size=2, **sizes)
+    memory = MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0)
+    info = ExecutorInfo(plan=plan, max_model_len=4096, vocab_size=10, eos_token_ids=(), memory=memory)
     lines = startup.startup_report(
         info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)
     ).splitlines()
@@ -179,15 +140,3 @@ def test_report_names_the_tiers_below_the_device() -> None:
         f"{on_disk[0]:,} of 1,024, {on_disk[1]:,} of 4,096" in lines
     )
     assert plan.as_json()["host_concurrency"][1]["requests"] == 12
-
-
-def test_the_report_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each names its GPU, and the report says whether steps are replayed, as with one rank."""
-    monkeypatch.setattr(startup, "rank_lines", lambda shares: ["rank 0 of 2", "rank 1 of 2"])
-    memory = MemoryReport(device="cuda", weight_bytes=2**20, activation_bytes=0, kv_bytes=0)
-    ranks = tuple(RankInfo(process_id=7, ip="10.0.0.1", memory=memory, gpu=f"GPU-{rank}") for rank in range(2))
-    info = executor_info(plan_of(group(GroupKind.FULL)), replace(memory, device="2 x cuda"), ranks=ranks)
-    lines = startup.startup_report(info, model="m", cache=CacheConfig()).splitlines()
-    assert "rank 1 of 2; weights 1 MiB; process 7 on 10.0.0.1, GPU-1" in lines
-    assert "decode steps are launched kernel by kernel" in lines
-    assert not [line for line in lines if line.startswith("operators run")]

@@ -14,7 +14,6 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache import load_rates
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_core.kv_cache.tiers import HOST
-from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.eviction.eviction_policy import Watched
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
@@ -52,14 +51,6 @@ def test_blocks_of_a_sequence_are_consecutive_while_pages_are_free() -> None:
     )
     assert breaks <= borders
     assert all(ids == sorted(ids) for ids in full)
-
-
-def test_a_preferred_page_is_given_and_else_one_with_room_after_it() -> None:
-    arena = Arena(layout(["full"], num_pages=16))
-    assert arena.lease(0) == 0
-    assert arena.lease(0, prefer=1) == 1
-    assert arena.lease(0, prefer=1) == 9  # the middle of [2, 16)
-    assert arena.lease(0, prefer=16) == 5
 
 
 def test_other_block_sizes_are_refused() -> None:
@@ -137,15 +128,6 @@ def run_to_its_end(driver: CacheDriver, token_ids: list[int]) -> None:
     """A request over these tokens, to its end."""
     assert driver.begin(token_ids)
     driver.complete(len(driver.sequences) - 1, CheckpointKind.GENERATION, chunk=16)
-
-
-def test_an_import_larger_than_the_host_tier_is_refused() -> None:
-    driver = disk_driver(host_pages=1)
-    chain = [bytes([number]) * 32 for number in range(100)]
-    hit = find_files(driver, chain)
-    assert hit.num_hash_blocks == 100
-    assert driver.cache.tiers.imports.begin(chain, hit) is None
-    driver.finish()
 
 
 def test_the_device_gives_up_what_lies_above_an_import() -> None:

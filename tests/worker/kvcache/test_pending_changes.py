@@ -12,19 +12,6 @@ from transom_worker.kvcache.prefix.change_log import ChangeLog, PendingChanges
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
 
 
-def test_nothing_waits_before_the_whole_index_and_its_changes_follow_in_the_same_update() -> None:
-    pending = PendingChanges()
-    pending.add(KvUpdate(after=3, version=4, runs=(KvRun("added", 0, (DIGESTS[0],)),)))
-    assert pending.is_empty
-    assert pending.take() is None
-    pending.add(KvUpdate(after=4, version=4, runs=(KvRun("added", 0, (DIGESTS[0],)),), whole=True))
-    pending.add(KvUpdate(after=4, version=5, runs=(KvRun("removed", 0, (DIGESTS[0],)),)))
-    update = pending.take()
-    assert update is not None
-    assert (update.whole, update.version) == (True, 5)
-    assert [run.action for run in update.runs] == ["added", "removed"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
     """Random changes, whole indexes in between (too many changes, resyncs), two readers at their own pace."""
@@ -35,6 +22,8 @@ def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
     readers = [PendingChanges(), PendingChanges()]
     mirrors = [Mirror(2, num_tiers=2, takes_joined=True), Mirror(2, num_tiers=2, takes_joined=True)]
     for reader in readers:
+        reader.add(KvUpdate(after=3, version=4, runs=(KvRun("added", 0, (DIGESTS[0],)),)))
+        assert reader.take() is None  # nothing waits before the whole index
         reader.add(log.whole())
     for step in range(300):
         tier, group = rng.randrange(2), rng.randrange(2)

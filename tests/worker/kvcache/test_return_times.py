@@ -40,17 +40,6 @@ def test_the_checkpoint_that_is_due_next_is_worth_most_in_a_round_robin() -> Non
     assert times.worth(waiting[0]) > 2 * times.worth(waiting[-1])
 
 
-def test_a_checkpoint_that_is_returned_to_at_once_or_never_is_worth_less_by_age() -> None:
-    times = ReturnTimes()
-    watches = []
-    for now in range(900):
-        times.tick()
-        watches.append(times.watch(PROMPT))
-        if now % 2:
-            times.returned(watches[-2].number)
-    assert times.worth(watches[-1]) > 2 * times.worth(watches[-39])
-
-
 def test_a_watch_that_was_dropped_counts_neither_as_returned_nor_as_survived() -> None:
     """Returns alone would make an age that no watch reaches any more look sure."""
     worths = []

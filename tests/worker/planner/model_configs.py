@@ -53,13 +53,9 @@ _FALCON_H1_SMALL: Any = {
     **{"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
     **{"attn_layer_indices": None, "mamba_use_mlp": True},
 }
-_FALCON_H1_7B: Any = {
-    **{"hidden_size": 3072, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256}
-}
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-7b": _config("llama", 32, 32, 32, 128, 4096) | {"dtype": "float16"},
     "llama-3-8b": _config("llama", 32, 32, 8, 128, 8192),
     "llama-3-70b": _config("llama", 80, 64, 8, 128, 8192),
     "mistral-7b-v0.1": _config("mistral", 32, 32, 8, 128, 32_768, sliding_window=4096),
@@ -75,12 +71,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": _config(
         "lfm2", 16, 32, 8, 64, 128_000, full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12_288, conv_L_cache=3
     ),
-    "lfm2-8b-a1b": _config(
-        "lfm2_moe",
-        [FULL if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
-        *(32, 8, 64, 128_000),
-        conv_L_cache=3,
-    ),
     "granite-4.0-h-small": _config(
         "granitemoehybrid",
         ["attention" if index % 10 == 5 else "mamba" for index in range(40)],
@@ -90,10 +80,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "nemotron-3-nano-30b-a3b": _config("nemotron_h", 52, 32, 2, 128, 262_144, **_NEMOTRON_3_NANO),
     "falcon-h1-0.5b": _config("falcon_h1", 36, 8, 2, 64, 16_384, **_FALCON_H1_SMALL),
-    "falcon-h1-7b": _config("falcon_h1", 44, 12, 2, 128, 262_144, **_FALCON_H1_7B),
     "jamba-1.5-mini": _config("jamba", 32, 32, 8, 128, 262_144),
     "qwen3-next-80b": _config("qwen3_next", 48, 16, 2, 256, 262_144),
-    "qwen3.5-27b": _config("qwen3_5_text", 64, 24, 4, 256, 262_144, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": _config("qwen3_5_moe_text", 40, 16, 2, 256, 262_144),
     "kimi-linear-48b": _config("kimi_linear", 27, 32, 32, 72, 1_048_576, **_KIMI),
     "deepseek-v2-lite": _mla("deepseek_v2", 27, 16, 163_840, q_lora_rank=None),

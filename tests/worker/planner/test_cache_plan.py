@@ -99,20 +99,6 @@ def test_requests_are_counted_page_by_page(
     assert set(peak_demands([Retention(group.spec) for group in layout.groups], length, block_size=4, lag=0)) <= held
 
 
-def test_lengths_climb_to_the_models() -> None:
-    plan = plan_from_config(CONFIGS["llama-3-70b"], memory_bytes=GIB, max_model_len=5000)
-    assert [point.length for point in plan.concurrency] == [1024, 4096, 5000]
-    short = plan_from_config(CONFIGS["llama-3-70b"], memory_bytes=GIB, max_model_len=100)
-    assert [point.length for point in short.concurrency] == [100]
-    assert short.max_model_len == 100
-
-
-def test_a_request_that_never_fits_is_shown_as_none() -> None:
-    plan = plan_from_config(CONFIGS["llama-3-70b"], memory_bytes=GIB)
-    assert plan.concurrency[-1].requests == 0
-    assert plan.concurrency[0].requests == 3
-
-
 PROMPT_TOKENS = 3
 BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 MIXES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from tests.thread_ranks import make_sharded_engine
 from transom_cluster.cli import app
 from transom_core.settings.settings import Settings
-from transom_worker import LLM
 from transom_worker.engine.startup import build_engine
 
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
@@ -30,26 +29,32 @@ def model(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: py
     return folder
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight: int) -> None:
-    flags = ["--memory", "8MiB", "--max-model-len", "1500", "--steps-in-flight", str(steps_in_flight), "--json"]
-    result = CliRunner().invoke(app, ["plan", str(model), *flags])
+def planned_by_command(model: Path, *flags: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", str(model), "--memory", "8MiB", *flags, "--json"])
     assert result.exit_code == 0, result.output
     planned: dict[str, Any] = json.loads(result.stdout)
+    return planned
+
+
+@pytest.mark.parametrize(("steps_in_flight", "hybrid"), [(1, True), (2, False), (2, True)])
+def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight: int, hybrid: bool) -> None:
+    """Without `hybrid` every layer is kept at full length."""
+    flags = ["--max-model-len", "1500", "--steps-in-flight", str(steps_in_flight)]
+    planned = planned_by_command(model, *flags, *["--no-hybrid-kv-cache"] * (not hybrid))
     settings = Settings.parse(
         model=str(model),
         device="cpu",
         kv_cache_memory_bytes="8MiB",
         max_model_len=1500,
         steps_in_flight=steps_in_flight,
+        hybrid_kv_cache=hybrid,
         num_threads=1,
     )
     engine = build_engine(settings.engine_config())
     try:
         plan = engine.info.plan
         assert {"model": str(model), "kv_policy": None, **plan.as_json()} == planned
-        assert len(plan.groups) == (2 if "hybrid" in str(model) else 1)
-        assert [group.num_layers for group in plan.groups] in ([4], [1, 3])
+        assert [group.num_layers for group in plan.groups] == ([1, 3] if "hybrid" in str(model) and hybrid else [4])
         stats = engine.scheduler.stats()
         assert (stats.num_pages, stats.page_bytes) == (planned["num_pages"], planned["page_bytes"])
         longest = planned["concurrency"][-1]
@@ -63,8 +68,7 @@ def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight:
 
 
 def test_several_ranks_and_command_agree_too(model: Path) -> None:
-    flags = ["--memory", "8MiB", "--tensor-parallel-size", "2", "--json"]
-    planned = json.loads(CliRunner().invoke(app, ["plan", str(model), *flags]).stdout)
+    planned = planned_by_command(model, "--tensor-parallel-size", "2")
     engine, ranks = make_sharded_engine(str(model), 2, device="cpu")
     try:
         assert {"model": str(model), "kv_policy": None, **engine.info.plan.as_json()} == planned
@@ -74,12 +78,3 @@ def test_several_ranks_and_command_agree_too(model: Path) -> None:
         ] * 2
     finally:
         engine.shutdown()
-
-
-def test_llm_without_hybrid_keeps_every_layer_at_full_length(model: Path) -> None:
-    options: dict[str, Any] = {"kv_cache_memory_bytes": "4MiB", "num_threads": 1, "hybrid_kv_cache": False}
-    with LLM(str(model), device="cpu", **options) as llm:
-        plan = llm.engine.info.plan
-    result = CliRunner().invoke(app, ["plan", str(model), "--memory", "4MiB", "--no-hybrid-kv-cache", "--json"])
-    assert {"model": str(model), "kv_policy": None, **plan.as_json()} == json.loads(result.stdout)
-    assert [(group.name, group.num_layers) for group in plan.groups] == [("full", 4)]

@@ -116,10 +116,6 @@ def test_nine_heads() -> None:
     lines = rank_lines(rank_shares(architecture, 2))
     assert lines[0].startswith("rank 0 of 2: query heads 0-5 of 9, KV heads 0-1 of 3; inner columns 0-511 of 1,024;")
     assert lines[1].startswith("rank 1 of 2: query heads 6-8 of 9, KV heads 2 of 3;")
-    (line, *_) = rank_lines(rank_shares(read_architecture(CONFIGS["lfm2-1.2b"]), 3))
-    assert line.startswith(
-        "rank 0 of 3: channels 0-687 in 10 layers; query heads 0-11 of 32, KV heads 0-2 of 8 in 6 layers;"
-    )
     assert "each of 3 KV heads (on 1 or 2 ranks)" in replicated_parts(architecture, 5)
 
 
@@ -147,8 +143,6 @@ def test_plans_say_what_each_rank_holds_and_where_the_latent_cache_is() -> None:
     plan = plan_from_config(CONFIGS["deepseek-v4-flash"], memory_bytes=1 << 34, tensor_parallel_size=3)
     assert [len(plan.ranks), plan.ranks[2].rank, plan.ranks[2].heads[0].kv_heads] == [3, 2, None]
     assert any("latent KV cache" in part for part in plan.replicated)
-    with pytest.raises(ConfigError, match="at most 8"):
-        plan_from_config(CONFIGS["deepseek-v4-flash"], memory_bytes=1 << 34, tensor_parallel_size=9)
     assert rank_shares(LLAMA, 1)[0].vocabulary == (0, LLAMA.vocab_size)
 
 
@@ -191,8 +185,7 @@ def test_thousand_pages_waste_less_than_two_percent(name: str, dtype: str, ranks
         layout = make_layout(groups, pool_gib * 2**30)
         waste = max(group_waste(layout, index) for index in range(len(groups)))
         assert layout.num_pages < 1000 or waste < 0.02
-        # Of three heads with states on each of eight ranks, a snapshot of falcon-h1-7b has an odd size.
-        is_odd = "deepseek" in name or ranks == 3 or (name, ranks) == ("falcon-h1-7b", 8)
+        is_odd = "deepseek" in name or ranks == 3
         assert waste < 0.005 or is_odd or pool_gib < 3 or dtype != "bfloat16"
 
 

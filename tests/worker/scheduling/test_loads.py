@@ -221,29 +221,6 @@ def test_what_a_request_that_has_ended_would_load_is_not_loaded() -> None:
     driver.check_idle()
 
 
-@pytest.mark.usefixtures("one_block_in_flight")
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_what_a_preempted_request_that_ends_would_load_is_not_published(mode: str) -> None:
-    """It has output, so the blocks up to its end would be cached; a later request reads what the model says, or computes it."""
-    driver = evicted_driver(preemption_mode=mode, policy="priority", max_num_seqs=1)
-    driver.add(request("first", [9] * 40, 20))
-    while len(driver.tokens["first"]) < 6:
-        driver.step()
-    driver.scheduler.admission.preempt(driver.scheduler.by_request["first"])
-    for name in ("d", "e"):
-        driver.add(request(name, [ord(name)] * 70, 2, priority=-1))
-    while driver.scheduler.by_request["first"].status is not SequenceStatus.LOADING:
-        driver.step()
-    driver.abort("first")
-    (load,) = driver.scheduler.cache.tiers.loads.by_ticket.values()
-    assert len(load.copies) > 5  # of which one is in flight
-    driver.run()
-    driver.add(request("again", [*[9] * 40, *driver.tokens["first"]], 2))
-    driver.run()
-    assert driver.outputs["again"][0].num_cached_tokens >= 36
-    driver.check_idle()
-
-
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_what_plans_copied_stays_when_one_runs_out_of_memory(steps_in_flight: int) -> None:
     """Ranks make the copies of every plan: nothing is loaded twice, nothing cached is lost, and swapped requests come back."""
@@ -259,17 +236,6 @@ def test_what_plans_copied_stays_when_one_runs_out_of_memory(steps_in_flight: in
         driver.add(request(f"again {name}", [ord(name)] * 40, 2))
         driver.run()
         assert driver.outputs[f"again {name}"][0].num_cached_tokens == 36
-    driver.check_idle()
-
-
-def test_a_request_whose_first_step_runs_out_of_memory_is_not_swapped() -> None:
-    """It has computed nothing: a load without copies would never end."""
-    driver = Driver(layout(["full"], num_pages=5), host_pages=60, preemption_mode="swap")
-    driver.add(request("first", [7] * 10, 2))
-    driver.schedule()
-    driver.run_out_of_memory()
-    assert driver.scheduler.work.preemptions == {"recompute": 1, "swap": 0}
-    driver.run(max_steps=100)
     driver.check_idle()
 
 

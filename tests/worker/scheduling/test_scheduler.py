@@ -5,25 +5,11 @@ import pytest
 
 from tests.lost_windows import lose_left_behind, lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
-from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step_budget import StepBudget, chunk_limit
 
 
 def roomy(*mix: str, **config: object) -> Driver:
     return Driver(layout(mix or ("full", "window"), num_pages=200), **config)  # type: ignore[arg-type]
-
-
-def test_long_prompts_are_chunked_beside_decoding_sequences() -> None:
-    driver = roomy(max_num_batched_tokens=16)
-    driver.add(request("short", range(3), 20))
-    driver.step()
-    driver.add(request("long", range(50), 2))
-    plan = driver.next_plan()
-    assert (plan.count, plan.sample) == ([1, 15], [1, 0])
-    assert plan.logits_from == [3, 15]  # none of the long one's rows
-    driver.receive()
-    plan = driver.next_plan()
-    assert (plan.start, plan.count) == ([4, 15], [1, 15])
 
 
 def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
@@ -35,13 +21,6 @@ def test_an_urgent_long_prompt_leaves_a_token_for_those_behind_it() -> None:
     assert driver.next_plan().count == [15, 1]
     driver.receive()
     driver.run()
-
-
-def test_a_status_changes_as_the_table_allows() -> None:
-    driver = roomy()
-    driver.add(request("a", range(8), 1))
-    with pytest.raises(AssertionError, match=r"a: .*WAITING -> .*PREEMPTING"):
-        driver.scheduler.by_request["a"].move_to(SequenceStatus.PREEMPTING)
 
 
 def test_one_chunk_takes_a_bounded_part_of_the_pool() -> None:
@@ -116,13 +95,6 @@ class Client:
         lose_left_behind(self.driver.scheduler.cache)
         self.driver.check()
         return self.driver.outputs[name][0].num_cached_tokens
-
-
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_the_second_user_of_a_system_prompt_hits_it(mix: tuple[str, ...]) -> None:
-    client = Client(mix)
-    for user in range(4):
-        assert client.cached([*SYSTEM, *([100 + user] * 13), 7, 7], turns=(40, 53)) == (40 if user else 0)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if "full" in mix], ids="+".join)

@@ -1,12 +1,11 @@
 """Random requests over tiny pools: whatever happens, counts balance, keys are right and every request finishes."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
@@ -34,10 +33,11 @@ def random_run(
     prompt_logprobs: float = 0.0,
     policies: Sequence[KvPolicy | None] = (),
     num_clients: int = 1,
+    after_each: Callable[[Driver], None] = lambda _: None,
 ) -> Driver:
     """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory;
     `prompt_logprobs`: how often a request asks for them; `policies` are KV policies that requests have; requests come from
-    `num_clients` clients of different weights.
+    `num_clients` clients of different weights. `after_each` is called after each event.
     """
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
@@ -109,6 +109,7 @@ def random_run(
         driver.check()
         was_dropped, num_dropped = num_dropped, sum(s.num_dropped_blocks for s in scheduler.policy_stats().values())
         assert num_dropped >= was_dropped  # swapped and preempted requests stay counted
+        after_each(driver)
     check_kept(driver)
     assert sorted(driver.finished) == sorted(driver.requests)
     outcomes = driver.scheduler.stats().outcome_tokens
@@ -183,11 +184,3 @@ def test_random_requests_at_a_pace(mix: tuple[str, ...]) -> None:
 def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
     """A swapped request is loaded back when the step fails that was to copy its blocks to the host."""
     random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
-
-
-@settings(max_examples=num_examples(daily=15, exhaustive=60))
-@given(
-    st.sampled_from((*MIXES, *ENTRY_MIXES)), st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.8])
-)
-def test_random_requests_any_seed(mix: tuple[str, ...], seed: int, steps_in_flight: int, equal: float) -> None:
-    random_run(mix, seed, steps_in_flight=steps_in_flight, num_requests=8, equal=equal)

@@ -44,7 +44,13 @@ def replay(
 
 @pytest.mark.parametrize(
     ("workload", "infinite"),
-    [("system-prompt", 0.6333), ("shared-prefixes", 0.6), ("edited-message", 0.704), ("long-answers", 0.9644)],
+    [
+        ("sessions", 0.8619),
+        ("system-prompt", 0.6333),
+        ("shared-prefixes", 0.6),
+        ("edited-message", 0.704),
+        ("long-answers", 0.9644),
+    ],
 )
 def test_with_memory_everything_shared_is_hit(model: Path, workload: str, infinite: float) -> None:
     report = Simulation(SimulationConfig(model=model, memory="64MiB", workload=workload)).run().as_json()
@@ -180,17 +186,11 @@ def test_json_is_one_object_with_every_count(tmp_path: Path) -> None:
     assert report["seconds"] > 0
 
 
-def test_brackets_in_names_are_no_markup(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "tiny[red]")
-    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE), "--model", str(model)])
-    assert result.exit_code == 0, result.output
-    assert "tiny[red]" in result.stdout
-
-
 def test_the_report_for_people_names_set_up_and_outcomes(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, arguments(tmp_path, LINE, LINE))
+    model = write_model(tmp_path / "tiny[red]")  # brackets in names are no markup
+    result = RUNNER.invoke(app, [*arguments(tmp_path, LINE, LINE), "--model", str(model)])
     assert result.exit_code == 0, result.output
-    for words in ("trace", "tiny", "49.3%", "missed, never seen", "2 requests", "8 ms a step"):
+    for words in ("trace", "tiny[red]", "49.3%", "missed, never seen", "2 requests", "8 ms a step"):
         assert words in result.stdout
 
 
@@ -201,30 +201,6 @@ def test_wrong_lines_and_settings_exit_with_2_and_one_sentence(tmp_path: Path) -
     host = RUNNER.invoke(app, [*arguments(tmp_path, LINE), "--host-memory", "8 GB?"])
     assert host.exit_code == 2
     assert "--host-memory" in host.stderr
-
-
-def test_sessions_are_those_of_the_published_figures() -> None:
-    requests = build_workload("sessions").requests
-    assert len(requests) == 128
-    assert sum(request.num_prompt_tokens for request in requests) == 960_000
-    assert {request.answer.num_tokens for request in requests} == {400}
-    last = requests[-1]
-    assert last.num_prompt_tokens == 11_000
-    assert last.after == len(requests) - 1 - 16
-    assert last.turn_boundaries[:3] == (4_000, 4_400, 5_000)
-    assert last.turn_boundaries[-1] == 10_400
-
-
-@pytest.mark.parametrize("name", ["sessions", "shuffled", "poisson"])
-def test_each_turn_repeats_the_one_before_and_its_answer(name: str) -> None:
-    requests = build_workload(name).requests
-    assert sum(request.after is None for request in requests) == 16
-    for at, request in enumerate(requests):
-        if request.after is None:
-            continue
-        assert request.after < at
-        before = requests[request.after]
-        assert request.prompt[:-1] == (*before.prompt, before.answer)
 
 
 def test_a_seed_draws_the_order() -> None:
@@ -267,14 +243,6 @@ def test_the_turns_are_those_that_operators_of_agents_report(seed: int) -> None:
     pauses = sorted(request.pause_s for request in requests if request.after is not None)
     assert median(pauses) == pytest.approx(2.0, rel=0.1)
     assert pauses[len(pauses) * 99 // 100] == pytest.approx(660.0, rel=0.2)
-
-
-def test_sessions_of_one_agent_share_its_tools_and_nothing_else() -> None:
-    first = [request for request in build_workload("agents").requests if request.after is None]
-    assert len(first) == 16
-    assert len({request.prompt[0] for request in first}) == 3
-    assert len({request.prompt[1] for request in first}) == 16
-    assert all(request.turn_boundaries == (request.prompt[0].num_tokens,) for request in first)
 
 
 def test_a_pause_begins_with_the_answer_before_it() -> None:
@@ -333,9 +301,7 @@ def test_the_first_requests_may_be_left_out(tmp_path: Path) -> None:
         ("[1]", r"line 2: holds '\[1\]'; give an object with timestamp, input_length"),
         ({key: value for key, value in GOOD.items() if key != "hash_ids"}, r"line 2: has no hash_ids"),
         (GOOD | {"timestamp": -1}, r"line 2: timestamp is -1; give a number of at least 0"),
-        (GOOD | {"timestamp": "now"}, r"line 2: timestamp is 'now'"),
         (GOOD | {"input_length": 0}, r"line 2: input_length is 0; give a whole number of at least 1"),
-        (GOOD | {"output_length": 2.5}, r"line 2: output_length is 2.5"),
         (GOOD | {"output_length": True}, r"line 2: output_length is True"),
         (GOOD | {"output_length": 2**32}, r"line 2: output_length is 4294967296, which makes"),
         (GOOD | {"hash_ids": "7"}, r"line 2: hash_ids is 7; give a list"),

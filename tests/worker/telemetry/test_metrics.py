@@ -3,9 +3,8 @@
 With `--metrics-compat vllm` the merged page answers the queries of the Grafana boards that vLLM publishes.
 """
 
-from collections import Counter
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from prometheus_client import Metric
@@ -17,16 +16,12 @@ from tests.worker.conftest import Start
 from transom_cluster.telemetry.merge_metrics import merge_pages
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_core.clock import steady_time_s
-from transom_core.contract import FinishReason, WorkerLoad
-from transom_core.telemetry.histogram import Histogram
+from transom_core.contract import FinishReason
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
-from transom_worker.kvcache.blocks.block_registry import BOUNDS_S
 from transom_worker.kvcache.prefix import prefix_outcome
 from transom_worker.kvcache.prefix.tree import CheckpointKind
-from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
-from transom_worker.scheduling.work_counts import WorkCounts
-from transom_worker.telemetry.engine_events import EngineEvents, RequestTimes, WorkerState
+from transom_worker.telemetry.engine_events import EngineEvents, RequestTimes
 from transom_worker.telemetry.metrics import cache, requests
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
@@ -126,31 +121,6 @@ def test_preempted_requests_count_once(start: Start) -> None:
     assert total(engine, "transom_preemptions_total", "recompute") == engine.scheduler.work.num_preemptions
     assert total(engine, "transom_prompt_tokens_total") == total(engine, "transom_prefix_tokens_total") == 480
     assert total(engine, "transom_queue_seconds_count") == total(engine, "transom_prefill_seconds_count") == 8
-
-
-def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
-    times, none = Histogram(BOUNDS_S), Histogram(BOUNDS_S).buckets()
-    for seconds in (*[2.0] * 5, 1e6):
-        times.observe(seconds)
-    blocks: dict[str, Any] = {"active_blocks": 3, "cached_blocks": 5, "free_blocks": 2, "pinned_blocks": 4}
-    group = GroupStats(name="full", block_bytes=100, **blocks, residency=times.buckets(), reuse_interval=none)
-    placed = CheckpointStats(placed=Counter(prompt=5, fork=2), evicted=Counter(prompt=1))
-    pages: dict[str, Any] = {"num_pages": 4, "free_pages": 2, "page_bytes": 500, "num_compacted_blocks": 7}
-    metrics = EngineMetrics()
-    stats = CacheStats(**pages, groups=(group,), outcome_tokens={"repaired": 9}, waste=0.01, checkpoints=placed)
-    EngineEvents(*metrics.sinks).published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
-    assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
-    assert total(metrics, "transom_kv_waste_ratio") == 0.01
-    assert total(metrics, "transom_kv_checkpoints", "prompt") == 4
-    assert total(metrics, "transom_kv_checkpoints") == 6
-    assert total(metrics, "transom_kv_compacted_blocks_total") == 7
-    assert total(metrics, "transom_kv_held_blocks", "full") == 4
-    assert total(metrics, "transom_prefix_tokens_total", "repaired") == 9
-    residency = values(metrics, "transom_kv_residency_seconds_bucket")
-    assert [residency["full", bound] for bound in ("1.0", "3.0", "43200.0", "+Inf")] == [0, 5, 5, 6]
-    assert total(metrics, "transom_kv_residency_seconds_count") == 6
-    assert total(metrics, "transom_kv_residency_seconds_sum") == 1_000_010
-    assert total(metrics, "transom_kv_reuse_interval_seconds_count", "full") == 0
 
 
 def series(families: list[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...]]]:

@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.engine_driver import make_engine, make_hooked_engine, make_request, run
-from tests.lost_windows import lose_windows
 from tests.worker.conftest import Start
 from transom_core.config import TracingConfig
 from transom_core.contract import Request
@@ -77,18 +76,6 @@ def test_hits_misses_and_their_reasons(start: Start) -> None:
     assert (first["missed_never_seen"], first["missed_below_alignment"], first["to_compute"]) == (24, 5, 29)
     assert (second["hit"], second["missed_below_alignment"], second["to_compute"]) == (24, 5, 5)
     assert third["missed_policy"] == 29
-
-
-def test_a_window_repair_is_an_event(start: Start) -> None:
-    engine = start(block_size=4, window=8, window_pattern="SF")
-    prompt = list(range(1, 62))
-    run(engine, [make_request("a", prompt)])
-    lose_windows(engine.scheduler.cache)
-    run(engine, [make_request("b", prompt)])
-    [admitted] = events_of(engine, "b", "admitted")
-    assert admitted["hit"] > 0
-    assert admitted["repaired"] > 0
-    assert admitted["to_compute"] == 61 - admitted["hit"]
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -228,10 +215,10 @@ def test_a_client_with_many_requests_displaces_its_own() -> None:
 class Traced:
     """An engine whose spans stay in memory."""
 
-    def __init__(self, model: Path, sample_ratio: float = 1.0, **settings: Any) -> None:
-        self.engine: Engine = make_engine(str(model), **settings)
+    def __init__(self, model: Path) -> None:
+        self.engine: Engine = make_engine(str(model), block_size=8)
         self.exporter = InMemorySpanExporter()
-        config = TracingConfig(endpoint=ENDPOINT, sample_ratio=sample_ratio)
+        config = TracingConfig(endpoint=ENDPOINT, sample_ratio=1.0)
         own = Tracing(config, role="worker", name="w7", exporter=self.exporter)
         self.engine.timelines.exporter = TimelineExporter([RequestSpans(own, "w7")], close_formats=own.close)
 
@@ -243,22 +230,18 @@ class Traced:
 
 @pytest.fixture
 def traced(tiny_model: Path) -> Iterator[Traced]:
-    made = Traced(tiny_model, block_size=8)
+    made = Traced(tiny_model)
     yield made
     made.engine.shutdown()
 
 
-def parent_of(flags: str = "01") -> str:
-    return f"00-{TRACE}-{PARENT}-{flags}"
-
-
-def with_parent(request_id: str, parent: str | None, **params: Any) -> Request:
+def with_parent(request_id: str, parent: str | None = f"00-{TRACE}-{PARENT}-01", **params: Any) -> Request:
     return replace(make_request(request_id, list(range(1, 30)), **params), trace_parent=parent)
 
 
 def test_three_spans_one_after_the_other(traced: Traced) -> None:
     run(traced.engine, [with_parent("before", None, max_tokens=2)])
-    run(traced.engine, [with_parent("a", parent_of(), max_tokens=6)])
+    run(traced.engine, [with_parent("a", max_tokens=6)])
     spans = [span for span in traced.spans() if span.attributes["transom.request_id"] == "a"]
     queue, prefill, decode = sorted(spans, key=lambda span: span.start_time)
     assert [span.name for span in (queue, prefill, decode)] == ["queue", "prefill", "decode"]
@@ -285,21 +268,14 @@ def test_a_request_without_a_parent_gets_a_span_of_its_own(traced: Traced) -> No
 
 
 def test_a_request_whose_trace_is_not_sampled_has_no_spans(traced: Traced) -> None:
-    run(traced.engine, [with_parent("a", parent_of("00"))])
+    run(traced.engine, [with_parent("a", f"00-{TRACE}-{PARENT}-00")])
     assert not traced.spans()
 
 
-def test_the_ratio_is_for_requests_without_a_parent(tiny_model: Path) -> None:
-    made = Traced(tiny_model, sample_ratio=0.0)
-    run(made.engine, [with_parent("a", None)])
-    run(made.engine, [with_parent("b", parent_of(), max_tokens=2)])
-    assert {span.attributes["transom.request_id"] for span in made.spans()} == {"b"}
-
-
 def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
-    traced.engine.add(with_parent("a", parent_of()))
+    traced.engine.add(with_parent("a"))
     traced.engine.step()
-    traced.engine.add(with_parent("b", parent_of()))
+    traced.engine.add(with_parent("b"))
     traced.engine.fail(WorkerLost("gone"))
     by_request = {(span.attributes["transom.request_id"], span.name): span for span in traced.spans()}
     assert set(by_request) == {("a", "queue"), ("a", "prefill"), ("a", "decode"), ("b", "queue")}
@@ -309,7 +285,7 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
 
 def test_an_unreachable_collector_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # seconds until the exporter gives up
-    [whole] = run(start(otlp_traces_endpoint=ENDPOINT), [with_parent("a", parent_of(), max_tokens=4)])
+    [whole] = run(start(otlp_traces_endpoint=ENDPOINT), [with_parent("a", max_tokens=4)])
     assert len(whole.token_ids) == 4
 
 

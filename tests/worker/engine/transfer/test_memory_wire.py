@@ -55,32 +55,22 @@ async def test_other_bytes_are_not_published_and_calls_bring_the_next_ones_until
         away.until_s = {source: 0.0 for source in away.until_s}
 
 
-def refuses(pair: Pair) -> None:
-    pair.target.begin_read = lambda import_id, offer, on_end: on_end("the agent cannot connect", 0.0)  # type: ignore[method-assign]
-
-
-def cannot_begin(pair: Pair) -> None:
-    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
-        raise StepFailed("the ranks do not run")
-
-    pair.target.begin_read = fail  # type: ignore[method-assign]
-
-
-def lose_ranks(pair: Pair) -> None:
-    pair.target.begin_read = lambda import_id, offer, on_end: on_end(RANKS_LOST, 0.0)  # type: ignore[method-assign]
-
-
-def loses_its_lease(pair: Pair) -> None:
-    """What was read may have been overwritten: it took as long as the source keeps blocks of which it hears nothing."""
-    pair.exports._lease_s = 0.0
-
-
-@pytest.mark.parametrize("how", [refuses, cannot_begin, lose_ranks, loses_its_lease])
-async def test_a_read_that_fails_costs_nothing_but_the_prefix(how: Callable[[Pair], None]) -> None:
+@pytest.mark.parametrize("error", ["the agent cannot connect", RANKS_LOST, StepFailed("the ranks do not run"), None])
+async def test_a_read_that_fails_costs_nothing_but_the_prefix(error: str | StepFailed | None) -> None:
+    """None: it took as long as the source keeps blocks of which it hears nothing, so what was read may have been overwritten."""
     pair = reading_pair(num_looks=0)
-    how(pair)
+
+    def fail(import_id: str, offer: PrefixOffer, on_end: Callable[[str, float], None]) -> None:
+        if isinstance(error, StepFailed):
+            raise error
+        on_end(error or "", 0.0)
+
+    if error is None:
+        pair.exports._lease_s = 0.0
+    else:
+        pair.target.begin_read = fail  # type: ignore[method-assign]
     await pair.fetch()
-    is_own_fault = how in (cannot_begin, lose_ranks)
+    is_own_fault = error == RANKS_LOST or isinstance(error, StepFailed)
     assert pair.ended["r"].outcome == ("failed" if is_own_fault else "source_lost")
     assert pair.fetches.memory_wire.is_asked("a") == is_own_fault
     await pair.until_quiet()

@@ -211,12 +211,18 @@ async def test_an_unasked_offer_overtakes_the_request_that_asks() -> None:
     assert [one.outcome for one in pair.notes.reports] == ["fetched", "present"]
 
 
-async def test_unasked_offers_count_among_the_exports() -> None:
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_a_source_serves_a_bounded_number_of_exports(is_asked: bool) -> None:
+    """Offers that no one has asked for count, too."""
     pair = Pair()
     pair.source.requests["p"] = CHAIN
     query = pair.source.handed_over(asked("p"))
-    offers = [await pair.exports.open_early("p", query, more_than=0, num_held=0) for _ in range(MAX_EXPORTS + 1)]
-    assert offers.index(None) == MAX_EXPORTS
+    for _ in range(MAX_EXPORTS):
+        if is_asked:
+            assert isinstance(await pair.exports.open(query), PrefixOffer)
+        else:
+            assert await pair.exports.open_early("p", query, more_than=0, num_held=0)
+    assert await pair.exports.open_early("p", query, more_than=0, num_held=0) is None
     assert await pair.exports.open(query) == "refused"
     pair.close_exports()
     await pair.until_quiet()
@@ -299,17 +305,15 @@ async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
     assert wanted() == ["a", "b"]
 
 
+async def wait_for_ever(reached: asyncio.Event) -> None:
+    reached.set()
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize("at", ["open", "read"])
 async def test_a_request_that_ends_takes_its_fetch_along(at: str) -> None:
     pair, reached = Pair(), asyncio.Event()
-
-    def hang(name: str) -> Any:
-        if name != at:
-            return None
-        reached.set()
-        return asyncio.Event().wait()
-
-    pair.before = hang
+    pair.before = lambda name: wait_for_ever(reached) if name == at else None
     pair.start()
     await reached.wait()
     pair.fetches.cancel("r")
@@ -350,18 +354,6 @@ async def test_a_request_whose_prefix_another_fetch_has_brought_takes_its_own_fe
     assert pair.ended["slow"].outcome == "present"
 
 
-async def test_a_target_that_dies_leaves_an_export_that_expires() -> None:
-    pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
-    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
-    offer = await pair.exports.open(query)
-    assert isinstance(offer, PrefixOffer)
-    assert len(pair.source.exports) == 1
-    await pair.until_quiet()
-    assert pair.source_notes.exports == ["expired"]
-    with pytest.raises(KeyError):
-        await pair.exports.read(offer.export_id, BlockRange(0, (0,)))
-
-
 async def test_what_is_not_there_or_does_not_fit_is_said() -> None:
     pair = Pair()
     pair.source.cached.clear()
@@ -388,25 +380,10 @@ async def test_a_source_of_another_model_refuses() -> None:
     assert pair.source_notes.exports == ["refused"]
 
 
-async def test_a_source_serves_a_bounded_number_of_exports() -> None:
-    pair = Pair()
-    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
-    for _ in range(MAX_EXPORTS):
-        assert isinstance(await pair.exports.open(query), PrefixOffer)
-    assert await pair.exports.open(query) == "refused"
-    pair.close_exports()
-    await pair.until_quiet()
-
-
-async def test_a_cache_that_was_emptied_meanwhile_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cache_that_was_emptied_meanwhile_publishes_nothing() -> None:
     """The ranks were started again, so that what was written is gone."""
     pair = Pair()
-
-    def reset(name: str) -> None:
-        if name == "read":
-            pair.target.imports.clear()
-
-    pair.before = reset
+    pair.before = lambda name: pair.target.imports.clear() if name == "read" else None
     await pair.fetch()
     assert pair.ended["r"].outcome == "failed"
     assert not pair.target.cached

@@ -114,11 +114,6 @@ def test_every_pair_of_sizes(source: int, target: int, kv_format: str) -> None:
             assert digest != block_digest(before, after, group, rank, first)
 
 
-def test_no_blocks() -> None:
-    got = convert_blocks(shares(2), shares(3), 0, [b"", b""])
-    assert [part.size for part in got] == [0, 0, 0]
-
-
 def test_what_cannot_be_converted() -> None:
     one, two = shares(1), shares(2)
     data = write(whole_numbers(one, FULL), one, 0)
@@ -138,7 +133,8 @@ def test_what_cannot_be_converted() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             convert_blocks(source, target, group, given)
-    assert convert_blocks(mixed, mixed, LATENT, [b""])[0].size == 0
+    assert convert_blocks(mixed, mixed, LATENT, [b""])[0].size == 0  # no blocks
+    assert [part.size for part in convert_blocks(two, shares(3), FULL, [b"", b""])] == [0, 0, 0]
 
 
 def test_neighbours_are_one_segment_and_copies_are_taken_from_several_ranks() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Map
 from tests.how_many import num_examples
-from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from tests.prefix_chains import chain_of
+from tests.present import present
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
+from tests.worker.scheduling.test_scheduler_random import random_run
 from tests.worker.telemetry.blockmap.watch import Watch, check, check_described, check_host, in_host_tier, plain
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
@@ -66,81 +67,64 @@ class Others:
         self.imports, self.exports = [], []
 
 
+class Looks:
+    """Looks at a driver after random events, beside what other workers read and send. It begins after `begins_after` events.
+
+    `catches_up`: frames have few records, and a look takes as many frames as it needs.
+    """
+
+    def __init__(self, rng: random.Random, *, begins_after: int, catches_up: bool) -> None:
+        self.rng, self.begins_after, self.catches_up = rng, begins_after, catches_up
+        self.watch: Watch | None = None
+
+    def __call__(self, driver: Driver) -> None:
+        self.begins_after -= 1
+        if self.begins_after > 0:
+            return
+        if self.watch is None:
+            self.watch = Watch(driver.scheduler, lambda: step(driver))
+            self.others = Others(driver.scheduler.cache, self.rng)
+            self.watch.look()
+        rng, cache, is_idle = self.rng, driver.scheduler.cache, not driver.scheduler.has_work
+        if rng.random() < 0.2:
+            self.others.act(list(rng.choice([*driver.requests.values()]).prompt_token_ids))
+        if rng.random() < 0.01:
+            cache.evict_all()
+        if is_idle or (cache.tiers.exports.reads_device and rng.random() < 0.3):
+            self.others.end()  # else nothing might fit
+        if is_idle or rng.random() < 0.6:
+            self.look(self.watch, driver, is_idle=is_idle)
+
+    def look(self, watch: Watch, driver: Driver, *, is_idle: bool) -> None:
+        watch.look()
+        if self.catches_up or is_idle:
+            settle(watch)
+        check(watch)
+        check_host(watch)
+        if self.rng.random() < 0.3:
+            check_late_watcher(watch, catches_up=self.catches_up)
+            check_described(watch, self.rng)
+        if is_idle:
+            assert watch.map.shown == plain(driver.scheduler)
+            assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
+            for group, block in watch.map.shown_in_host:  # only checkpoints need host blocks now
+                told = describe_block(driver.scheduler, group, block, "host")
+                assert len(told["checkpoints"]) == told["references"]
+
+
 def random_lives(
     mix: tuple[str, ...],
     seed: int,
     *,
     steps_in_flight: int,
-    has_host: bool = True,
-    policies: Sequence[KvPolicy | None] = (None,),
+    policies: Sequence[KvPolicy | None] = (),
     catches_up: bool = False,
 ) -> Watch:
-    """Watch the random requests of one scheduler, and what other workers read and send where there is a host tier.
-
-    `catches_up`: frames have few records, and a look takes as many frames as it needs.
-    """
+    """Watch the random requests of `test_scheduler_random`."""
     rng = random.Random(seed)
-    least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
-    driver = Driver(
-        layout(mix, num_pages=least + rng.choice([0, 1, 4])),
-        steps_in_flight=steps_in_flight,
-        max_num_batched_tokens=rng.choice([3, 16, 64]),
-        max_model_len=80,
-        host_pages=rng.choice([len(mix), 10, 40]) if has_host else 0,
-        preemption_mode="swap" if len(policies) > 1 else rng.choice(["swap", "auto", "recompute"]),
-        load_after=lambda: rng.choice([0, 1, 4]),
-    )
-    cache = driver.scheduler.cache
-    others = Others(cache, rng)
-    prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
-    for number, prefix in enumerate(prefixes):
-        driver.add(request(f"early{number}", prefix, 9))
-    for _ in range(rng.randrange(40)):
-        step(driver)
-    watch = Watch(driver.scheduler, lambda: step(driver))
-    waiting = [f"r{number}" for number in range(14)]
-    watch.look()
-    while waiting or driver.scheduler.has_work:
-        if waiting and rng.random() < 0.5:
-            prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
-            policy = rng.choice(policies)
-            tokens, most = (prompt, 20) if policy is None else (prompt[:20], 60)
-            is_measured = policy is not None and rng.random() < 0.3
-            num_tokens = rng.randrange(1, most)
-            driver.add(request(waiting.pop(), tokens, num_tokens, kv_policy=policy, kv_quality=is_measured))
-        if rng.random() < 0.03 and driver.requests:
-            driver.abort(rng.choice(sorted(driver.requests)))
-        if rng.random() < 0.08:
-            lose_windows(cache)
-        if has_host and rng.random() < 0.2:
-            others.act(rng.choice(prefixes))
-        if has_host and rng.random() < 0.01:
-            cache.evict_all()
-        if not driver.scheduler.has_work:
-            continue
-        if cache.tiers.exports.reads_device and rng.random() < 0.3:
-            others.end()  # else nothing might fit
-        driver.step()
-        if rng.random() < 0.6:
-            watch.look()
-            if catches_up:
-                settle(watch)
-            check(watch)
-            if has_host:
-                check_host(watch)
-            if rng.random() < 0.3:
-                check_late_watcher(watch, catches_up=catches_up)
-                check_described(watch, rng)
-    others.end()
-    watch.look()
-    settle(watch)
-    assert watch.map.shown == plain(driver.scheduler)
-    if has_host:
-        assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
-        for group, block in watch.map.shown_in_host:  # only checkpoints need host blocks now
-            told = describe_block(driver.scheduler, group, block, "host")
-            assert len(told["checkpoints"]) == told["references"]
-    return watch
+    looks = Looks(rng, begins_after=rng.randrange(40), catches_up=catches_up)
+    random_run(mix, seed, steps_in_flight=steps_in_flight, has_host=True, policies=policies, after_each=looks)
+    return present(looks.watch)
 
 
 def check_late_watcher(watch: Watch, *, catches_up: bool) -> None:
@@ -186,11 +170,15 @@ def test_frames_say_what_both_tiers_hold(
     monkeypatch.setattr(cache_snapshot, "BLOCKS_PER_COPY", 7)
     for seed in range(num_examples(1, 40)):
         watch = random_lives(mix, seed, steps_in_flight=steps_in_flight)
-        check_blocks_of_events(watch, "spilled", "loaded", "swapped", "imported", "dropped")
+        check_blocks_of_events(watch, "evicted", "spilled", "loaded", "swapped", "imported", "dropped")
+        kinds, totals = [event["kind"] for event in watch.map.events], watch.map.header["totals"]
+        for kind, total in (("preempted", "preemptions"), ("repair", "repairs")):
+            assert kinds.count(kind) == totals[total] - watch.before[total]
 
 
-def test_every_state_of_a_host_block_shows() -> None:
+def test_every_state_of_a_block_shows() -> None:
     watches = [random_lives(("full", "window"), seed, steps_in_flight=2) for seed in range(2)]
+    assert set().union(*(watch.states for watch in watches)) >= {EMPTY, ACTIVE, REPAIR, LOOSE, HELD, EVICTED}
     assert set().union(*(watch.host_states for watch in watches)) == {GONE, EMPTY, LOOSE, HELD, EVICTED}
     assert set().union(*(watch.needs for watch in watches)) >= {"prompt", "sequence"}
 
@@ -232,22 +220,6 @@ def test_what_is_not_there_is_not_described() -> None:
             assert list(describe_block(scheduler, group, block, tier)) == ["error"]
     without = Driver(layout(("full",), num_pages=12)).scheduler
     assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_frames_say_what_the_cache_holds(mix: tuple[str, ...]) -> None:
-    watches = [
-        random_lives(mix, seed, steps_in_flight=1 + seed % 2, has_host=False) for seed in range(num_examples(2, 8))
-    ]
-    for watch in watches:
-        check_blocks_of_events(watch, "evicted")
-        kinds, totals = [event["kind"] for event in watch.map.events], watch.map.header["totals"]
-        assert kinds.count("preempted") == totals["preemptions"] - watch.before["preemptions"]
-        assert kinds.count("repair") == totals["repairs"] - watch.before["repairs"]
-    states = set().union(*(watch.states for watch in watches))
-    assert states >= {EMPTY, ACTIVE, LOOSE, HELD, EVICTED}
-    if mix == ("full", "window"):
-        assert REPAIR in states
 
 
 def test_frames_say_what_kv_policies_keep() -> None:

@@ -94,22 +94,6 @@ async def test_the_first_frame_is_whole_and_later_ones_are_not() -> None:
     await until(lambda: worker.keeps_nothing)
 
 
-async def test_a_later_watcher_gets_a_whole_frame_of_the_same_state() -> None:
-    worker, early, late = Worker(), Map(), Map()
-    async with watching(worker) as frames:
-        early.take(await anext(frames))
-        worker.driver.add(request("a", PROMPT, 4))
-        worker.step()
-        early.take(await anext(frames))
-        async with watching(worker) as others:
-            assert late.take(await anext(others)).header["whole"]
-            assert (late.shown, late.owners, late.sequences) == (early.shown, early.owners, early.sequences)
-            worker.step()
-            mine, theirs = decode(await anext(frames)), decode(await anext(others))
-            assert (mine.blocks, mine.header["time_s"]) == (theirs.blocks, theirs.header["time_s"])
-            assert (mine.header["sequence"], theirs.header["sequence"]) == (2, 1)
-
-
 async def test_a_slow_watcher_gets_a_whole_frame_instead_of_all_that_it_missed() -> None:
     worker, slow, quick = Worker(num_pages=400), Map(), Map()
     async with watching(worker) as frames, watching(worker) as others:

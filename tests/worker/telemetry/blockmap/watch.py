@@ -96,7 +96,8 @@ def without_logical_of_others(
     lent = {
         (one.group, one.block) for opened in cache.tiers.exports.opened for one in opened.blocks if one.tier == DEVICE
     }
-    loading = set(cache.tiers.loads.targets())
+    loads = [enumerate(load.blocks.tables) for load in cache.tiers.loads.by_ticket.values()]
+    loading = {(group, block) for tables in loads for group, table in tables for block in held(table).values()}
     return {
         key: block._replace(logical=None) if not block.hash and key in lent | loading else block
         for key, block in shown.items()

@@ -75,12 +75,6 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--disk-cache .* cannot be used"):
-        folder(tmp_path / "file")
-
-
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False), (0o755, False)])
 def test_a_directory_into_which_others_may_write_is_refused(tmp_path: Path, mode: int, is_refused: bool) -> None:
     shared = tmp_path / "shared"
@@ -105,7 +99,7 @@ def test_no_directory_is_a_link(tmp_path: Path, name: str) -> None:
     link = tmp_path / "cache" / name
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(private)
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match=r"--disk-cache .* cannot be used"):
         folder(tmp_path / "cache")
     assert stat.S_IMODE(private.stat().st_mode) == 0o755
     assert not list(private.iterdir())
