@@ -129,20 +129,6 @@ def test_on_gpus_exactly_the_slab_is_pinned_and_unpinned_in_the_end(monkeypatch:
     assert not pinned
 
 
-def test_a_host_tier_on_a_runner(tiny_model: Path) -> None:
-    runner = make_runner(engine_config(tiny_model, host_bytes=2**21, window=7, window_pattern="SF"))
-    info = runner.info
-    assert info.host_layout is not None
-    assert info.host_layout.groups == info.layout.groups
-    assert info.host_layout.num_pages == 2**21 // info.layout.page_bytes
-    block = info.host_layout.num_block_ids(0) - 2
-    data = bytes(range(256)) * (info.layout.groups[0].block_bytes // 256)
-    runner.tiers.write(1, 0, [block], data)
-    assert runner.tiers.read(1, 0, [block]) == data
-    runner.close()
-    runner.close()
-
-
 def test_a_host_tier_larger_than_the_memory_ends_the_start(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"--swap-space asks for a host tier of \d+ bytes; .* Give at most"):
         make_runner(engine_config(tiny_model, host_bytes=2**50))

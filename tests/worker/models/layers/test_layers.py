@@ -8,11 +8,10 @@ import torch
 
 from transom_core.errors import ConfigError
 from transom_kernels.launch import prefer
-from transom_kernels.linear import pack_weight
 from transom_kernels.moe import ExpertTensors, GateRule
 from transom_worker.models.layers.embedding import Embedding, LmHead
 from transom_worker.models.layers.experts import GroupedExperts, SequentialExperts, make_experts
-from transom_worker.models.layers.linear import KernelLinear, PlainLinear, make_linear
+from transom_worker.models.layers.linear import PlainLinear, make_linear
 from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.residual import Residual
 
@@ -78,33 +77,11 @@ def test_a_tied_head_shares_the_embeddings_weight() -> None:
     assert halves(table.bfloat16()).dtype == torch.float32
 
 
-def test_no_rows_give_no_rows() -> None:
-    weight = torch.randn(8, 16)
-    plain, packed = PlainLinear(weight, None), KernelLinear(pack_weight(weight))
-    for layer in (plain, packed, make_linear(weight, quantization="int8")):
-        assert layer(weight[:0]).shape == (0, 8)
-
-
 def test_quantisation_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(ConfigError, match="float16"):
         make_linear(torch.zeros(4, 4, dtype=torch.float16), quantization="int8")
     with pytest.raises(ConfigError, match="on meta"):
         make_linear(torch.zeros(4, 4, device="meta"), quantization="int4")
-
-
-def test_addends_of_the_residual_are_not_lost_and_rows_are_kept() -> None:
-    x, y, z = torch.randn(3, 5, 12)
-    residual = Residual(x)
-    residual.add(y)
-    residual.add(z)
-    residual.select(torch.tensor([4, 0]))
-    torch.testing.assert_close(residual.read(), (x + y + z)[[4, 0]])
-    residual.select(torch.tensor([], dtype=torch.int64))
-    assert residual.read().shape == (0, 12)
-    residual.replace(z)
-    assert residual.read().equal(z)
-    residual.select(torch.arange(5))
-    assert residual.read() is z
 
 
 def test_bfloat16_is_rounded_as_if_each_were_a_step_of_its_own() -> None:
