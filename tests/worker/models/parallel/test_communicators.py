@@ -248,8 +248,8 @@ def mixture(comm: Communicator, rank: int, pipe: Connection) -> bool:
     dawdling = torch.Generator().manual_seed(rank)
     for step in range(300):
         what, width = torch.randint(0, 4, (2,), generator=choices).tolist()
-        length = int(torch.randint(1, 3000, (1,), generator=choices))
-        values = [torch.full((length,), float(step * 3 + peer)) for peer in range(3)]
+        length = int(torch.randint(1, 3000, (1,), generator=choices)) if step % 25 else BUFFER_BYTES // 4 + step
+        values = [torch.arange(length) + float(step * 3 + peer) for peer in range(3)]
         if torch.rand((), generator=dawdling) < 0.1:
             torch.randn(20_000)
         if what <= 1:
