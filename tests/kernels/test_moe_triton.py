@@ -11,12 +11,11 @@ import triton.language as tl
 from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes
+from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, routes
 from tests.matrices import some_daily
 from transom_kernels.moe import gpu, gpu_weights, widening
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu, widened_words
-from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule
 from transom_kernels.moe.widening import POWER_FACTORS, SMALL_FACTORS, WIDEN_FP4
@@ -158,11 +157,3 @@ def test_a_token_does_not_depend_on_the_others(rule: GateRule, scales_input: boo
         at = slice(token, token + 1)
         alone = moe_triton(x[at], which[at], weights[at], tensors, rule, scales_input=scales_input)
         assert torch.equal(alone, whole[at])
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    tensors, (which, weights) = plain_experts(2, 20, 36), routes(3, 1, 2)
-    with pytest.raises(ValueError, match=r"give \[E, 2I, N\]"):
-        moe(torch.zeros(3, 35), which, weights, tensors, PLAIN)
-    with pytest.raises(ValueError, match="4 tokens"):
-        moe(torch.zeros(4, 36), which, weights, tensors, PLAIN)

@@ -101,7 +101,6 @@ _CASES = {
     "ministral3": FamilyCase({"rope_parameters": MINISTRAL3_ROPE}),
     "olmo2": FamilyCase(),
     "exaone4": FamilyCase({"sliding_window": 20, "sliding_window_pattern": 2}),
-    "exaone4 without windows": FamilyCase({"sliding_window": None, "layer_types": [FULL] * 4}),
     "lfm2": FamilyCase(
         {"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16}
         | {"block_ffn_dim_multiplier": 1.3, "seed": 2}
@@ -115,7 +114,7 @@ CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.
-DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "exaone4 without windows")]
+DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss")]
 
 
 @pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))

@@ -65,7 +65,6 @@ _CASES = {
         MLA | EXPERTS | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 1}
     ),
     "mixtral": FamilyCase({"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3}),
-    "mixtral with windows": FamilyCase({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
     "qwen3_next": FamilyCase(DELTA_NET | SHARED | {"mlp_only_layers": [1]}),
     "qwen3_5_moe": FamilyCase(DELTA_NET | SHARED | {"seed": 1}, family="qwen3_5_moe_text"),
     "granite4 with experts": FamilyCase(

@@ -9,7 +9,6 @@ import torch
 from transom_core.errors import ConfigError
 from transom_kernels.launch import prefer
 from transom_kernels.moe import ExpertTensors, GateRule
-from transom_worker.models.layers.embedding import Embedding, LmHead
 from transom_worker.models.layers.experts import GroupedExperts, SequentialExperts, make_experts
 from transom_worker.models.layers.linear import PlainLinear, make_linear
 from transom_worker.models.layers.norm import RmsNorm
@@ -47,7 +46,7 @@ def test_experts_in_torch_and_in_8_bits_are_the_kernels(
     assert (got - wanted).norm() <= (1e-5 if quantization == "none" else 0.03) * wanted.norm()
 
 
-def test_weights_are_held_once_and_padding_is_not_counted() -> None:
+def test_weights_are_held_once() -> None:
     weights = make_weights("gate_up", "down")
     with prefer("reference"):
         experts = make_experts(weights, GateRule(), quantization="none")
@@ -60,21 +59,6 @@ def test_weights_are_held_once_and_padding_is_not_counted() -> None:
     grouped = make_experts(weights, GateRule(), quantization="none")
     assert isinstance(grouped, GroupedExperts)
     assert experts.weight_bytes == grouped.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
-    panels = torch.zeros(16, 32)  # a panel's rows, and a group's columns
-    assert make_linear(panels[:8, :16], quantization="int8").weight_bytes == 16 * 32 + 16 * 4
-    assert make_linear(panels, quantization="int4").weight_bytes == 16 * 32 // 2 + 16 * 4
-
-
-def test_a_tied_head_shares_the_embeddings_weight() -> None:
-    table, ids = torch.randn(16, 8), torch.tensor([3, 3, 0])
-    embedding = Embedding(table)
-    tied = LmHead(None, quantization="none", tied_to=embedding)
-    torch.testing.assert_close(tied(embedding(ids)), table[ids] @ table.T)
-    assert embedding(ids).equal(table[ids])
-    assert tied.weight_bytes == 0
-    assert LmHead(None, quantization="int8", tied_to=Embedding(table)).weight_bytes > 0
-    halves = LmHead(None, quantization="none", tied_to=Embedding(table.bfloat16()))
-    assert halves(table.bfloat16()).dtype == torch.float32
 
 
 def test_quantisation_is_refused_where_it_cannot_run() -> None:
