@@ -175,9 +175,20 @@ class TestMoeFamilies(FamilyTests):
 
 @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
 @pytest.mark.parametrize("name", some_daily(ALL_CASES, daily=["gemma4", "cohere2", "llama4"]))
-def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None:
+def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In the programs that an engine records for one request: for one row, and for three where the prompt is split."""
+    programs: list[Program] = []
+
+    def recording(*args: Any) -> Any:
+        program, logits = record_program(*args)
+        programs.append(program)
+        return program, logits
+
+    monkeypatch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
     make_checkpoint(tmp_path, ALL_CASES[name].family, **ALL_CASES[name].config)
-    programs = programs_of(tmp_path, dtype="bfloat16", max_model_len=64)
+    engine = make_engine(str(tmp_path), dtype="bfloat16", max_model_len=64)
+    run(engine, [make_request("one", prompt(3), max_tokens=4)])
+    engine.shutdown()
     assert programs
     assert all(program.num_instructions > 0 and program.num_calls == 0 for program in programs)
 
@@ -185,20 +196,3 @@ def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None
 def test_every_family_is_asked_whether_it_records() -> None:
     """DeepSeek V4 does not record."""
     assert {case.family for case in ALL_CASES.values()} == set(FAMILIES) - {"deepseek_v4"}
-
-
-def programs_of(folder: Path, **settings: Any) -> list[Program]:
-    """The programs that an engine records for one request: for one row, and for three where the prompt is split."""
-    made: list[Program] = []
-
-    def recording(*args: Any) -> Any:
-        program, logits = record_program(*args)
-        made.append(program)
-        return program, logits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
-        engine = make_engine(str(folder), **settings)
-        run(engine, [make_request("one", prompt(3), max_tokens=4)])
-        engine.shutdown()
-    return made
