@@ -70,7 +70,7 @@ GEMMA_MOE = GEMMA_4 + ROUTER + ".{pre,post}_feedforward_layernorm_2.weight "
 GEMMA_E2B = GEMMA_4 + ".{per_layer_input_gate,per_layer_projection,post_per_layer_input_norm}.weight "
 EMBEDDINGS = "model.{embed_tokens_per_layer,per_layer_{model_projection,projection_norm}}.weight"
 GPT_OSS = ".self_attn.{{q,k,v,o}_proj.bias,sinks} .mlp.router.{weight,bias} .mlp.experts.{gate_up,down}_proj_{blocks,scales,bias}"
-LLAMA_4 = ".feed_forward.{{,shared_expert.}{gate,up,down}_proj.weight,router.weight,experts.{gate_up,down}_proj}"
+LLAMA_4 = ATTENTION + ".feed_forward.{{,shared_expert.}{gate,up,down}_proj,router}.weight .feed_forward.experts."
 MIXTRAL = ".block_sparse_moe.{gate,experts.N.{w1,w2,w3}}.weight "
 KIMI_NAMES = (
     ".self_attn.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d}.weight}"
@@ -107,7 +107,8 @@ MODELS = {
     "Gemma 4 26B": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.{gate_up,down}_proj"),
     "Gemma 4 26B split": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.N.{gate,up,down}_proj.weight"),
     "Gemma 4 E2B": ("gemma4", NEWER, GEMMA_E2B + EMBEDDINGS),
-    "Llama 4": ("llama4", OLDER, ATTENTION + LLAMA_4),
+    "Llama 4": ("llama4", OLDER, LLAMA_4 + "{gate_up,down}_proj"),
+    "Llama 4 split": ("llama4", OLDER, LLAMA_4 + "N.{gate,up,down}_proj.weight"),
     "Mistral Small 3.2": ("mistral without windows", OLDER, ATTENTION + MLP),
     "Qwen 3": ("qwen3", PLAIN, ATTENTION + MLP + QK),
     "Qwen 3 MoE in fp8": ("qwen3_moe", PLAIN, ATTENTION + QK + EXPERT_NAMES + FP8),
@@ -233,6 +234,14 @@ def split(tensors: Tensors) -> None:
             tensors |= {f"{prefix}{i}.{part}.weight": matrix.contiguous() for i, matrix in enumerate(stack)}
 
 
+def split_columns(tensors: Tensors) -> None:
+    """The same of experts whose matrices are stored transposed."""
+    tensors |= {
+        name: stack.transpose(1, 2) for name, stack in tensors.items() if "experts." in name and stack.dim() == 3
+    }
+    split(tensors)
+
+
 def with_dense_mlps(tensors: Tensors) -> None:
     """Transformers saves the first layers' MLP as if it were experts."""
     for name in [name for name in tensors if re.search(r"block_sparse_moe\.\w+_proj", name)]:
@@ -242,7 +251,7 @@ def with_dense_mlps(tensors: Tensors) -> None:
 STORES: dict[str, Callable[[Path, Path], object]] = {"gpt-oss": to_mxfp4, "Qwen 3 MoE in fp8": to_fp8}
 REGROUPED: dict[str, Callable[[Tensors], object]] = {
     **{name: stacked for name in ("Qwen3.5 MoE", "DeepSeek V3 stacked")},
-    **{"Gemma 4 26B split": split, "Kimi Linear": with_dense_mlps},
+    **{"Gemma 4 26B split": split, "Llama 4 split": split_columns, "Kimi Linear": with_dense_mlps},
 }
 
 

@@ -58,19 +58,6 @@ def test_tensors_and_scales_do_not_overlap(asked: str, block_size: int) -> None:
         assert (rows[:, group.block_bytes :] == 0).all()
 
 
-def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
-    layout = make_layout(cache_groups(SHAPE, block_size=4, dtype="float32"), pool_bytes=100_000)
-    slab = allocate_slab(layout, CPU)
-    assert slab.numel() == layout.slab_bytes
-    assert not slab.any()
-    tensors = layout.groups[1].layers[1]
-    layer_caches(layout, slab)[tensors.layer].v[5, 3, 1, 7] = 2.5
-    element = (3 * 2 + 1) * 8 + 7
-    at = 5 * layout.groups[1].stride_bytes + tensors.v_offset + 4 * element
-    assert slab[at : at + 4].view(torch.float32).item() == 2.5
-    assert int((slab != 0).sum()) == int((torch.tensor([2.5]).view(torch.uint8) != 0).sum())
-
-
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 32), ("bfloat16", 8)])
 def test_a_layer_that_compresses_has_a_cache_for_each_role(dtype: str, block_size: int, hybrid: bool) -> None:
