@@ -1,4 +1,4 @@
-"""The CPU sampling kernel against its reference, at odd sizes; its noise; checked, and for other processors.
+"""The CPU sampling kernel against its reference, at odd sizes; slices of a vocabulary; checked, and for other processors.
 
 The Triton kernel has the tests of `SampleTests`, too: a test module inherits it and gives the fixture `kernel`.
 """

@@ -262,15 +262,6 @@ def test_families_that_run_have_a_class() -> None:
     assert runnable(read_architecture(SMALL)).num_layers == 6
 
 
-def test_deepseek_v3_as_published() -> None:
-    """Scores have the factor 192 ** -0.5, and YaRN's magnitude twice: once for queries, once for keys."""
-    mscales = {"mscale": 1.0, "mscale_all_dim": 1.0}
-    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **mscales}
-    mla = present(read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla)
-    assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)
-    assert mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.1"])
 def test_indexers_as_published(name: str) -> None:
     """transformers' config says the same in other fields. Windows would not go with tokens that an indexer selects."""

@@ -1,5 +1,6 @@
-"""The sampler: independence of the batch, resume at every position, masks, log-probabilities; and that everything comes by pinned
-memory. A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities.
+"""The sampler: end tokens, temperatures, masks, log-probabilities; and that everything comes by pinned memory.
+
+A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities.
 """
 
 import numpy as np

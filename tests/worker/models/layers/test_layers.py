@@ -1,4 +1,4 @@
-"""What the families' tests against transformers do not ask of layers: other formats, memory, row selection, refusals."""
+"""What the families' tests against transformers do not ask of layers: other formats, memory, refusals, rounding."""
 
 from dataclasses import replace
 from typing import Any
