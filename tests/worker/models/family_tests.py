@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, prompt
+from tests.checkpoints import LENGTHS, NUM_TOKENS, Answer, greedy, load_oracle, prompt, step_logprobs
 from tests.engine_driver import Whole, embeddings, make_engine, make_request, run, whole_warm_up
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
@@ -31,11 +31,17 @@ BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class FamilyCase:
-    """A family's config."""
+    """A family's config, and mistakes (changes to the config) that must show in what transformers computes."""
 
     config: dict[str, Any] = field(default_factory=dict)
+    mistakes: tuple[dict[str, Any], ...] = ()
     family: str = ""
     records: bool = True  # whether its decode steps are recorded
+
+
+def each(**settings: Any) -> tuple[dict[str, Any], ...]:
+    """Mistakes of one setting each."""
+    return tuple({name: value} for name, value in settings.items())
 
 
 def by_name(cases: dict[str, FamilyCase]) -> dict[str, FamilyCase]:
@@ -109,6 +115,17 @@ class FamilyTests:
             (f"prompt of {len(answer.prompt)}", answer.margin, answer.choice_margin) for answer in family.answers
         ]
         assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
+
+    @pytest.mark.exhaustive  # it asks transformers alone: whether the cases would show a mistake of ours
+    def test_mistakes_would_show(self, family: Family) -> None:
+        assert family.case.mistakes
+        for mistake in family.case.mistakes:
+            wrong = load_oracle(family.oracle_folder, **mistake)
+            moved = [
+                (step_logprobs(wrong, answer.prompt, answer.token_ids) - answer.logprobs).abs().max()
+                for answer in family.answers[2:]
+            ]
+            assert max(moved) > 50 * TOLERANCE, mistake
 
     def test_alone_and_in_one_chunk(self, family: Family) -> None:
         family.check("alone", family.alone, range(len(LENGTHS)))

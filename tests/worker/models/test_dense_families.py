@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -57,31 +57,59 @@ FALCON: dict[str, Any] = {
 }
 BIASES = {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
 _CASES = {
-    "falcon_h1": FamilyCase(FALCON),
-    "falcon_h1 with norms and biases": FamilyCase(FALCON | BIASES | {"mamba_rms_norm": True}),
-    "nemotron_h": FamilyCase(NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3}),
+    "falcon_h1": FamilyCase(FALCON, each(ssm_multipliers=[0.7, 1.2, 0.9, 0.4, 1.5], mlp_multipliers=[1.0, 1.0])),
+    "falcon_h1 with norms and biases": FamilyCase(
+        FALCON | BIASES | {"mamba_rms_norm": True}, each(mamba_norm_before_gate=False, key_multiplier=1.0)
+    ),
+    "nemotron_h": FamilyCase(
+        NEMOTRON | {"use_bias": True, "mamba_proj_bias": True, "layer_norm_epsilon": 1e-3},
+        each(layer_norm_epsilon=1e-1, mlp_hidden_act="silu"),
+    ),
     "granite4": FamilyCase(
         MAMBA | {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True},
+        each(position_embedding_type="rope", residual_multiplier=1.0, rms_norm_eps=1e-1),
         family="granitemoehybrid",
     ),
-    "qwen3_5": FamilyCase(DELTA_NET, family="qwen3_5_text"),
-    "llama3": FamilyCase({"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}, family="llama"),
-    "smollm3": FamilyCase({"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2}),
-    "mistral": FamilyCase({"sliding_window": 24}),
-    "mistral without windows": FamilyCase({"sliding_window": None, "seed": 1}),
-    "ministral": FamilyCase({"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}),
-    "qwen2": FamilyCase(
-        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True}
+    "qwen3_5": FamilyCase(
+        DELTA_NET,
+        each(rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 1.0}, rms_norm_eps=1e-2),
+        family="qwen3_5_text",
     ),
-    "youtu": FamilyCase(MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False}),
-    "qwen3": FamilyCase({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24}),
+    "llama3": FamilyCase(
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
+        each(rope_parameters=DISTANT),
+        family="llama",
+    ),
+    "smollm3": FamilyCase(
+        {"sliding_window": 16, "use_sliding_window": True, "no_rope_layer_interval": 2},
+        each(sliding_window=17, no_rope_layers=[1, 1, 1, 1]),
+    ),
+    "mistral": FamilyCase({"sliding_window": 24}, each(sliding_window=25)),
+    "mistral without windows": FamilyCase({"sliding_window": None, "seed": 1}, each(sliding_window=190)),
+    "ministral": FamilyCase(
+        {"sliding_window": 20, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, each(sliding_window=19)
+    ),
+    "qwen2": FamilyCase(
+        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+        each(sliding_window=17),
+    ),
+    "youtu": FamilyCase(
+        MLA | {"rope_interleave": False, "seed": 1, "tie_word_embeddings": False}, each(rope_interleave=True)
+    ),
+    "qwen3": FamilyCase(
+        {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 24},
+        each(sliding_window=15),
+    ),
     "gemma2": FamilyCase(
         {"seed": 3, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0}
-        | {"final_logit_softcapping": 14.0}
+        | {"final_logit_softcapping": 14.0},
+        each(sliding_window=17, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=16),
     ),
     "gemma3": FamilyCase(
         {"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 24, "query_pre_attn_scalar": 20}
         | {"rope_parameters": GEMMA3_ROPE},
+        each(sliding_window=23, rope_parameters=GEMMA3_ROPE | {SLIDING: DISTANT})
+        + each(rope_parameters=GEMMA3_ROPE | {FULL: DISTANT}),
         family="gemma3_text",
     ),
     "gemma4": FamilyCase(
@@ -89,32 +117,51 @@ _CASES = {
         | {"num_kv_shared_layers": 4, "global_head_dim": 32, "num_global_key_value_heads": 1}
         | {"attention_k_eq_v": True, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16}
         | {"vocab_size_per_layer_input": VOCAB_SIZE, "sliding_window": 20, "final_logit_softcapping": 14.0},
+        each(sliding_window=19, final_logit_softcapping=None),
         family="gemma4_text",
     ),
     "gemma4 with experts": FamilyCase(
         {"looking": 0.8, "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 32, "sliding_window": 20}
         | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
         | {"moe_intermediate_size": 32},
+        each(sliding_window=21, top_k_experts=3),
         family="gemma4_text",
     ),
-    "olmo3": FamilyCase({"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}}),
-    "ministral3": FamilyCase({"rope_parameters": MINISTRAL3_ROPE}),
-    "olmo2": FamilyCase(),
-    "exaone4": FamilyCase({"sliding_window": 20, "sliding_window_pattern": 2}),
+    "olmo3": FamilyCase(
+        {"sliding_window": 20, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN}},
+        each(sliding_window=21, rope_parameters={SLIDING: PLAIN_ROPE, FULL: PLAIN_ROPE}),
+    ),
+    "ministral3": FamilyCase(
+        {"rope_parameters": MINISTRAL3_ROPE},
+        each(rope_parameters=MINISTRAL3_ROPE | {"llama_4_scaling_beta": 0.0}, sliding_window=190),
+    ),
+    "olmo2": FamilyCase(mistakes=each(rms_norm_eps=1.0)),
+    "exaone4": FamilyCase(
+        {"sliding_window": 20, "sliding_window_pattern": 2}, each(sliding_window=21, layer_types=[SLIDING] * 4)
+    ),
+    "exaone4 without windows": FamilyCase(
+        {"sliding_window": None, "layer_types": [FULL] * 4}, each(sliding_window=190)
+    ),
     "lfm2": FamilyCase(
         {"layer_types": [CONV, CONV, FULL, CONV], "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 16}
-        | {"block_ffn_dim_multiplier": 1.3, "seed": 2}
+        | {"block_ffn_dim_multiplier": 1.3, "seed": 2},
+        each(rope_parameters=PLAIN_ROPE | {"rope_theta": 100.0}, norm_eps=1.0),
     ),
-    "granite": FamilyCase(GRANITE | {"seed": 1}),
-    "phi3": FamilyCase({"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}}),
-    "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}),
-    "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}),
+    "granite": FamilyCase(
+        GRANITE | {"seed": 1}, each(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.2)
+    ),
+    "phi3": FamilyCase(
+        {"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
+        each(sliding_window=25, rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
+    ),
+    "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}, each(attention_out_bias=False)),
+    "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}, each(sliding_window=23)),
 }
 CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.
-DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss")]
+DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "exaone4 without windows")]
 
 
 @pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE, DELTA_NET, MAMBA, MLA, NEMOTRON, YARN as DENSE_YARN
 from transom_kernels.cpu.program import Program, record_program
@@ -22,6 +22,7 @@ from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
 
 YARN = DENSE_YARN | {"rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 8.0, "original_max_position_embeddings": 256}
+MIMO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
 DEEPSEEK = MLA | EXPERTS | GROUPS
@@ -41,87 +42,111 @@ _CASES = {
     "deepseek_v2": FamilyCase(
         DEEPSEEK
         | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}
-        | {"first_k_dense_replace": 1, "rope_parameters": STRETCHED}
+        | {"first_k_dense_replace": 1, "rope_parameters": STRETCHED},
+        each(topk_method="greedy", rope_parameters=STRETCHED | {"mscale_all_dim": 0.7}),
     ),
     "deepseek_v3": FamilyCase(
-        DEEPSEEK | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": STRETCHED}
+        DEEPSEEK | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "rope_parameters": STRETCHED},
+        each(topk_group=1, rope_interleave=False, routed_scaling_factor=1.0),
     ),
     "deepseek_v32": FamilyCase(
-        INDEXED | GROUPS | {"routed_scaling_factor": 1.5, "rope_parameters": STRETCHED, "seed": 11}
+        INDEXED | GROUPS | {"routed_scaling_factor": 1.5, "rope_parameters": STRETCHED, "seed": 11},
+        each(index_topk=39, topk_group=1) + each(index_topk=2000),
     ),
     "glm_moe_dsa": FamilyCase(
         INDEXED
         | {"indexer_types": ["full", "shared", "full", "shared"], "index_topk": 48, "n_group": 1, "topk_group": 1}
-        | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 2}
+        | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 2},
+        each(indexer_types=["full", "shared", "shared", "shared"], rms_norm_eps=1e-1),
     ),
     "kimi_linear": FamilyCase(
-        KIMI | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+        KIMI | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+        each(norm_topk_prob=False, routed_scaling_factor=1.0, rms_norm_eps=1e-1),
     ),
     "kimi_k2": FamilyCase(
-        MLA | EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8}
+        MLA | EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8},
+        each(norm_topk_prob=False),
     ),
     "glm4_moe_lite": FamilyCase(
         # 20 heads, as published: more than share a KV head
-        MLA | EXPERTS | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 1}
+        MLA | EXPERTS | {"rms_norm_eps": 1e-3, "num_attention_heads": 20, "num_key_value_heads": 20, "seed": 1},
+        each(rms_norm_eps=1e-1, norm_topk_prob=False),
     ),
-    "mixtral": FamilyCase({"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3}),
-    "qwen3_next": FamilyCase(DELTA_NET | SHARED | {"mlp_only_layers": [1]}),
-    "qwen3_5_moe": FamilyCase(DELTA_NET | SHARED | {"seed": 1}, family="qwen3_5_moe_text"),
+    "mixtral": FamilyCase({"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3}, each(num_experts_per_tok=1)),
+    "qwen3_next": FamilyCase(
+        DELTA_NET | SHARED | {"mlp_only_layers": [1]}, each(norm_topk_prob=False, rope_parameters=MIMO_ROPE)
+    ),
+    "qwen3_5_moe": FamilyCase(DELTA_NET | SHARED | {"seed": 1}, each(num_experts_per_tok=3), family="qwen3_5_moe_text"),
     "granite4 with experts": FamilyCase(
         MAMBA
         | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "seed": 4}
         | {"mamba_n_groups": 2, "mamba_conv_bias": False, "position_embedding_type": "rope"},
+        each(num_experts_per_tok=3, position_embedding_type="nope"),
         family="granitemoehybrid",
     ),
     "jamba": FamilyCase(
         # four heads of channels, which three ranks share unevenly
         dict(attn_layer_period=3, attn_layer_offset=1, num_experts=6, num_experts_per_tok=2, mamba_expand=4)
-        | {"mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 24, "rms_norm_eps": 1e-3, "num_hidden_layers": 5}
+        | {"mamba_d_state": 12, "mamba_d_conv": 3, "mamba_dt_rank": 24, "rms_norm_eps": 1e-3, "num_hidden_layers": 5},
+        each(num_experts_per_tok=3, rms_norm_eps=1e-1),
     ),
     "nemotron_h with experts": FamilyCase(
         NEMOTRON
         | {"hybrid_override_pattern": "MEM*E*-ME", "moe_intermediate_size": 40, "mlp_bias": True}
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-        | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "use_conv_bias": False, "seed": 2}
+        | {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 56, "use_conv_bias": False, "seed": 2},
+        each(norm_topk_prob=False, topk_group=1, routed_scaling_factor=1.0),
     ),
-    "qwen2_moe": FamilyCase(SHARED | {"mlp_only_layers": [0]}),
+    "qwen2_moe": FamilyCase(SHARED | {"mlp_only_layers": [0]}, each(norm_topk_prob=True)),
     "glm4_moe": FamilyCase(
         EXPERTS
         | {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}
-        | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True}
+        | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+        each(routed_scaling_factor=1.0, norm_topk_prob=False),
     ),
     "lfm2_moe": FamilyCase(
         SIX
         | {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"], "num_hidden_layers": 5}
-        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
+        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        each(routed_scaling_factor=1.0, norm_topk_prob=False),
     ),
-    "minimax_m2": FamilyCase({"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1}),
-    "qwen3_moe": FamilyCase(EIGHT | {"mlp_only_layers": [1], "norm_topk_prob": True}),
-    "qwen3_moe as it is": FamilyCase(EIGHT | {"decoder_sparse_step": 2, "attention_bias": True, "seed": 8}),
+    "minimax_m2": FamilyCase(
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1}, each(num_experts_per_tok=1)
+    ),
+    "qwen3_moe": FamilyCase(EIGHT | {"mlp_only_layers": [1], "norm_topk_prob": True}, each(norm_topk_prob=False)),
+    "qwen3_moe as it is": FamilyCase(
+        EIGHT | {"decoder_sparse_step": 2, "attention_bias": True, "seed": 8}, each(norm_topk_prob=True)
+    ),
     "gpt_oss": FamilyCase(
         {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 1.5}
-        | {"rope_parameters": YARN | {"truncate": False}}
+        | {"rope_parameters": YARN | {"truncate": False}},
+        each(sliding_window=17, swiglu_limit=2.0, swiglu_alpha=1.0, rope_parameters=YARN | {"truncate": True}),
     ),
     "llama4": FamilyCase(
         LLAMA4
         | {"interleave_moe_layer_step": 2, "attention_chunk_size": 32, "no_rope_layer_interval": 4}
         | {"floor_scale": 64, "attn_scale": 0.5, "seed": 5},
+        each(attention_chunk_size=31, attn_temperature_tuning=False, floor_scale=63, use_qk_norm=False),
         family="llama4_text",
     ),
     "llama4 without norms": FamilyCase(
         LLAMA4
         | {"num_experts_per_tok": 2, "attention_chunk_size": 16, "no_rope_layers": [1, 0, 1, 0]}
         | {"use_qk_norm": False, "attn_temperature_tuning": False},
+        each(attention_chunk_size=17),
         family="llama4_text",
     ),
     "mimo_v2_flash": FamilyCase(
         {"num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16, "sliding_window": 17}
-        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
+        each(sliding_window=18, attention_value_scale=1.0, routed_scaling_factor=1.0)
+        + each(rope_parameters={kind: MIMO_ROPE for kind in ("full_attention", "sliding_attention")}),
     ),
 }
 CASES = by_name(_CASES)
 DEEPSEEK_V4 = FamilyCase(
     family="deepseek_v4",
+    mistakes=each(sliding_window=15, index_topk=4, hc_sinkhorn_iters=1, swiglu_limit=2.5),
     records=False,  # what its compressed layers read in a step is chosen with the host's help
 )
 QUANTISED: dict[str, Callable[[Path, Path], None]] = {

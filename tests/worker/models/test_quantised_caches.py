@@ -22,6 +22,7 @@ from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_sharded_families import CASES, make_folder
 from transom_core.errors import ConfigError
 from transom_core.model_config.mla import MLA_FAMILIES
+from transom_kernels.quantised_kv import dequantise_rows
 
 LENGTHS = (5, 41, 90, 200)
 FORMATS = ("fp8", "int8", "int4")
@@ -71,6 +72,15 @@ def test_latent_rows_in_other_formats_are_refused(folder: Path) -> None:
     log_probabilities(folder)  # also computes a step without rows, the last one of each request
     with pytest.raises(ConfigError, match=r"asks for int8 in KV group latent"):
         make_sharded_engine(str(folder), 1, **CHUNKS, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("folder", ["llama3"], indirect=True)
+@pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["int8"]))
+def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str) -> None:
+    exact = log_probabilities(folder)
+    name = "transom_kernels.paged_attention.reference.dequantise_rows"
+    monkeypatch.setattr(name, lambda elements, scale: dequantise_rows(elements, scale.roll(1, dims=-1)))
+    assert divergence(folder, exact, kv_cache_dtype=asked) > BOUNDS[asked]
 
 
 @pytest.mark.parametrize(
