@@ -44,6 +44,12 @@ def test_the_rules_are_those_of_transformers(family: str) -> None:
     assert read_architecture(without).layers == read_architecture(config).layers
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_windows_of_qwen3_moe_have_a_switch(is_on: bool) -> None:
+    raw = SMALL | {"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": is_on}
+    assert {layer.window for layer in read_architecture(raw).layers} == {64 if is_on else None}
+
+
 def test_mimo_as_published() -> None:
     """Under names of its own, and with windows that do not count the query."""
     published = SMALL | {"model_type": "mimo_v2_flash", "layernorm_epsilon": 1e-5, "v_head_dim": 8}
