@@ -118,6 +118,12 @@ def test_windows_and_sink_tokens_whose_run_has_slid(window: int, sinks: int) -> 
     )
 
 
+@pytest.mark.parametrize("chunk", [8, 16, 17])
+def test_chunks_and_lower_bounds(chunk: int) -> None:
+    sequences = [Sequence(start=63, count=1), Sequence(start=64, count=1), Sequence(start=40, count=30, attend_from=50)]
+    check(make_case([*sequences, Sequence(start=20, count=2, attend_from=30)], ONE_HEAD), chunk=chunk, window=40)
+
+
 @pytest.mark.parametrize(
     ("widths", "counts", "dtype"),
     matrix(
