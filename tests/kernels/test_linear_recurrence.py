@@ -13,7 +13,6 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.kernels.conftest import nan_memory
 from tests.matrices import matrix
-from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.linear_recurrence import (
     Convolution,
     RecurrenceInputs,
@@ -186,24 +185,6 @@ def check_padding(kind: str, compute: Recurrence, num_tokens: int = 70, dtype: t
     assert padded[:-3].equal(wanted)
     assert not padded[-3:].any()
     assert case.state.isnan().flatten(1).all(1).tolist() == [block != 4 for block in range(len(case.state))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recorded_step_reads_its_blocks_anew(kind: str) -> None:
-    steps = [(3, 1), (0, 1), (9, 1)]
-    inputs = middle_step(recurrence_case(kind, (4, 2, 12, 20, 4), steps), steps)
-    gate, weight = torch.randn(3, 80), torch.randn(20)
-
-    def step() -> torch.Tensor:
-        return gated_rms_norm(linear_recurrence(inputs), gate, weight, 1e-6, group=20)
-
-    wanted = step()
-    program, out = record_program(step, ReplayMemory())
-    assert (program.num_calls, out.equal(wanted)) == (0, True)
-    inputs.batch.read_block.copy_(torch.tensor([5, -1, 1]))
-    program.replay()
-    assert out.equal(step())
-    assert not out.equal(wanted)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from tests.kernels.test_small_operators_cpu import strided
 from tests.matrices import matrix
-from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.lora import LoraWeights, add_lora_
 from transom_kernels.lora.cpu import add_lora_cpu_
 from transom_kernels.lora.reference import add_lora_reference_
@@ -70,21 +69,6 @@ def check(
 )
 def test_against_the_formula(num_rows: int, width: int, parts: int, rank: int, dtype: torch.dtype, add: Add) -> None:
     check(num_rows, width, STARTS[parts], rank, dtype, add)
-
-
-def test_a_recorded_program_reads_the_slots_again() -> None:
-    weights, x, slots = lora_weights(50, STARTS[3], 8, BF16), torch.randn(4, 50).bfloat16(), slots_of(4)
-    before = torch.randn(4, 170).bfloat16()
-    y = before.clone()
-    program, _ = record_program(lambda: add_lora_(y, x, slots, weights), ReplayMemory())
-    for others in ([-1, -1, -1, -1], [2, -1, 0, 2]):
-        y.copy_(before)
-        slots.copy_(torch.tensor(others))
-        program.replay()
-        wanted = before.clone()
-        add_lora_(wanted, x, slots, weights)
-        assert y.equal(wanted)
-        assert y[1].equal(before[1])
 
 
 def test_what_does_not_fit_is_refused() -> None:

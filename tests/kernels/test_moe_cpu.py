@@ -155,7 +155,10 @@ def test_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    packed, (which, weights) = pack_experts(plain_experts(2, 20, 36, torch.float32)), routes(3, 1, 2)
+    tensors, (which, weights) = plain_experts(2, 20, 36), routes(3, 1, 2)
+    packed = pack_experts(tensors)
+    with pytest.raises(ValueError, match=r"give \[E, 2I, N\]"):
+        moe(torch.zeros(3, 35), which, weights, tensors, PLAIN)
     with pytest.raises(ValueError, match=r"give \[T, 36\]"):
         moe(torch.zeros(3, 35), which, weights, packed, PLAIN)
     with pytest.raises(ValueError, match="bfloat16 does not fit"):

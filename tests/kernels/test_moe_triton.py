@@ -11,14 +11,13 @@ import triton.language as tl
 from hypothesis import given, settings, strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, plain_experts, routes
+from tests.kernels.test_moe_cpu import GPT_OSS, PLAIN, MoeTests, check_moe, check_mx, mx_experts, routes
 from tests.matrices import some_daily
 from transom_kernels.moe import gpu, gpu_weights, widening
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.gpu_weights import for_gpu, widened_words
-from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
-from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.moe.weights import ExpertTensors, GateRule
 from transom_kernels.moe.widening import POWER_FACTORS, SMALL_FACTORS, WIDEN_FP4
 
 
@@ -135,13 +134,6 @@ def run(instructions: tl.constexpr, argument: Any, results: int, *others: Any) -
     return [values[f"${at}"] for at in range(results)]
 
 
-def test_mxfp4_values() -> None:
-    every = torch.arange(16, dtype=torch.uint8)
-    tensor = MxTensor(blocks=every.view(1, 1, 16), scales=torch.full((1, 1, 1), 128, dtype=torch.uint8))
-    assert tensor.dequantised().flatten()[:16:2].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
-    assert tensor.dequantised().flatten()[16::2].tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0]
-
-
 def eighths(*shape: int) -> torch.Tensor:
     """Random multiples of 1/8 from -1 to 1."""
     return torch.randint(-8, 9, shape) / 8
@@ -165,11 +157,3 @@ def test_a_token_does_not_depend_on_the_others(rule: GateRule, scales_input: boo
         at = slice(token, token + 1)
         alone = moe_triton(x[at], which[at], weights[at], tensors, rule, scales_input=scales_input)
         assert torch.equal(alone, whole[at])
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    tensors, (which, weights) = plain_experts(2, 20, 36), routes(3, 1, 2)
-    with pytest.raises(ValueError, match=r"give \[E, 2I, N\]"):
-        moe(torch.zeros(3, 35), which, weights, tensors, PLAIN)
-    with pytest.raises(ValueError, match="4 tokens"):
-        moe(torch.zeros(4, 36), which, weights, tensors, PLAIN)

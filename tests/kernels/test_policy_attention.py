@@ -12,8 +12,7 @@ from tests.cpu_threads import kernel_threads
 from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
 from tests.kernels.test_quantised_kv import FORMATS_BY_NAME, quantised
 from tests.matrices import some_daily
-from transom_kernels.launch import prefer
-from transom_kernels.paged_attention import paged_attention, reference as paged_reference
+from transom_kernels.paged_attention import paged_attention
 from transom_kernels.policy_attention import PolicyBatch, PolicyInputs, add_block_mass, policy_attention
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
 
@@ -237,14 +236,6 @@ def test_queries_for_sink_tokens_may_have_strides_of_their_own():
     expected, _ = check(case, with_sink_query=True)
     case.sink_q = torch.cat([case.sink_q, case.sink_q], dim=1)[:, : SHAPE.heads]
     assert torch.equal(check(case, with_sink_query=True)[0], expected)
-
-
-def test_torch_computes_long_prompts_in_tiles_of_query_tokens(monkeypatch):
-    with prefer("reference"):
-        case = make_policy_case(SEQUENCES[:2], SHAPE)
-        whole = check(case, with_sink_query=True)
-        monkeypatch.setattr(paged_reference, "MAX_SCORES", 30_000)
-        torch.testing.assert_close(check(case, with_sink_query=True), whole)
 
 
 def test_what_does_not_fit_is_refused():

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.test_route import SCORES, Kernel, Pair, RouteTests, check_route
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.route import Routing, gpu, route, router_layout
-from transom_kernels.route.gpu import FEW_TOKENS, MIN_SPLIT, partial_logits_triton, route_triton, split_of
+from transom_kernels.route.gpu import FEW_TOKENS, MIN_SPLIT, partial_logits_triton, route_triton
 
 
 @pytest.fixture
@@ -62,15 +62,6 @@ def test_a_token_does_not_depend_on_the_others() -> None:
     for row in (0, 4):
         alone = route_triton(x[row : row + 1], weight, routing)
         assert all(a.equal(b[row : row + 1]) for a, b in zip(alone, together, strict=True))
-
-
-def test_parts_of_a_token_are_few() -> None:
-    for experts in (1, 8, 33, 128, 384, 2049, 9000):
-        for width in (1, 128, 2880, 8192, 20_000):
-            split = split_of(width, experts)
-            assert split % MIN_SPLIT == 0
-            assert (experts > 4096 and split >= width) or -(-width // split) * experts <= 4096
-    assert [split_of(4096, 128), split_of(7168, 256), split_of(2880, 32)] == [128, 512, 128]
 
 
 def test_parts_of_more_elements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The CPU sampling kernel against its reference, at odd sizes; its noise; checked, and for other processors.
+"""The CPU sampling kernel against its reference, at odd sizes; slices of a vocabulary; checked, and for other processors.
 
 The Triton kernel has the tests of `SampleTests`, too: a test module inherits it and gives the fixture `kernel`.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from transom_kernels.sample.cpu import sample_records
-from transom_kernels.sample.reference import SampleParams, gumbel, sample_reference
+from transom_kernels.sample.reference import SampleParams, sample_reference
 from transom_kernels.sample.table import Adjustments, SampleTable
 
 MANY = 10**6  # more than any vocabulary here
@@ -142,33 +142,6 @@ def test_mixes_of_parameters(vocabulary: int) -> None:
     logits[torch.rand(logits.shape) < 0.5] = -math.inf
     logits[:, -1] = 0.0
     check_sample(sample_cpu, logits, random_params(ROWS, vocabulary))
-
-
-def greedy(logits: torch.Tensor) -> list[int]:
-    table = SampleTable()
-    number = table.add(key=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    found: list[int] = sample_records(logits, table, torch.full((len(logits),), number)).tolist()
-    return found
-
-
-def test_greedy_takes_what_torch_takes() -> None:
-    logits = torch.randn(5, 20_001).mul_(20).round_()
-    assert greedy(logits) == logits.argmax(-1).tolist()
-    logits[1, 9000], logits[1, 15_000], logits[2, :], logits[3, 20_000] = math.nan, math.nan, -math.inf, math.inf
-    assert greedy(logits) == logits.numpy().argmax(-1).tolist()
-
-
-def test_noise_is_the_samplers_own() -> None:
-    """With one finite logit, a row's score is that logit plus the id's noise."""
-    ids = torch.randint(0, 10_000, (500,))
-    logits = torch.full((500, 10_000), -math.inf)
-    logits[torch.arange(500), ids] = 0.0
-    keys = torch.randint(-(2**62), 2**62, (500,))
-    table = SampleTable()
-    numbers = [table.add(key=key, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for key in keys.tolist()]
-    scores = torch.empty(500, dtype=torch.float64)
-    assert sample_records(logits, table, torch.tensor(numbers), scores=scores).tolist() == ids.tolist()
-    torch.testing.assert_close(scores, gumbel(keys, ids), rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("first_id", [5, 64, 8000, 9000])

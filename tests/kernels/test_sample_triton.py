@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,19 +25,6 @@ def kernel() -> Kernel:
 
 class TestSample(SampleTests):
     """All of `SampleTests`."""
-
-
-def test_changes_come_first() -> None:
-    logits = torch.tensor([[1.0, 2.0, -3.0], [0.5, 0.25, 0.0]])
-    changes: dict[str, Any] = {
-        "change_row": torch.tensor([0, 0, 1]), "change_id": torch.tensor([1, 2, 0]),
-        "change_factor": torch.tensor([4.0, 2.0, 1.0]), "change_minus": torch.tensor([0.0, 1.0, 0.4]),
-    }  # fmt: skip
-    mine, theirs = logits.clone(), logits.clone()
-    params = params_of(2, temperature=0.0, **changes)
-    assert sample_triton(mine, params).tolist() == sample_reference(theirs, params).tolist() == [0, 1]
-    torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(mine, torch.tensor([[1.0, 0.5, -7.0], [0.1, 0.25, 0.0]]))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from transom_core.model_config.architecture import (
     runnable,
     with_windows,
 )
-from transom_core.model_config.mamba import Mamba
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES, Indexer
 from transom_core.model_config.rank_shares import rank_lines, rank_shares
@@ -37,36 +36,18 @@ from transom_worker.models.registry import FAMILIES
 SMALL = SIZES | {"model_type": "llama", "num_hidden_layers": 6, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
-def kinds(**changes: Any) -> str:
-    """A letter by layer: Full, Sliding, Chunked."""
-    layers = read_architecture(SMALL | changes).layers
-    return "".join("S" if layer.window else "C" if layer.chunk else "F" for layer in layers)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"model_type": "mistral", "sliding_window": None}, "FFFFFF"),
-        ({"model_type": "mistral"}, "SSSSSS"),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 4}, "FFFFFF"),
-        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, "FFFFSS"),
-        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 3}, "SSFSSF"),
-        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True}, "SSSSSS"),
-        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": False}, "FFFFFF"),
-        ({"model_type": "llama4_text", "attention_chunk_size": 64, "no_rope_layers": [1, 0] * 3}, "CFCFCF"),
-        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 6, "sliding_window": 9}, "SSSSSS"),
-    ],
-)
-def test_layer_types_by_family(changes: dict[str, Any], expected: str) -> None:
-    assert kinds(**changes) == expected
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text"])
 def test_the_rules_are_those_of_transformers(family: str) -> None:
     """What transformers writes out, its layer types, is what we make of the config without them."""
     config = AutoConfig.for_model(**(SMALL | {"model_type": family, "num_hidden_layers": 12})).to_dict()
     without = {key: value for key, value in config.items() if key not in ("layer_types", "no_rope_layers")}
     assert read_architecture(without).layers == read_architecture(config).layers
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_windows_of_qwen3_moe_have_a_switch(is_on: bool) -> None:
+    raw = SMALL | {"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": is_on}
+    assert {layer.window for layer in read_architecture(raw).layers} == {64 if is_on else None}
 
 
 def test_mimo_as_published() -> None:
@@ -152,7 +133,6 @@ def test_lfm2_configs_in_their_own_words() -> None:
     architecture = runnable(read_architecture(LFM2 | {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.5}))
     assert [layer.convolution for layer in architecture.layers] == [3, None, 3]
     assert [rope is None for rope in architecture.ropes] == [True, False, True]
-    assert (architecture.layers[0].num_heads, architecture.layers[0].head_size) == (5, 8)
     assert (architecture.intermediate_size, architecture.tie_embeddings) == (128, True)
     assert read_architecture(LFM2 | {"block_auto_adjust_ff_dim": False}).intermediate_size == 100
     assert read_architecture(LFM2 | {"tie_embedding": False, "block_norm_eps": 0.5}).rms_norm_eps == 0.5
@@ -161,7 +141,6 @@ def test_lfm2_configs_in_their_own_words() -> None:
         ({"conv_dim": 80}, "conv_dim 80; only the hidden_size"),
         ({"block_use_swiglu": False}, "block_use_swiglu false"),
         ({"layer_types": ["conv", "mamba", "conv"]}, "layer type 'mamba'"),
-        ({"conv_L_cache": 0}, "which see 0 tokens"),
         ({"model_type": "lfm2_moe", "use_expert_bias": False}, "use_expert_bias false"),
         ({"model_type": "qwen3_5_text", "linear_decay": 1.0}, "the field 'linear_decay'"),
         ({"model_type": "llama", "intermediate_size": 9, "rms_norm_eps": 1, "layer_types": ["conv"] * 3}, "'conv'"),
@@ -179,10 +158,6 @@ def test_granite_hybrids_as_published() -> None:
     theirs = AutoConfig.for_model(**published).to_dict()
     architecture = runnable(read_architecture(published))
     assert architecture == read_architecture(theirs)
-    assert [layer.recurrent for layer in architecture.layers] == [4] * 5 + [None]
-    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (1, 32)
-    assert (architecture.intermediate_size, architecture.mixture, set(architecture.ropes)) == (96, None, {None})
-    assert architecture.mamba == Mamba(norm_eps=1e-5, convolution_bias=True, projection_bias=False, output_bias=False)
     assert architecture.rms_norm_eps == 4e-5
     rotary = read_architecture(published | {"position_embedding_type": "rope"}).ropes
     assert [rope is None for rope in rotary] == [True] * 5 + [False]
@@ -192,10 +167,6 @@ def test_granite_hybrids_as_published() -> None:
         ({"time_step_limit": [0.1, math.inf]}, "only 0 to infinity"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'; known are"),
         ({"mamba_d_head": 64}, "4 heads of 64; mamba_expand times hidden_size is 128"),
-        ({"mamba_n_groups": 3}, "3 KV heads for 4 heads"),
-        ({"mamba_d_conv": 0}, "which see 0 tokens"),
-        ({"mamba_d_state": None}, "no size or number"),
-        ({"layer_types": ["conv"] * 6}, "layer type 'conv'"),
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(published | wrong)
@@ -214,14 +185,6 @@ def test_nemotron_h_as_published() -> None:
     assert read_architecture(published | more) == architecture
     wide = read_architecture({**published, "head_dim": None, "mamba_num_groups": 4}).layers
     assert (wide[3].head_size, wide[0].num_kv_heads) == (128, 4)
-    assert (len(architecture.layers), sum(architecture.num_feed_forwards)) == (29, 23)
-    assert [layer.recurrent for layer in architecture.layers[:5]] == [4, 4, 4, None, 4]
-    assert architecture.num_feed_forwards[:5] == (1, 1, 0, 1, 1)
-    mixture = present(architecture.mixture)
-    assert (mixture.inner_size, mixture.shared_size, len(mixture.layers)) == (1856, 3712, 23)
-    assert (architecture.layers[0].num_kv_heads, architecture.layers[0].value_size) == (8, 64)
-    assert set(architecture.ropes) == {None}
-    assert architecture.gate_activation == "relu2"
     (line,) = rank_lines(rank_shares(architecture, 1))
     assert "an expert" in line
     assert "dense" not in line
@@ -233,9 +196,6 @@ def test_nemotron_h_as_published() -> None:
         ({"hybrid_override_pattern": "M+", "num_hidden_layers": 2}, "the block '\\+'; known are"),
         ({"layers_block_type": ["mamba", "conv"], "num_hidden_layers": 2}, "the block 'conv'"),
         ({"num_hidden_layers": 51}, "lists 52 blocks for num_hidden_layers 51"),
-        ({"mamba_rate": 2}, "the field 'mamba_rate'"),
-        ({"time_step_scale": 2}, "the field 'time_step_scale'"),
-        ({"time_step_limit": [0.001, 0.1]}, "only 0 to infinity"),
         ({"residual_in_fp32": True}, "residual_in_fp32 True; only False"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu'; only 'silu'"),
         ({"mamba_proj_bias": True}, "its use_bias says otherwise"),
@@ -253,28 +213,14 @@ def test_falcon_h1_as_published() -> None:
     published = CONFIGS["falcon-h1-0.5b"]
     architecture = runnable(read_architecture(published))
     assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
-    assert [layer.recurrent for layer in architecture.layers] == [4, None] * 36
-    assert (architecture.num_feed_forwards, architecture.beside) == ((0, 1) * 36, frozenset(range(1, 72, 2)))
-    first, scales = architecture.layers[0], architecture.scales
-    assert (first.num_heads, first.value_size, architecture.layers[1].head_size) == (24, 64, 64)
-    assert [rope is None for rope in architecture.ropes] == [True, False] * 36
-    plain = Mamba(norm_eps=1e-6, convolution_bias=True, projection_bias=False, output_bias=False)
-    assert architecture.mamba == replace(plain, has_norm=False, norm_first=True)
-    assert (scales.embedding, scales.logit) == (5.656854249492381, 0.0390625)
-    factors = {name: both for name, *both in scales.projections}
-    assert factors["mamba.in_proj_k"] == [1.25 * 0.3535533905932738, 0.3535533905932738]
-    assert factors["self_attn.o_proj"] == [0.9375, 0.9375]
     wide = read_architecture(published | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 32})
-    assert wide.layers[0] == replace(first, num_heads=32)
+    assert wide.layers[0] == replace(architecture.layers[0], num_heads=32)
     for wrong, message in (
-        ({"mamba_rate": 2}, "the field 'mamba_rate'"),
         ({"value_multiplier": 2}, "the field 'value_multiplier', which is not known of Falcon-H1"),
         ({"mamba_use_mlp": False}, "mamba_use_mlp False; only True"),
         ({"attn_layer_indices": [1]}, "attn_layer_indices .1.; only None"),
         ({"ssm_multipliers": [1.0]}, "no size or number"),
         ({"mamba_d_ssm": 1024}, "24 heads of 64; mamba_d_ssm is 1024"),
-        ({"num_hidden_layers": 1 << 40}, "1 to 4096 are possible"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
     ):
         with pytest.raises(ModelError, match=message):
             runnable(read_architecture(published | wrong))
@@ -287,18 +233,12 @@ def test_jamba_as_published() -> None:
     published = CONFIGS["jamba-1.5-mini"]
     architecture = runnable(read_architecture(published))
     assert architecture == read_architecture(AutoConfig.for_model(**published).to_dict())
-    assert [i for i, layer in enumerate(architecture.layers) if layer.recurrent is None] == [4, 12, 20, 28]
-    first, mixture = architecture.layers[0], present(architecture.mixture)
-    sizes = (first.num_heads, first.value_size, first.head_size, first.recurrent, first.step_rank)
-    assert sizes == (128, 64, 16, 4, 256)
-    assert (mixture.num_experts, mixture.normalise, sorted(mixture.layers)) == (16, False, [*range(1, 32, 2)])
-    assert (set(architecture.ropes), largest_size(architecture).size) == ({None}, 32)
+    assert largest_size(architecture).size == 32
     assert read_architecture(published | {"num_experts": 1}).mixture is None
     for wrong, message in (
         ({"mamba_rate": 2}, "the field 'mamba_rate', which is not known of Jamba"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only 'silu'"),
         ({"attn_layer_period": 0}, "no size or number"),
-        ({"mamba_dt_rank": "none"}, "no size or number"),
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(published | wrong)
@@ -311,10 +251,6 @@ def test_kimi_linear_as_published() -> None:
     saved = read_architecture(AutoConfig.for_model(**published).to_dict())
     assert (architecture.layers, architecture.mla, architecture.ropes) == (saved.layers, saved.mla, (None,) * 27)
     assert architecture.mixture == saved.mixture
-    first = architecture.layers[0]
-    sizes = (first.num_heads, first.num_kv_heads, first.head_size, first.value_size, first.recurrent)
-    assert sizes == (32, 32, 128, 128, 4)
-    assert [index for index, layer in enumerate(architecture.layers) if layer.latent] == [3, 7, 11, 15, 19, 23, 26]
     own = published["linear_attn_config"]
     for wrong, message in (
         ({"linear_rate": 2}, "the field 'linear_rate'"),
@@ -330,15 +266,6 @@ def test_kimi_linear_as_published() -> None:
 def test_families_that_run_have_a_class() -> None:
     assert set(RUNNABLE_FAMILIES) == set(FAMILIES)
     assert runnable(read_architecture(SMALL)).num_layers == 6
-
-
-def test_deepseek_v3_as_published() -> None:
-    """Scores have the factor 192 ** -0.5, and YaRN's magnitude twice: once for queries, once for keys."""
-    mscales = {"mscale": 1.0, "mscale_all_dim": 1.0}
-    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **mscales}
-    mla = present(read_architecture(SMALL | {"model_type": "deepseek_v3", "rope_scaling": yarn}).mla)
-    assert (mla.query_rank, mla.latent_rank, mla.plain_size, mla.rope_size, mla.value_size) == (1536, 512, 128, 64, 128)
-    assert mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.1"])
@@ -452,7 +379,6 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "default": (LlamaRotaryEmbedding, {"rope_theta": 5e5}),
     "linear by its old name": (LlamaRotaryEmbedding, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "llama3": (LlamaRotaryEmbedding, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
-    "yarn": (LlamaRotaryEmbedding, {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", **YARN}}),
     "yarn by mscale": (
         LlamaRotaryEmbedding,
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},

@@ -1,4 +1,4 @@
-"""Every family in chunks of any size; preempted, by swap and by recomputing; with prefixes on the host and in files.
+"""Every family preempted, by swap and by recomputing; with prefixes on the host and in files.
 
 `end_to_end/test_combinations.py` has the same with everything else on, for a model of each kind of cache.
 """
@@ -22,13 +22,6 @@ ROOM = {"deepseek_v4": 2.6} | dict.fromkeys(("granitemoehybrid", "jamba", "kimi_
 @pytest.fixture(scope="module", params=some_daily([*ALL_CASES, "deepseek_v4"], daily=["deepseek_v32"]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("tiers"), request.param)
-
-
-@pytest.mark.parametrize("chunk", some_daily([1, 2, 3, 7, 63, 64, 65, 128, 200], daily=[7]))
-def test_chunks_of_any_size(family: Family, chunk: int) -> None:
-    engine = family.engine(max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 2))
-    family.ask(engine, "chunks")
-    engine.shutdown()
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

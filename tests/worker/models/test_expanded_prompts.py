@@ -13,14 +13,12 @@ from tests.engine_driver import run
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.worker.models.family_tests import asked, make_roomy_engine
 from tests.worker.models.test_moe_families import CASES
-from tests.worker.planner.model_configs import CONFIGS
-from transom_core.model_config.architecture import read_architecture
 from transom_core.model_config.mla import Mla
 from transom_kernels.launch import Kernels, has_cpu_kernels, prefer
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_worker.models import expanded_prompts
-from transom_worker.models.expanded_prompts import LEAST_TOKENS, expanded_bytes, heads_at_once, is_expanded, pieces_of
+from transom_worker.models.expanded_prompts import LEAST_TOKENS, is_expanded, pieces_of
 
 V3 = Mla(query_rank=1536, latent_rank=512, plain_size=128, rope_size=64, value_size=128, scale=192**-0.5)
 SMALL = Mla(query_rank=0, latent_rank=24, plain_size=12, rope_size=8, value_size=10, scale=1.0)  # as in the checkpoints
@@ -65,20 +63,6 @@ def test_pieces_read_what_the_step_reads(seed: int, monkeypatch: pytest.MonkeyPa
             or len(piece.batch.count_host) == 1
             or len(piece.blocks) * 4 < expanded_prompts.MOST_BYTES + 32
         )
-
-
-def test_memory_is_counted_for_the_longest_sequence():
-    """Gathered rows, and at most MOST_BYTES of keys and values twice, or one head's."""
-    architecture = read_architecture(CONFIGS["deepseek-v3"])
-    assert expanded_bytes(architecture, 16, 1000, 2) == 1000 * 576 * 2 + 2 * 16 * 1000 * 320 * 2
-    assert expanded_bytes(architecture, 16, 100_000, 2) == 100_000 * 576 * 2 + 2 * (128 << 20)
-    assert expanded_bytes(architecture, 16, 1_000_000, 2) == 1_000_000 * 576 * 2 + 2 * 1_000_000 * 320 * 2
-    for name in ("deepseek-v3.2", "llama-3-8b"):
-        assert expanded_bytes(read_architecture(CONFIGS[name]), 16, 1000, 2) == 0
-
-
-def test_turns_have_about_as_many_heads():
-    assert [heads_at_once(128, tokens, 128 * 640) for tokens in (1, 1638, 1639, 32_768, 10**7)] == [128, 128, 64, 7, 1]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -73,9 +73,6 @@ _CASES = {
         each(rms_norm_eps=1e-1, norm_topk_prob=False),
     ),
     "mixtral": FamilyCase({"num_local_experts": 6, "num_experts_per_tok": 2, "seed": 3}, each(num_experts_per_tok=1)),
-    "mixtral with windows": FamilyCase(
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}, each(sliding_window=25)
-    ),
     "qwen3_next": FamilyCase(
         DELTA_NET | SHARED | {"mlp_only_layers": [1]}, each(norm_topk_prob=False, rope_parameters=MIMO_ROPE)
     ),
@@ -203,9 +200,20 @@ class TestMoeFamilies(FamilyTests):
 
 @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
 @pytest.mark.parametrize("name", some_daily(ALL_CASES, daily=["gemma4", "cohere2", "llama4"]))
-def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None:
+def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In the programs that an engine records for one request: for one row, and for three where the prompt is split."""
+    programs: list[Program] = []
+
+    def recording(*args: Any) -> Any:
+        program, logits = record_program(*args)
+        programs.append(program)
+        return program, logits
+
+    monkeypatch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
     make_checkpoint(tmp_path, ALL_CASES[name].family, **ALL_CASES[name].config)
-    programs = programs_of(tmp_path, dtype="bfloat16", max_model_len=64)
+    engine = make_engine(str(tmp_path), dtype="bfloat16", max_model_len=64)
+    run(engine, [make_request("one", prompt(3), max_tokens=4)])
+    engine.shutdown()
     assert programs
     assert all(program.num_instructions > 0 and program.num_calls == 0 for program in programs)
 
@@ -213,20 +221,3 @@ def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str) -> None
 def test_every_family_is_asked_whether_it_records() -> None:
     """DeepSeek V4 does not record."""
     assert {case.family for case in ALL_CASES.values()} == set(FAMILIES) - {"deepseek_v4"}
-
-
-def programs_of(folder: Path, **settings: Any) -> list[Program]:
-    """The programs that an engine records for one request: for one row, and for three where the prompt is split."""
-    made: list[Program] = []
-
-    def recording(*args: Any) -> Any:
-        program, logits = record_program(*args)
-        made.append(program)
-        return program, logits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
-        engine = make_engine(str(folder), **settings)
-        run(engine, [make_request("one", prompt(3), max_tokens=4)])
-        engine.shutdown()
-    return made

@@ -5,7 +5,6 @@ Other number formats stay near float32: bfloat16 as near as transformers, weight
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, prompt_logprobs, run
@@ -132,28 +130,6 @@ def test_layers_hold_what_kernels_can(tmp_path: Path, name: str) -> None:
 def test_experts_are_held_too(tmp_path: Path) -> None:
     packed, _ = make(tmp_path, "qwen3_moe", "gptq")
     assert held(build(packed)) == ["int4"] * 2 * (2 + 2 * 4)
-
-
-def test_llama4_may_have_one_matrix_per_expert(tmp_path: Path) -> None:
-    """As tools that quantise write it, with a multimodal model's names."""
-    sizes = {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size_mlp": 512, "attention_chunk_size": 16}
-    stacks = make_checkpoint(tmp_path / "stacks", "llama4_text", **sizes)
-    split = Path(shutil.copytree(stacks, tmp_path / "split"))
-    tensors = {}
-    for name, tensor in load_file(stacks / "model.safetensors").items():
-        name = f"language_model.{name}"
-        if "experts." not in name or "shared_expert" in name:
-            tensors[name] = tensor
-            continue
-        parts = ("gate", "up") if "gate_up" in name else ("down",)
-        for expert, matrices in enumerate(tensor):
-            for part, columns in zip(parts, matrices.chunk(len(parts), dim=1), strict=True):
-                tensors[f"{name.rpartition('.')[0]}.{expert}.{part}_proj.weight"] = columns.T.contiguous()
-    save_file(tensors, split / "model.safetensors")
-    for size in (1, 2):
-        assert torch.equal(logits(split, size)[0], logits(stacks, size)[0])
-    to_format(split, tmp_path / "packed", "gptq")
-    assert held(build(tmp_path / "packed")) == ["int4"] * 2 * (2 + 2 + 2 * 4)
 
 
 @pytest.mark.parametrize(

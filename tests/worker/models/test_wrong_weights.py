@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_fp8, to_mxfp4
 from tests.worker.models.test_architecture import SMALL
 from tests.worker.models.test_deepseek_v4 import PUBLISHED, publish
-from tests.worker.models.test_dense_families import BIASES, MLA
-from tests.worker.models.test_moe_families import ALL_CASES, EXPERTS, INDEXED, KIMI, LLAMA4
+from tests.worker.models.test_moe_families import ALL_CASES
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
@@ -35,37 +33,23 @@ from transom_worker.models.weights.quantisation_scheme import read_scheme
 
 FILE = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen3": {},
-    "cohere2": {"sliding_window": 16},
-    "olmo3": {"sliding_window": 16},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
-    "lfm2_moe": {
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
-        **{"layer_types": ["conv", "full_attention"], "conv_bias": True},
-    },
-    "nemotron_h": {
-        **{"hybrid_override_pattern": "ME*-", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2},
-        "mlp_bias": True,
-        **{"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48},
-        "moe_latent_size": 40,
-    },
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 12},
-    "falcon_h1": {
-        **BIASES,
-        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_rms_norm": True},
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-    "deepseek_v3": MLA | EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-    "glm_moe_dsa": INDEXED | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "kimi_linear": KIMI | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4},
-    "llama4_text": LLAMA4 | {"attention_chunk_size": 16, "interleave_moe_layer_step": 2},
-}
-
-
-NAMES = [*FAMILIES, "llama in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
-DAILY = ["deepseek_v3", "llama in gptq order", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
+FAMILIES = (
+    *(
+        "llama3",
+        "qwen3",
+        "cohere2",
+        "olmo3",
+        "qwen3_moe",
+        "lfm2_moe",
+        "nemotron_h with experts",
+        "jamba",
+        "gpt_oss",
+        "llama4",
+    ),
+    *("falcon_h1 with norms and biases", "deepseek_v3", "glm_moe_dsa", "kimi_linear"),
+)
+NAMES = [*FAMILIES, "llama3 in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
+DAILY = ["deepseek_v3", "llama3 in gptq order", "llama4", "gpt_oss in MXFP4", "deepseek_v4 as published"]
 PARTS = ("gate_proj", "up_proj", "down_proj")
 PLAIN, OLDER, NEWER = "model.", "language_model.model.", "model.language_model."  # prefixes of the text decoder
 
@@ -86,7 +70,7 @@ GEMMA_MOE = GEMMA_4 + ROUTER + ".{pre,post}_feedforward_layernorm_2.weight "
 GEMMA_E2B = GEMMA_4 + ".{per_layer_input_gate,per_layer_projection,post_per_layer_input_norm}.weight "
 EMBEDDINGS = "model.{embed_tokens_per_layer,per_layer_{model_projection,projection_norm}}.weight"
 GPT_OSS = ".self_attn.{{q,k,v,o}_proj.bias,sinks} .mlp.router.{weight,bias} .mlp.experts.{gate_up,down}_proj_{blocks,scales,bias}"
-LLAMA_4 = ".feed_forward.{{,shared_expert.}{gate,up,down}_proj.weight,router.weight,experts.{gate_up,down}_proj}"
+LLAMA_4 = ATTENTION + ".feed_forward.{{,shared_expert.}{gate,up,down}_proj,router}.weight .feed_forward.experts."
 MIXTRAL = ".block_sparse_moe.{gate,experts.N.{w1,w2,w3}}.weight "
 KIMI_NAMES = (
     ".self_attn.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d}.weight}"
@@ -123,7 +107,8 @@ MODELS = {
     "Gemma 4 26B": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.{gate_up,down}_proj"),
     "Gemma 4 26B split": ("gemma4 with experts", NEWER, GEMMA_MOE + ".experts.N.{gate,up,down}_proj.weight"),
     "Gemma 4 E2B": ("gemma4", NEWER, GEMMA_E2B + EMBEDDINGS),
-    "Llama 4": ("llama4", OLDER, ATTENTION + LLAMA_4),
+    "Llama 4": ("llama4", OLDER, LLAMA_4 + "{gate_up,down}_proj"),
+    "Llama 4 split": ("llama4", OLDER, LLAMA_4 + "N.{gate,up,down}_proj.weight"),
     "Mistral Small 3.2": ("mistral without windows", OLDER, ATTENTION + MLP),
     "Qwen 3": ("qwen3", PLAIN, ATTENTION + MLP + QK),
     "Qwen 3 MoE in fp8": ("qwen3_moe", PLAIN, ATTENTION + QK + EXPERT_NAMES + FP8),
@@ -141,18 +126,17 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=some_daily(NAMES, daily=DAILY))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("family")
-    family = request.param.split()[0]
-    if family == "deepseek_v4":
+    path, (name, _, form) = tmp_path_factory.mktemp("family"), request.param.partition(" in ")
+    if name.startswith("deepseek_v4"):
         make_deepseek_v4(path / "plain", **PUBLISHED)
-        return path / "plain" if family == request.param else publish(path / "plain", path / "published")
-    make_checkpoint(path / "plain", family, num_hidden_layers=2, **FAMILIES[family])
-    if family == request.param:
+        return publish(path / "plain", path / "published") if name.endswith("published") else path / "plain"
+    make_checkpoint(path / "plain", ALL_CASES[name].family, **ALL_CASES[name].config)
+    if not form:
         return path / "plain"
-    if request.param.endswith("MXFP4"):
+    if form == "MXFP4":
         to_mxfp4(path / "plain", path / "packed")
     else:
-        to_format(path / "plain", path / "packed", request.param.removeprefix(f"{family} in "))
+        to_format(path / "plain", path / "packed", form)
     return path / "packed"
 
 
@@ -161,9 +145,8 @@ def load(folder: Path) -> None:
 
 
 def names(tensors: Tensors) -> list[str]:
-    """Tensors of every kind: those of experts above the second are like its own, and DeepSeek's fourth layer has the attention of
-    its second one and the experts of its third."""
-    return [name for name in tensors if not re.search(r"\.experts\.[2-9]\.|layers\.3\.", name)]
+    """A tensor of every kind, of whichever layer and expert."""
+    return list({re.sub(r"\.\d+\.", ".N.", name): name for name in tensors}.values())
 
 
 def test_a_missing_tensor(folder: Path, tmp_path: Path) -> None:
@@ -203,13 +186,16 @@ def continuation(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "bias"),
-    [("llama", "model.layers.1.self_attn.q_norm.bias"), ("nemotron_h", "backbone.layers.3.mixer.gate_proj.bias")],
+    ("name", "bias"),
+    [
+        ("llama3", "model.layers.1.self_attn.q_norm.bias"),
+        ("nemotron_h with experts", "backbone.layers.3.mixer.gate_proj.bias"),
+    ],
 )
 def test_tensors_that_no_layer_reads_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, bias: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, bias: str
 ) -> None:
-    make_checkpoint(tmp_path, family, **FAMILIES[family])
+    make_checkpoint(tmp_path, ALL_CASES[name].family, **ALL_CASES[name].config)
     unread = {bias: torch.ones(64), f"{bias.rpartition('.')[0]}.rotary_emb.inv_freq": torch.ones(8)}
     save_file(load_file(tmp_path / FILE) | unread, tmp_path / FILE, metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING, "transom.worker"):
@@ -248,6 +234,14 @@ def split(tensors: Tensors) -> None:
             tensors |= {f"{prefix}{i}.{part}.weight": matrix.contiguous() for i, matrix in enumerate(stack)}
 
 
+def split_columns(tensors: Tensors) -> None:
+    """The same of experts whose matrices are stored transposed."""
+    tensors |= {
+        name: stack.transpose(1, 2) for name, stack in tensors.items() if "experts." in name and stack.dim() == 3
+    }
+    split(tensors)
+
+
 def with_dense_mlps(tensors: Tensors) -> None:
     """Transformers saves the first layers' MLP as if it were experts."""
     for name in [name for name in tensors if re.search(r"block_sparse_moe\.\w+_proj", name)]:
@@ -257,7 +251,7 @@ def with_dense_mlps(tensors: Tensors) -> None:
 STORES: dict[str, Callable[[Path, Path], object]] = {"gpt-oss": to_mxfp4, "Qwen 3 MoE in fp8": to_fp8}
 REGROUPED: dict[str, Callable[[Tensors], object]] = {
     **{name: stacked for name in ("Qwen3.5 MoE", "DeepSeek V3 stacked")},
-    **{"Gemma 4 26B split": split, "Kimi Linear": with_dense_mlps},
+    **{"Gemma 4 26B split": split, "Llama 4 split": split_columns, "Kimi Linear": with_dense_mlps},
 }
 
 

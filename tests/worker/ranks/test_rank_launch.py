@@ -29,7 +29,6 @@ from transom_core.config import CoreShare, EngineConfig
 from transom_core.errors import ConfigError
 from transom_core.machine.gpus import NO_DRIVER, GpuDriver
 from transom_core.machine.openmp import SPIN_ROUNDS
-from transom_core.settings.gpu_grant import with_grant
 from transom_core.settings.settings import Settings
 from transom_worker.engine.startup import resolve_for_device
 from transom_worker.execution.ranks import actor_launcher, group, process_launcher, rank_main
@@ -207,33 +206,15 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not left_behind(os.getpid())
 
 
-@pytest.mark.parametrize(
-    ("driver", "visible", "expected"),
-    [
-        (driver_of(*several(8)), None, {"GPU-0": "0", "GPU-1": "1"}),
-        pytest.param(
-            DIVIDED,
-            "MIG-part-3,MIG-part-1",
-            {"MIG-part-3": "MIG-part-3", "MIG-part-1": "MIG-part-1"},
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
-def test_ranks_start_on_gpus_of_their_own(
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    started: Path,
-    driver: GpuDriver,
-    visible: str | None,
-    expected: dict[str, str],
-) -> None:
+def test_ranks_start_on_gpus_of_their_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, started: Path) -> None:
     """The driver reports all GPUs of the host to each of them."""
-    host(monkeypatch, driver, visible)
+    driver = driver_of(*several(8))
+    host(monkeypatch, driver)
     monkeypatch.setenv(fake_gpus.VARIABLE, fake_gpus.described(driver, started))
     ranks = RanksExecutor(resolve_for_device(config(tiny_model)), RankProcesses)
     ranks.start()
     ranks.shutdown()
-    assert {path.name: path.read_text() for path in started.iterdir()} == expected
+    assert {path.name: path.read_text() for path in started.iterdir()} == {"GPU-0": "0", "GPU-1": "1"}
 
 
 def test_a_rank_whose_gpu_fails_at_the_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, started: Path) -> None:
@@ -288,11 +269,6 @@ class Worker:
             ranks.shutdown()
         return ""
 
-    def share(self, config: EngineConfig) -> tuple[str, float]:
-        """Return the GPU of a worker of one rank, and its share of it."""
-        granted = ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)
-        return os.environ["CUDA_VISIBLE_DEVICES"], with_grant(config, granted).cache.gpu_share
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Path]:
@@ -339,8 +315,3 @@ def test_ranks_over_placement_groups(tiny_model: Path, cluster: Path) -> None:
     assert start_in_group(tiny_model, "PACK") == ""
     found = {path.name: path.read_text() for path in cluster.iterdir()}
     assert found in ({"GPU-a0": "0", "GPU-a1": "1"}, {"GPU-b0": "0", "GPU-b1": "1"})
-
-    config = Settings.parse(model="m").engine_config()
-    sharing = [Worker.options(num_gpus=0.5, num_cpus=0).remote() for _ in range(2)]  # type: ignore[attr-defined]
-    (gpu, share), other = ray.get([worker.share.remote(config) for worker in sharing])
-    assert (gpu, share) == other == ("0", 0.5)

@@ -1,5 +1,6 @@
-"""The sampler: independence of the batch, resume at every position, masks, log-probabilities; and that everything comes by pinned
-memory. A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities.
+"""The sampler: end tokens, temperatures, masks, log-probabilities; and that everything comes by pinned memory.
+
+A sharded vocabulary gives the same tokens as a whole one, and the same bits of log-probabilities.
 """
 
 import numpy as np
@@ -57,32 +58,6 @@ def add(sampler: Sampler, seq_id: int, tokens: list[int], num_prompt_tokens: int
     )
 
 
-def run(kinds: list[str], steps: int, resume: dict[str, list[int]] | None = None) -> dict[str, list]:
-    """Generate with all kinds in one batch; returns (token, logprobs) per kind."""
-    sampler = Sampler(eos_token_ids=(EOS,))
-    tokens = {}
-    results: dict[str, list] = {kind: [] for kind in kinds}
-    for kind in kinds:
-        tokens[kind] = [1, 2, 3, *((resume or {}).get(kind, []))]
-        add(sampler, list(KINDS).index(kind), tokens[kind], 3, KINDS[kind])
-    for _ in range(steps):
-        logits = torch.stack([logits_after(tokens[kind]) for kind in kinds])
-        sampled = sampler.sample(logits, [list(KINDS).index(kind) for kind in kinds])
-        for row, kind in enumerate(kinds):
-            results[kind].append((sampled.token_ids[row], sampled.logprobs[row] if sampled.logprobs else None))
-            tokens[kind].append(sampled.token_ids[row])
-            sampler.append([list(KINDS).index(kind)], [sampled.token_ids[row]])
-    return results
-
-
-def test_resume_at_every_position() -> None:
-    whole = run(list(KINDS), 12)
-    for position in range(12):
-        known = {kind: [token for token, _ in results[:position]] for kind, results in whole.items()}
-        rest = run(list(KINDS), 12 - position, resume=known)
-        assert rest == {kind: results[position:] for kind, results in whole.items()}, position
-
-
 def test_min_tokens_bans_end_tokens_until_reached() -> None:
     sampler = Sampler(eos_token_ids=(EOS,))
     add(sampler, 0, [1], 1, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,)))
@@ -104,35 +79,9 @@ def test_tiny_temperatures_take_the_most_likely(temperature: float, filters: dic
     assert sampler.sample(logits, [0]).token_ids == [int(logits.argmax())]
 
 
-@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1])
-def test_any_seed_of_64_bits_samples(seed: int) -> None:
-    """Seeds of the same 64 bits, signed or not, draw the same; other seeds draw something else."""
-
-    def drawn(seed: int) -> list[int]:
-        sampler = Sampler()
-        for seq_id in range(20):
-            params = SamplingParams(top_k=50 * (seq_id % 2))
-            sampler.add(seq_id, token_ids=[1], num_prompt_tokens=1, params=params, seed=seed)
-        return sampler.sample(torch.zeros(20, VOCABULARY), list(range(20))).token_ids
-
-    assert drawn(seed) == drawn(seed % 2**64)
-    assert drawn(seed) != drawn(seed ^ 1)
-
-
-def test_grammar_mask_allows_by_bit() -> None:
-    sampler = Sampler()
-    for seq_id, kind in enumerate(["greedy", "plain", "top_k"]):
-        add(sampler, seq_id, [1], 1, KINDS[kind])
-    allowed = [{210}, {4, 100}, {0, 8}]
-    bits = np.zeros((3, VOCABULARY), dtype=np.uint8)
-    for row, ids in enumerate(allowed):
-        bits[row, list(ids)] = 1
-    mask = np.packbits(bits, axis=1, bitorder="little").tobytes()
-    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(3))
-    chosen = sampler.sample(logits, [0, 1, 2], mask).token_ids
-    assert all(token in ids for token, ids in zip(chosen, allowed, strict=True))
+def test_a_grammar_mask_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="grammar mask has 3 bytes for 3 rows"):
-        sampler.sample(logits, [0, 1, 2], b"abc")
+        make(list(KINDS)[:3]).sample(torch.randn(3, VOCABULARY), [0, 1, 2], b"abc")
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

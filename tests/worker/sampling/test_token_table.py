@@ -70,7 +70,8 @@ def test_a_step_uploads_what_is_new(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "steps"), [("reference", 10), pytest.param("interpreted", 3, marks=pytest.mark.exhaustive)]
+    ("kernels", "steps"),
+    [("auto", 10), ("reference", 10), pytest.param("interpreted", 3, marks=pytest.mark.exhaustive)],
 )
 def test_sequences_that_are_preempted_and_come_back_sample_the_same(kernels: Any, steps: int) -> None:
     """All kinds of rows. Every few steps some sequences leave and come back under new ids, and the batch's order changes."""

@@ -11,7 +11,6 @@ from tests.engine_driver import whole_warm_up
 from tests.matrices import some_daily
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
-from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.settings.settings import Settings
 from transom_kernels.cpu import kernel as compiled
 from transom_worker.bench.policies.policy_runs import make_request, run_together
@@ -19,7 +18,7 @@ from transom_worker.engine.startup import build_engine
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.execution.setup.dummy_run import prompt_steps, warm_up, worst_case_start, worst_case_step
+from transom_worker.execution.setup.dummy_run import warm_up, worst_case_step
 from transom_worker.execution.tiers.slabs import allocate_slab, block_rows
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
@@ -61,16 +60,6 @@ def test_warm_up_stays_within_the_limits(runner: ModelRunner, max_model_len: int
         assert steps == [(0, 16), (0, 64), (84, 16), (84, 3), (84, 1), (0, 1)]
 
 
-def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
-    def steps(compiles: bool, compiles_by_rows: bool) -> list[tuple[int, int]]:
-        return prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=compiles, compiles_by_rows=compiles_by_rows)
-
-    long = [(2100, 16), (2100, 3), (2100, 1)]
-    assert steps(True, True) == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), *long]
-    assert steps(True, False) == [(0, 16), *long]
-    assert steps(False, False) == [(0, 16)]
-
-
 def test_warm_up_writes_to_dump_blocks_only(runner: ModelRunner) -> None:
     builder = RecordingBuilder(runner)
     warm_up(runner._forward._model, builder, max_tokens=64, max_model_len=100, **EVERY_KIND)
@@ -78,13 +67,6 @@ def test_warm_up_writes_to_dump_blocks_only(runner: ModelRunner) -> None:
     for group in range(len(builder.layout.groups)):
         block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0
     assert not builder.slab.any()
-
-
-def test_the_worst_case_has_a_full_context_only_with_compressed_layers() -> None:
-    plain = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
-    entries = GroupSpec(name="indexer_4", kind=GroupKind.INDEXER, layers=(0,), block_size=16, ratio=4)
-    assert worst_case_start([plain], 50, 100) == 0
-    assert worst_case_start([plain, entries], 50, 100) == 50
 
 
 def test_the_worst_case_wants_every_position_but_never_its_logits_together(

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.worker.models.test_architecture import SMALL
-from transom_core.config import ModelConfig
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
 from transom_kernels.cpu.kernel import CpuKernel, statistics
@@ -35,17 +34,6 @@ def files(config: dict[str, object], generation_config: dict[str, object] | None
 )
 def test_ends_of_text(config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]) -> None:
     assert eos_token_ids(files(config, generation)) == expected
-
-
-def test_windows_come_from_settings() -> None:
-    config = ModelConfig(model="x", window=8, sinks=2, window_pattern="SF")
-    shape = model_loading.model_architecture(files(LLAMA), config)
-    assert [(attention.window, attention.sinks) for attention in shape.layers] == [(8, 2), (None, 0), (8, 2)]
-    config = ModelConfig(model="x", window=8, chunk=32, window_pattern="CSF")
-    shape = model_loading.model_architecture(files(LLAMA), config)
-    assert [(attention.window, attention.chunk) for attention in shape.layers] == [(None, 32), (8, None), (None, None)]
-    plain = model_loading.model_architecture(files(LLAMA), ModelConfig(model="x"))
-    assert all(attention.window is None for attention in plain.layers)
 
 
 def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

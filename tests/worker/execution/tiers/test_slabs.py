@@ -58,19 +58,6 @@ def test_tensors_and_scales_do_not_overlap(asked: str, block_size: int) -> None:
         assert (rows[:, group.block_bytes :] == 0).all()
 
 
-def test_slab_starts_zeroed_and_a_view_writes_the_right_bytes() -> None:
-    layout = make_layout(cache_groups(SHAPE, block_size=4, dtype="float32"), pool_bytes=100_000)
-    slab = allocate_slab(layout, CPU)
-    assert slab.numel() == layout.slab_bytes
-    assert not slab.any()
-    tensors = layout.groups[1].layers[1]
-    layer_caches(layout, slab)[tensors.layer].v[5, 3, 1, 7] = 2.5
-    element = (3 * 2 + 1) * 8 + 7
-    at = 5 * layout.groups[1].stride_bytes + tensors.v_offset + 4 * element
-    assert slab[at : at + 4].view(torch.float32).item() == 2.5
-    assert int((slab != 0).sum()) == int((torch.tensor([2.5]).view(torch.uint8) != 0).sum())
-
-
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 32), ("bfloat16", 8)])
 def test_a_layer_that_compresses_has_a_cache_for_each_role(dtype: str, block_size: int, hybrid: bool) -> None:
@@ -127,20 +114,6 @@ def test_on_gpus_exactly_the_slab_is_pinned_and_unpinned_in_the_end(monkeypatch:
     assert not slab.any()
     del slab
     assert not pinned
-
-
-def test_a_host_tier_on_a_runner(tiny_model: Path) -> None:
-    runner = make_runner(engine_config(tiny_model, host_bytes=2**21, window=7, window_pattern="SF"))
-    info = runner.info
-    assert info.host_layout is not None
-    assert info.host_layout.groups == info.layout.groups
-    assert info.host_layout.num_pages == 2**21 // info.layout.page_bytes
-    block = info.host_layout.num_block_ids(0) - 2
-    data = bytes(range(256)) * (info.layout.groups[0].block_bytes // 256)
-    runner.tiers.write(1, 0, [block], data)
-    assert runner.tiers.read(1, 0, [block]) == data
-    runner.close()
-    runner.close()
 
 
 def test_a_host_tier_larger_than_the_memory_ends_the_start(tiny_model: Path) -> None:

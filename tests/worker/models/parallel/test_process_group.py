@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from transom_core.errors import RankLost
-from transom_kernels.all_reduce import PeerMemory, region_bytes
+from transom_kernels.all_reduce import region_bytes
 from transom_worker.models.parallel import peer_memory, process_group
-from transom_worker.models.parallel.peer_memory import CudaRuntime, Handle, PeerAllReduce, map_peers
+from transom_worker.models.parallel.peer_memory import CudaRuntime, Handle, map_peers
 from transom_worker.models.parallel.process_group import LOOKS, ProcessGroup, listen
 
 WAIT_S = 60
@@ -138,10 +138,6 @@ def test_collectives_that_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> Non
 CPU, WAIT = torch.device("cpu"), timedelta(seconds=60)
 
 
-def make_peers(size: int) -> PeerAllReduce:
-    return PeerAllReduce(PeerMemory.of(0, [0] * size, CPU))
-
-
 class FakeCuda:
     """CUDA's runtime of several ranks in one process: a handle is the address itself. Unless `is_able`, `open` fails."""
 
@@ -207,18 +203,6 @@ def test_no_rank_uses_it_unless_all_can(monkeypatch: pytest.MonkeyPatch, caplog:
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 3
     assert all(text.endswith("(rank 1: cudaIpcOpenMemHandle: peer access is not supported).") for text in warnings)
-
-
-def test_the_sizes_that_are_summed_there() -> None:
-    """Sums of a step have tokens x hidden size elements; larger ones go to nccl, sooner with more ranks."""
-    tokens_by_ranks = {
-        size: max(
-            num for num in (1, 32, 64, 128) if make_peers(size).takes(torch.zeros(num, 4096, dtype=torch.bfloat16))
-        )
-        for size in (2, 4, 8)
-    }
-    assert tokens_by_ranks == {2: 64, 4: 64, 8: 32}
-    assert not make_peers(2).takes(torch.zeros(8, dtype=torch.int64))
 
 
 def test_a_process_without_cuda_says_so() -> None:

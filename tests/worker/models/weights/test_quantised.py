@@ -15,7 +15,6 @@ from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
 from transom_kernels.quantised_linear import QuantisedRows
-from transom_worker.execution.setup import load_progress
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights
 from transom_worker.models.weights.quantised_tensor import QuantisedTensor
@@ -171,19 +170,6 @@ def test_the_text_decoders_config_says_how(tmp_path: Path) -> None:
     folder = write(tmp_path, fp8(), None)
     (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": FP8}}))
     assert load_weights(resolve_model(str(folder)))(f"{MATRIX}.weight").dtype == torch.float32
-
-
-def test_progress_counts_stored_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_progress, "PERIOD_S", -1.0)
-    stored, _ = FORMATS["gptq"].stored(torch.randn(48, 256))
-    tensors = {f"{layer}{key}": tensor.clone() for layer in ("a", "b") for key, tensor in stored.items()}
-    told: list[float] = []
-    weights = load_progress.ProgressWeights(
-        open_weights(tmp_path, tensors, FORMATS["gptq"].config), lambda share, _: told.append(share)
-    )
-    for layer in ("a", "b"):
-        weights(f"{layer}.weight", shape=(48, 256))
-    assert told == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("part", ["scales", "blocks"])
