@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -15,10 +16,11 @@ BEGUN_CHUNKS = 5
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed completion."""
+    """One streamed completion; when each chunk came is in seconds since the epoch."""
 
+    request_id: str = ""
     text: str = ""
-    num_chunks: int = 0
+    chunks_s: list[float] = field(default_factory=list)
     error: dict[str, Any] | None = None
     is_whole: bool = False  # the end mark came
     usage: dict[str, Any] | None = None
@@ -58,11 +60,12 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -
 
 
 def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
+    stream.request_id = chunk.get("id", stream.request_id)
     stream.error = chunk.get("error", stream.error)
     stream.usage = chunk.get("usage") or stream.usage
     if chunk.get("choices"):
         stream.text += chunk["choices"][0]["text"]
-        stream.num_chunks += 1
+        stream.chunks_s.append(time.time())
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -77,9 +80,9 @@ async def ask_all(
     streams = [Stream() for _ in requests]
     async with client_of(url) as client:
         asking = asyncio.gather(*(ask(client, *pair) for pair in zip(requests, streams, strict=True)))
-        while not asking.done() and any(stream.num_chunks < BEGUN_CHUNKS for stream in streams):
+        while not asking.done() and any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
             await asyncio.sleep(0.01)
-        disturb()
+        await asyncio.to_thread(disturb)
         await asking
     return streams
 

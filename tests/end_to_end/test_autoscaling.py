@@ -8,23 +8,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
+from benchmarks.server_process import Server, start_server
+from tests.end_to_end.server import PATIENCE_S, assert_ended_cleanly
 from tests.end_to_end.streams import Stream, ask_until, bodies, client_of, items
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    server = start_server(
-        str(tiny_model),
-        tmp_path_factory.mktemp("autoscaling") / "log",
-        *("--min-replicas", "0", "--max-replicas", "2", "--kv-cache-memory-bytes", "16MiB", "--max-num-seqs", "8"),
-        *("--first-token-objective-s", "1", "--upscale-delay-s", "1", "--downscale-delay-s", "2"),
-        *("--worker-wait-s", str(PATIENCE_S)),
-    )
-    yield server
-    assert_ended_cleanly(server, stop_server(server))
+def server(tiny_model: Path) -> Iterator[Server]:
+    workers = {"min_replicas": 0, "max_replicas": 2, "kv_cache_memory_bytes": "16MiB", "max_num_seqs": 8}
+    pace = {"first_token_objective_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2, "worker_wait_s": PATIENCE_S}
+    with start_server(str(tiny_model), **workers, **pace) as server:
+        yield server
+        assert_ended_cleanly(server)
 
 
 async def num_workers(client: httpx.AsyncClient, *, becomes: int) -> int:

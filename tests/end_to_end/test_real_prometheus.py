@@ -9,26 +9,30 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from scripts.monitor import prometheus_command, wait_for
+from scripts.monitor_settings import MONITORING, prometheus_configuration
 
+from benchmarks.server_process import Server, ServerProcess, start_server
 from tests.dashboards.dashboard_files import all_queries, dashboards, variables
-from tests.end_to_end.prometheus_server import Prometheus, prometheus
-from tests.end_to_end.server import Server, assert_ended_cleanly, look_until, start_server, stop_server
+from tests.end_to_end.server import HTTP, assert_ended_cleanly, look_until
+from tests.free_ports import free_port
 from tests.prometheus_programs import prometheus_program
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(900)]
 
-ALERTS = Path(__file__).parents[2] / "deploy" / "monitoring" / "alerts.yml"
-FLAGS = (
-    *("--replicas", "2", "--max-replicas", "2", "--min-replicas", "2", "--router-replicas", "2"),
-    *("--window", "24", "--window-pattern", "SF", "--block-size", "8", "--max-model-len", "256"),
-    *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "190KiB"),
-)
+ALERTS = MONITORING / "alerts.yml"
+SETTINGS: dict[str, Any] = {
+    **{"replicas": 2, "max_replicas": 2, "min_replicas": 2, "router_replicas": 2},
+    **{"window": 24, "window_pattern": "SF", "block_size": 8, "max_model_len": 256},
+    **{"max_num_seqs": 8, "kv_cache_memory_bytes": "190KiB"},
+}
 # Of anything but a selector, `timestamp` is the query's time.
 SCRAPED_S = 'timestamp(up{job="transom"}) and up{job="transom"} == 1'
 # What the traffic does, as queries that find something above 0.
@@ -62,25 +66,49 @@ PAUSE_S = 0.2  # of a client after each answer: there is pressure enough, and ot
 PERIOD_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Prometheus:
+    """A running one."""
+
+    url: str
+
+    def get(self, path: str, **params: str | float) -> Any:
+        """The data of a part of its API."""
+        answer = HTTP.get(f"{self.url}/api/v1/{path}", params=params).json()
+        assert answer["status"] == "success", (path, params, answer)
+        return answer["data"]
+
+    def query(self, expression: str, **at: float) -> list[dict[str, Any]]:
+        """The series of an instant query, now or as they were at `time`."""
+        result: list[dict[str, Any]] = self.get("query", query=expression, **at)["result"]
+        return result
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+def server(tiny_model: Path) -> Iterator[Server]:
     prometheus_program("prometheus")  # without it, the test is skipped
-    server = start_server(str(tiny_model), tmp_path_factory.mktemp("monitored") / "log", *FLAGS)
-    try:
+    with start_server(str(tiny_model), **SETTINGS) as server:
         yield server
-    finally:
-        code = stop_server(server)
-    assert_ended_cleanly(server, code)
+        assert_ended_cleanly(server)
 
 
-def test_every_panel_shows_something_and_every_alert_is_looked_at(server: Server, tmp_path: Path) -> None:
+@pytest.fixture
+def pages(server: Server, tmp_path: Path) -> Iterator[Prometheus]:
+    """`make monitor`'s Prometheus over the server."""
+    port = free_port()
+    found = Prometheus(f"http://127.0.0.1:{port}")
+    command = prometheus_command(tmp_path, prometheus_configuration(server.url, ""), port)
+    with ServerProcess(command) as process:
+        wait_for(process, f"{found.url}/-/ready")
+        yield found
+
+
+def test_every_panel_shows_something_and_every_alert_is_looked_at(server: Server, pages: Prometheus) -> None:
     """Each query at the time of one of the pages, that is: traffic goes on until all have shown something."""
-    job = {"job_name": "transom", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
-    with prometheus(prometheus_program("prometheus"), tmp_path, job, rules=ALERTS) as pages:
-        missing = Missing(pages)
-        asyncio.run(press(server.url, missing.is_nothing))
-        assert sorted(title for title, _ in missing.queries) == []
-        check_alerts(pages)
+    missing = Missing(pages)
+    asyncio.run(press(server.url, missing.is_nothing))
+    assert sorted(title for title, _ in missing.queries) == []
+    check_alerts(pages)
 
 
 class Missing:
@@ -97,10 +125,10 @@ class Missing:
 
     def is_nothing(self) -> bool:
         """Look at what is missing once for each page, at the time of its scrape."""
-        at_s = self._pages.value(SCRAPED_S)
+        at_s = sum(float(series["value"][1]) for series in self._pages.query(SCRAPED_S))
         if at_s != self._scraped_s:
             self._scraped_s = at_s
-            self.queries -= {one for one in self.queries if shows_something(self._pages.query(one[1], at_s=at_s))}
+            self.queries -= {one for one in self.queries if shows_something(self._pages.query(one[1], time=at_s))}
         return not self.queries
 
 

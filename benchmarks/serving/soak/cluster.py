@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from prometheus_client.samples import Sample
 
 from benchmarks.json_child import ROOT
 from benchmarks.server_process import ServerProcess
-from benchmarks.serving.process_names import processes_named
+from benchmarks.serving.process_names import processes_named, ray_address
 from benchmarks.serving.soak.journal import Journal
 
 REDEPLOY = ROOT / "tests/end_to_end/redeploy.py"
@@ -180,12 +179,10 @@ class Cluster:
     async def redeploy(self, layout: Layout) -> bool:
         """Deploy the app with other settings and the other folder, as `serve deploy` does; whether that succeeded."""
         self.layout, self.is_second = layout, not self.is_second
-        [daemon] = await self.processes("raylet")
-        address = re.search(r"--gcs-address=(\S+)", " ".join(daemon.cmdline()))
-        assert address is not None
+        address = await asyncio.to_thread(ray_address, self.server)
         settings = json.dumps({"model": str(self.folders[self.is_second]), **settings_of(layout, self.disk)})
         deploying = await asyncio.create_subprocess_exec(
-            sys.executable, str(REDEPLOY), address[1], settings,
+            sys.executable, str(REDEPLOY), address, settings,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, errors = await deploying.communicate()
