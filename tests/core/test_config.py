@@ -10,16 +10,6 @@ from transom_core.settings.byte_sizes import parse_bytes
 from transom_core.settings.settings import Settings
 
 
-def test_defaults_resolve() -> None:
-    engine = Settings.parse(model="m").engine_config()
-    assert (engine.model.model, engine.cache.block_size, engine.scheduler.steps_in_flight) == ("m", 16, None)
-    assert Settings.parse(model="m").server_config().served_model_name == "m"
-    named = [Settings.parse(model="m", served_model_name=names).server_config() for names in ("a", ["a", "b"])]
-    assert [one.model_names for one in named] == [("a",), ("a", "b")]
-    assert Settings.parse(model="m").server_config().failover.wait_s == 60.0
-    assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
-
-
 def test_every_field_of_a_config_comes_from_a_setting() -> None:
     """But for these, which `Settings` gives under another name, or which are set where the machine is known."""
     given = {
