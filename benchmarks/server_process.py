@@ -1,7 +1,7 @@
 """A server that runs for a benchmark or a script: a process that leads a session of its own, its log, and all that it starts.
 
-    with serving("smollm2", replicas=2) as (server, url):
-        httpx.get(f"{url}/v1/models")
+    with start_server("smollm2", replicas=2) as server:
+        httpx.get(f"{server.url}/v1/models")
 
 The processes of a server are all of its session and all descendants, so Ray's processes count too.
 """
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -53,7 +54,7 @@ class ServerProcess:
         )
         self.pid = self.process.pid
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,7 +136,7 @@ class Server(ServerProcess):
 
 
 def start_server(model: str, **settings: object) -> Server:
-    """Start a server and wait until it is ready. Raises ServerError where it does not start."""
+    """Start a server, whose block ends it, and wait until it is ready. Raises ServerError where it does not start."""
     starts = 1
     while True:
         server = Server(model, **settings)
@@ -147,13 +148,3 @@ def start_server(model: str, **settings: object) -> Server:
             if starts == STARTS or RAY_WAS_LATE not in server.log_text():
                 raise
         starts += 1
-
-
-@contextlib.contextmanager
-def serving(model: str, **settings: object) -> Iterator[tuple[ServerProcess, str]]:
-    """Serve a model on loopback until the block ends; the server, when it is ready, and its URL.
-
-    `settings` are those of `Server`. Raises ServerError where it does not start.
-    """
-    with start_server(model, **settings) as server:
-        yield server, server.url

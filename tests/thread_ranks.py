@@ -282,7 +282,7 @@ class ThreadRanks(Executor):
         self.threads.close()
 
 
-def make_sharded_engine(model: str, size: int, **settings: object) -> tuple[Engine, ThreadRanks]:
+def make_sharded_engine(model: str, size: int, **settings: Any) -> tuple[Engine, ThreadRanks]:
     """An engine over a small pool, on `size` ranks."""
     engine = make_engine(model, executor=partial(ThreadRanks, size=size), **settings)
     assert isinstance(engine.executor, ThreadRanks)

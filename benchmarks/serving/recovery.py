@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from benchmarks.server_process import ServerProcess, serving
+from benchmarks.server_process import Server, start_server
 from benchmarks.serving.process_names import processes_named
 from tests.end_to_end.server import HTTP
 from tests.end_to_end.streams import ask_all, bodies, items
@@ -34,7 +34,7 @@ from tests.end_to_end.streams import ask_all, bodies, items
 PHASES = ("detect", "place", "submit", "queue", "recompute", "deliver")
 
 
-def one_round(server: ServerProcess, url: str, options: argparse.Namespace) -> list[dict[str, float]]:
+def one_round(server: Server, options: argparse.Namespace) -> list[dict[str, float]]:
     """Run streams, kill, and return the phases of each stream that was lost."""
     prompts = [f"{item} " + "a word and " * 20 for item in items(options.streams)]
     kills_s: list[float] = []
@@ -43,12 +43,12 @@ def one_round(server: ServerProcess, url: str, options: argparse.Namespace) -> l
         kills_s.append(time.time())
         kill(server, options.kill)
 
-    streams = asyncio.run(ask_all(url, bodies(prompts, max_tokens=80), strike))
+    streams = asyncio.run(ask_all(server.url, bodies(prompts, max_tokens=80), strike))
     [kill_s] = kills_s
     for stream in streams:
         if stream.error is not None:
             print("  lost:", stream.error)
-    reports = [(stream, HTTP.get(f"{url}/debug/requests/{stream.request_id}").json()) for stream in streams]
+    reports = [(stream, HTTP.get(f"{server.url}/debug/requests/{stream.request_id}").json()) for stream in streams]
     lost = [(s, report) for s, report in reports if any(step["what"] == "lost" for step in report.get("steps", []))]
     return [phases(report["steps"], longest_pause_s(stream.chunks_s, kill_s), kill_s) for stream, report in lost]
 
@@ -59,7 +59,7 @@ def longest_pause_s(chunks_s: Sequence[float], kill_s: float) -> float:
     return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
-def kill(server: ServerProcess, kind: str) -> None:
+def kill(server: Server, kind: str) -> None:
     """Kill the first process of a kind that runs, and with `rank-twice` the first rank that starts after it."""
     before = processes_named(server, kind.removesuffix("-twice"))
     before[0].kill()
@@ -94,8 +94,8 @@ def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
         "dtype": "float32",
         "kv_cache_memory_bytes": "256MiB",
     }
-    with serving("smollm2", **settings) as (server, url):
-        return one_round(server, url, options)
+    with start_server("smollm2", **settings) as server:
+        return one_round(server, options)
 
 
 def show(pauses: Sequence[dict[str, float]]) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.json_child import ROOT
-from benchmarks.server_process import READY, serving
+from benchmarks.server_process import READY, start_server
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.cases import make_cases
 from benchmarks.serving.soak.cluster import COMMON, TWO_WORKERS, Cluster, settings_of
@@ -50,10 +50,10 @@ def soak(options: argparse.Namespace, journal: Journal) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk, models = folder / "disk", (tiny_llama(folder / "first", seed=0), tiny_llama(folder / "second", seed=1))
-        server, url = stack.enter_context(serving(str(models[0]), **settings_of(TWO_WORKERS, disk)))
+        server = stack.enter_context(start_server(str(models[0]), **settings_of(TWO_WORKERS, disk)))
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(Soak(options, Cluster(server, url, models, disk, journal), journal).run())
+                asyncio.run(Soak(options, Cluster(server, models, disk, journal), journal).run())
             log = server.log_text()
             journal.note("log", text=log[log.find(READY) :][-20000:])
         finally:

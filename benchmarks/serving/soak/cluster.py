@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.json_child import ROOT
-from benchmarks.server_process import ServerProcess
+from benchmarks.server_process import Server
 from benchmarks.serving.process_names import processes_named, ray_address
 from benchmarks.serving.soak.journal import Journal
 
@@ -109,8 +109,7 @@ class Page:
 class Cluster:
     """A running server of one of two models of equal geometry; each redeploy serves the other folder."""
 
-    server: ServerProcess
-    url: str
+    server: Server
     folders: tuple[Path, Path]
     disk: Path
     journal: Journal
@@ -120,7 +119,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=PAGE_S, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=self.server.url, timeout=PAGE_S, limits=limits, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections that look at pages."""
