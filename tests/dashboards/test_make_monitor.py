@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,13 @@ import httpx
 import pytest
 import yaml
 from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tests.free_ports import free_port
+from tests.loopback_server import served
 from tests.prometheus_programs import prometheus_program
 
 ROOT = Path(__file__).parents[2]
@@ -38,24 +42,15 @@ http.server.HTTPServer((os.environ["GF_SERVER_HTTP_ADDR"], int(os.environ["GF_SE
 """
 
 
-class Router(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        is_known = self.headers.get("Authorization") == f"Bearer {KEY}"
-        self.send_response(200 if is_known else 401)
-        self.end_headers()
-        self.wfile.write(PAGE if is_known else b"")
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
 def router() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    async def page(request: Request) -> Response:
+        is_known = request.headers.get("authorization") == f"Bearer {KEY}"
+        return Response(PAGE if is_known else b"", 200 if is_known else 401)
+
+    app = Starlette(routes=[Route("/{path:path}", page)])
+    with served(app, timeout_graceful_shutdown=0) as (port, _):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
