@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tests.end_to_end.server import HTTP, PATIENCE_S, look_until
 from tests.free_ports import free_port
 from tests.loopback_server import served
 from tests.prometheus_programs import prometheus_program
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
-HTTP = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 KEY = "a-key-of-thirty-two-characters-xx"
 PAGE = b'# TYPE transom_router_workers gauge\ntransom_router_workers{model="m",router="r",state="open"} 1\n'
 GRAFANA = """#!{python}
@@ -77,13 +74,12 @@ def output_until(process: subprocess.Popen[str], word: str) -> str:
 
 def value_when_there(url: str, query: str) -> Any:
     """What the first scrape brings; it comes within the scrape interval of 5 s."""
-    give_up_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_s:
-        found = HTTP.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
-        if found:
-            return found[0]["value"][1]
-        threading.Event().wait(0.05)
-    raise AssertionError(f"{query} stayed empty")
+
+    def series() -> list[Any]:
+        found: list[Any] = HTTP.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
+        return found
+
+    return look_until(series, bool)[0]["value"][1]
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,19 +88,19 @@ async def ask_all(
 
 
 async def ask_until(
-    url: str, requests: Sequence[dict[str, Any]], is_over: Callable[[], bool], *, pause_s: float = 0.0
+    url: str, requests: Sequence[Iterator[dict[str, Any]]], is_over: Callable[[], bool], *, pause_s: float = 0.0
 ) -> list[list[Stream]]:
-    """Each client sends its request again and again, with a pause after each answer; all answers of each.
+    """Each client sends its requests, which have no end, with a pause after each answer; all answers of each.
 
     Clients that pause leave the machine time for what goes on meanwhile.
     """
 
-    async def repeat(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Stream]:
+    async def go_on(client: httpx.AsyncClient, own: Iterator[dict[str, Any]]) -> list[Stream]:
         answers: list[Stream] = []
         while not is_over():
-            answers.append(await ask(client, body, Stream()))
+            answers.append(await ask(client, next(own), Stream()))
             await asyncio.sleep(pause_s)
         return answers
 
     async with client_of(url) as client:
-        return await asyncio.gather(*(repeat(client, body) for body in requests))
+        return await asyncio.gather(*(go_on(client, own) for own in requests))

@@ -1,6 +1,7 @@
 """The number of workers follows a load ramp: none to one, to two, and back to none, and no answer suffers."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ async def until_workers(server: Server, count: int) -> None:
 async def answers_until(server: Server, *, becomes: int, num_clients: int, max_tokens: int) -> list[Stream]:
     """`num_clients` clients ask again and again until there are `becomes` workers; their answers."""
     is_over = False
-    requests = bodies(items(num_clients), max_tokens=max_tokens)
+    requests = [itertools.repeat(body) for body in bodies(items(num_clients), max_tokens=max_tokens)]
     asking = asyncio.create_task(ask_until(server.url, requests, lambda: is_over))
     await until_workers(server, becomes)
     is_over = True

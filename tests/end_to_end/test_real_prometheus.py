@@ -4,16 +4,14 @@ Two workers, two routers, windows over full layers, pools so small that requests
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from scripts.monitor import prometheus_command, wait_for
@@ -22,6 +20,7 @@ from scripts.monitor_settings import MONITORING, prometheus_configuration
 from benchmarks.server_process import Server, ServerProcess, start_server
 from tests.dashboards.dashboard_files import all_queries, dashboards, variables
 from tests.end_to_end.server import HTTP, assert_ended_cleanly, look_until
+from tests.end_to_end.streams import ask_until
 from tests.free_ports import free_port
 from tests.prometheus_programs import prometheus_program
 
@@ -63,7 +62,6 @@ NUM_CLIENTS = 20
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 120  # after which all conversations are new
 PAUSE_S = 0.2  # of a client after each answer: there is pressure enough, and others need the cores as well
-PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +103,7 @@ def pages(server: Server, tmp_path: Path) -> Iterator[Prometheus]:
 
 def test_every_panel_shows_something_and_every_alert_is_looked_at(server: Server, pages: Prometheus) -> None:
     """Each query at the time of one of the pages, that is: traffic goes on until all have shown something."""
-    missing = Missing(pages)
-    asyncio.run(press(server.url, missing.is_nothing))
-    assert sorted(title for title, _ in missing.queries) == []
+    asyncio.run(press(server.url, Missing(pages)))
     check_alerts(pages)
 
 
@@ -123,13 +119,13 @@ class Missing:
                 if (board["uid"], title) not in MAY_BE_EMPTY:
                     self.queries.add((f"{board['uid']}: {title}", substituted(expression, board)))
 
-    def is_nothing(self) -> bool:
-        """Look at what is missing once for each page, at the time of its scrape."""
+    def look(self) -> list[str]:
+        """Look at what is missing once for each page, at the time of its scrape; the titles of what still is."""
         at_s = sum(float(series["value"][1]) for series in self._pages.query(SCRAPED_S))
         if at_s != self._scraped_s:
             self._scraped_s = at_s
             self.queries -= {one for one in self.queries if shows_something(self._pages.query(one[1], time=at_s))}
-        return not self.queries
+        return sorted(title for title, _ in self.queries)
 
 
 def shows_something(series: list[dict[str, Any]]) -> bool:
@@ -164,32 +160,16 @@ def body(conversation: int, turn: int) -> dict[str, Any]:
     }
 
 
-async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 240.0) -> None:
-    """Clients that ask again and again until `until()` holds or time is up; all answers come.
-
-    `until` is called off the event loop, one call at a time.
-    """
-    turns = itertools.count()
-    done = asyncio.Event()
-    async with httpx.AsyncClient(base_url=url, timeout=give_up_s) as client:
-
-        async def ask() -> None:
-            while not done.is_set():
-                turn = next(turns)
-                reply = await client.post("/v1/completions", json=body(turn * 7 % NUM_CONVERSATIONS, turn))
-                assert reply.status_code == 200, reply.text
-                await asyncio.sleep(PAUSE_S)
-
-        async def watch() -> None:
-            try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(give_up_s):
-                        while not await asyncio.to_thread(until):
-                            await asyncio.sleep(PERIOD_S)
-            finally:
-                done.set()
-
-        await asyncio.gather(watch(), *(ask() for _ in range(NUM_CLIENTS)))
+async def press(url: str, missing: Missing) -> None:
+    """Clients that ask again and again until nothing is missing; all answers come."""
+    is_over = False
+    requests = (body(turn * 7 % NUM_CONVERSATIONS, turn) for turn in itertools.count())
+    asking = asyncio.create_task(ask_until(url, [requests] * NUM_CLIENTS, lambda: is_over, pause_s=PAUSE_S))
+    try:
+        await asyncio.to_thread(look_until, missing.look, lambda titles: not titles)
+    finally:
+        is_over = True
+        await asking
 
 
 def check_alerts(pages: Prometheus) -> None:

@@ -1,6 +1,7 @@
 """Looks at a server of two routers from outside: its workers, ranks and pages; and deploys it again under load."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def redeploy_under_load(
     script = [sys.executable, str(Path(__file__).with_name("redeploy.py")), ray_address(server), json.dumps(settings)]
     deploying = subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        answers = asyncio.run(ask_until(server.url, requests, lambda: deploying.poll() is not None, pause_s=pause_s))
+        again = [itertools.repeat(body) for body in requests]
+        answers = asyncio.run(ask_until(server.url, again, lambda: deploying.poll() is not None, pause_s=pause_s))
         assert deploying.wait() == 0
     finally:
         deploying.kill()
