@@ -1,7 +1,7 @@
 """A server that runs for a benchmark or a script: a process that leads a session of its own, its log, and all that it starts.
 
-    with serving("smollm2", replicas=2) as (server, url):
-        httpx.get(f"{url}/v1/models")
+    with start_server("smollm2", replicas=2) as server:
+        httpx.get(f"{server.url}/v1/models")
 
 The processes of a server are all of its session and all descendants, so Ray's processes count too.
 """
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import psutil
 
+from tests.free_ports import free_port
 from transom_cluster.commands.process_tree import is_running
 
 READY = "Press Ctrl-C to stop"  # in the log of `transom serve` when it serves
+# Ray gives its own processes 30 s to start, of which a full machine may make too little: then the server is started again.
+RAY_WAS_LATE, STARTS = "timed out during startup", 6
 START_TIMEOUT_S = 400.0
 LOOK_S = 0.05
 STOP_TIMEOUT_S = 60.0
@@ -39,8 +43,8 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], variables: Mapping[str, str] = {}) -> None:
         """Start it with these environment variables beside those of this process."""
         self._name = Path(command[0]).name
-        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115, `stop` closes it
-        self._process = subprocess.Popen(
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115, removed with this object
+        self.process = subprocess.Popen(
             command,
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
@@ -48,9 +52,9 @@ class ServerProcess:
             stderr=self._log,
             start_new_session=True,
         )
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +76,7 @@ class ServerProcess:
 
     def check(self) -> None:
         """Raise ServerError with the end of the log if the server has ended."""
-        if (code := self._process.poll()) is not None:
+        if (code := self.process.poll()) is not None:
             raise ServerError(f"{self._name} has ended with code {code}: {self.log_text()[-LAST_CHARACTERS:]}")
 
     def log_text(self) -> str:
@@ -90,7 +94,9 @@ class ServerProcess:
                     found.add(process)
         return list(filter(is_running, found))
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> tuple[int, list[psutil.Process]]:
+    def stop(
+        self, timeout_s: float = STOP_TIMEOUT_S, number: signal.Signals = signal.SIGTERM
+    ) -> tuple[int, list[psutil.Process]]:
         """End the server; return its exit code and those of its processes that had to be killed after `timeout_s`.
 
         SIGTERM and not SIGINT: processes that a shell script starts in the background inherit SIGINT as ignored.
@@ -98,35 +104,47 @@ class ServerProcess:
         end_s = time.monotonic() + timeout_s
         others = [process for process in self.processes() if process.pid != self.pid]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.terminate()
-            self._process.wait(timeout_s)
+            self.process.send_signal(number)
+            self.process.wait(timeout_s)
         _, alive = psutil.wait_procs(others, timeout=max(0.0, end_s - time.monotonic()))
         killed = list({*alive, *self.processes()})
         for process in killed:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        code = self._process.wait()
+        code = self.process.wait()
         psutil.wait_procs(killed, timeout=timeout_s)
-        self._log.close()
         return code, killed
 
 
-@contextlib.contextmanager
-def serving(model: str, **settings: object) -> Iterator[tuple[ServerProcess, str]]:
-    """Serve a model on loopback until the block ends; the server, when it is ready, and its URL.
+class Server(ServerProcess):
+    """A running `transom serve` on loopback."""
 
-    `settings` are flags of `transom serve` by their names in Python. Raises ServerError where it does not start.
-    """
-    port = free_port()
-    command = [sys.executable, "-m", "transom_cluster.cli", "serve", model, "--port", str(port)]
-    command += [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    with ServerProcess(command) as server:
-        server.wait_until(lambda: READY in server.log_text(), START_TIMEOUT_S)
-        yield server, f"http://127.0.0.1:{port}"
+    def __init__(self, model: str, **settings: object) -> None:
+        """Start it; `settings` are its flags by their names in Python, and True is one without a value."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        flags = [
+            text
+            for name, value in settings.items()
+            for text in ("--" + name.replace("_", "-"), *([] if value is True else [str(value)]))
+        ]
+        super().__init__([sys.executable, "-m", "transom_cluster.cli", "serve", model, "--port", str(port), *flags])
+
+    def is_ready(self) -> bool:
+        """Whether it has said that it serves."""
+        return READY in self.log_text()
 
 
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def start_server(model: str, **settings: object) -> Server:
+    """Start a server, whose block ends it, and wait until it is ready. Raises ServerError where it does not start."""
+    starts = 1
+    while True:
+        server = Server(model, **settings)
+        try:
+            server.wait_until(server.is_ready, START_TIMEOUT_S)
+            return server
+        except BaseException:
+            server.stop()
+            if starts == STARTS or RAY_WAS_LATE not in server.log_text():
+                raise
+        starts += 1

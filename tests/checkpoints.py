@@ -12,16 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from tests.expert_choices import ExpertChoices
-from tests.tiny_checkpoints import tiny_tokenizer
+from tests.tiny_checkpoints import reference_greedy, tiny_tokenizer
 
 VOCAB_SIZE = 512
 LOGIT_STD = 4.0
@@ -165,11 +159,7 @@ def greedy(
         answer = _in_one_pass(model, ids, guess)
         if answer.logprobs.argmax(-1).tolist() == answer.token_ids:
             return answer
-    cache, fresh, tokens = DynamicCache(config=model.config), list(ids), []
-    for _ in range(num_tokens):
-        logits = model(torch.tensor([fresh]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-        fresh = tokens[-1:]
+    tokens = reference_greedy(model, ids, num_tokens)
     answer = _in_one_pass(model, ids, tokens)
     assert answer.logprobs.argmax(-1).tolist() == tokens, "transformers with a cache differs from transformers without"
     return answer

@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from tests.cpu_threads import NUM_THREADS
+from tests.engine_driver import make_engine
 from transom_core.config import EngineConfig
 from transom_core.errors import RankLost, StepFailed
 from transom_core.model_files.content import join_parts
-from transom_core.model_files.resolve import resolve_model
-from transom_core.settings.settings import Settings
-from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport, ReadEnd, RemoteRead
@@ -29,10 +26,8 @@ from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
 TIMEOUT_S = 60.0
-SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS}
 
 
 class Rendezvous:
@@ -287,9 +282,8 @@ class ThreadRanks(Executor):
         self.threads.close()
 
 
-def make_sharded_engine(model: str, size: int, **settings: object) -> tuple[Engine, ThreadRanks]:
+def make_sharded_engine(model: str, size: int, **settings: Any) -> tuple[Engine, ThreadRanks]:
     """An engine over a small pool, on `size` ranks."""
-    config = Settings.parse(model=model, **(SETTINGS | settings)).engine_config()
-    ranks = ThreadRanks(config, size)
-    tokenizer = Tokenizer.load(resolve_model(config.model.model))
-    return Engine(config, ranks, tokenizer, EngineMetrics(model=model, worker="0")), ranks
+    engine = make_engine(model, executor=partial(ThreadRanks, size=size), **settings)
+    assert isinstance(engine.executor, ThreadRanks)
+    return engine, engine.executor

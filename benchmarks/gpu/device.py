@@ -2,7 +2,6 @@
 
 import datetime
 import platform
-import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import Timer
+from transom_core.machine.gpus import read_driver
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 COPIED_BYTES = (1 << 30, 4 << 30)
@@ -55,7 +55,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": str(torch.cuda.get_device_properties(device)) if is_cuda else platform.machine(),
-        "driver": _driver() if is_cuda else "",
+        "driver": read_driver().version,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -76,12 +76,3 @@ def clocks(device: torch.device) -> dict[str, float]:
         Exception
     ):  # without pynvml, or of a driver that does not tell: clocks are a remark, never a reason to lose a figure
         return {}
-
-
-def _driver() -> str:
-    """The driver's version; empty where its program is absent or fails."""
-    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.server_process import serving
+from benchmarks.server_process import start_server
 from benchmarks.serving.load_answers import BrokenAnswer, Percentiles, Summary, read_answer, summarise
 from benchmarks.serving.load_client import Load, LoadClient, Workload
 
@@ -58,7 +58,8 @@ def main(
     )
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     loads = read_loads(concurrency, rate)
-    with contextlib.nullcontext((None, url)) if url else serving("smollm2") as (_, url):
+    with contextlib.nullcontext() if url else start_server("smollm2") as server:
+        url = url if server is None else server.url
         try:
             client = LoadClient(base_url=url, api_key=api_key or None, timeout_s=timeout_s)
             workload, summaries = asyncio.run(measure(client, workload, loads, requests, warmup, console))

@@ -1,6 +1,7 @@
 """What a process of a running `transom serve` does, by name: its workers, ranks, routers, and the processes of its private Ray."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import psutil
@@ -49,3 +50,11 @@ def processes_named(server: ServerProcess, *names: str) -> list[psutil.Process]:
             if name_of(process) in names:
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
+
+
+def ray_address(server: ServerProcess) -> str:
+    """Where other processes join a server's Ray."""
+    [daemon] = processes_named(server, "raylet")
+    address = re.search(r"--gcs-address=(\S+)", " ".join(daemon.cmdline()))
+    assert address is not None
+    return address[1]

@@ -20,71 +20,46 @@ last figures.
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import httpx
-
-from benchmarks.server_process import ServerProcess, serving
+from benchmarks.server_process import Server, start_server
 from benchmarks.serving.process_names import processes_named
+from tests.end_to_end.server import HTTP
+from tests.end_to_end.streams import ask_all, bodies, items
 
 PHASES = ("detect", "place", "submit", "queue", "recompute", "deliver")
-BEGUN_CHUNKS = 8
-PATIENCE_S = 240.0
 
 
-@dataclass(slots=True)
-class Stream:
-    """One streamed completion: its id, and when each chunk came, in seconds since the epoch."""
-
-    request_id: str = ""
-    chunks_s: list[float] = field(default_factory=list)
-    error: dict[str, Any] | None = None
-
-    def pause_s(self, kill_s: float) -> float:
-        """The longest time without a chunk after the kill."""
-        times = [kill_s, *(at_s for at_s in self.chunks_s if at_s > kill_s)]
-        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
-
-
-async def ask(client: httpx.AsyncClient, index: int, stream: Stream) -> None:
-    """Send one request, and read its answer into `stream`."""
-    prompt = f"Item {index} of the list is " + "a word and " * 20
-    body = {"prompt": prompt, "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
-        async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
-                stream.error = chunk.get("error", stream.error)
-                stream.request_id = chunk.get("id", stream.request_id)
-                stream.chunks_s.append(time.time())
-
-
-async def one_round(server: ServerProcess, url: str, options: argparse.Namespace) -> list[dict[str, float]]:
+def one_round(server: Server, options: argparse.Namespace) -> list[dict[str, float]]:
     """Run streams, kill, and return the phases of each stream that was lost."""
-    streams = [Stream() for _ in range(options.streams)]
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
-        asking = [asyncio.create_task(ask(client, i, stream)) for i, stream in enumerate(streams)]
-        while any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
-            await asyncio.sleep(0.01)
-        kill_s = time.time()
-        await asyncio.to_thread(kill, server, options.kill)
-        await asyncio.gather(*asking)
-        for stream in streams:
-            if stream.error is not None:
-                print("  lost:", stream.error)
-        reports = [(stream, (await client.get(f"/debug/requests/{stream.request_id}")).json()) for stream in streams]
+    prompts = [f"{item} " + "a word and " * 20 for item in items(options.streams)]
+    kills_s: list[float] = []
+
+    def strike() -> None:
+        kills_s.append(time.time())
+        kill(server, options.kill)
+
+    streams = asyncio.run(ask_all(server.url, bodies(prompts, max_tokens=80), strike))
+    [kill_s] = kills_s
+    for stream in streams:
+        if stream.error is not None:
+            print("  lost:", stream.error)
+    reports = [(stream, HTTP.get(f"{server.url}/debug/requests/{stream.request_id}").json()) for stream in streams]
     lost = [(s, report) for s, report in reports if any(step["what"] == "lost" for step in report.get("steps", []))]
-    return [phases(report["steps"], stream.pause_s(kill_s), kill_s) for stream, report in lost]
+    return [phases(report["steps"], longest_pause_s(stream.chunks_s, kill_s), kill_s) for stream, report in lost]
 
 
-def kill(server: ServerProcess, kind: str) -> None:
+def longest_pause_s(chunks_s: Sequence[float], kill_s: float) -> float:
+    """The longest time without a chunk after the kill."""
+    times = [kill_s, *(at_s for at_s in chunks_s if at_s > kill_s)]
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+
+def kill(server: Server, kind: str) -> None:
     """Kill the first process of a kind that runs, and with `rank-twice` the first rank that starts after it."""
     before = processes_named(server, kind.removesuffix("-twice"))
     before[0].kill()
@@ -119,8 +94,8 @@ def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
         "dtype": "float32",
         "kv_cache_memory_bytes": "256MiB",
     }
-    with serving("smollm2", **settings) as (server, url):
-        return asyncio.run(one_round(server, url, options))
+    with start_server("smollm2", **settings) as server:
+        return one_round(server, options)
 
 
 def show(pauses: Sequence[dict[str, float]]) -> None:

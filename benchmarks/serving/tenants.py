@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.server_process import serving
+from benchmarks.server_process import start_server
 from benchmarks.serving.load import TABLE_WIDTH, table
 from benchmarks.serving.load_answers import Summary, summarise
 from benchmarks.serving.load_client import PATH, Load, LoadClient, Workload
@@ -166,8 +166,8 @@ def main() -> None:
         key_file = Path(folder, "keys")
         key_file.write_text(f"{VICTIM}\n{OTHER}\n")
         key_file.chmod(0o600)
-        with serving(options.model, api_key_file=key_file, **LIMITS) as (_, url):
-            found = asyncio.run(measure(url, options.requests, options.attacks, console))
+        with start_server(options.model, api_key_file=key_file, **LIMITS) as server:
+            found = asyncio.run(measure(server.url, options.requests, options.attacks, console))
     console.print(table(found, title="the victim, by what another client does"))
     for beside in found[2:]:
         first, gap = ratios(beside, found[1])

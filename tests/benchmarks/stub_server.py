@@ -1,64 +1,47 @@
-"""A small OpenAI-compatible server: streams `max_tokens` tokens, chunked or to the connection's end, or misbehaves."""
+"""A small OpenAI-compatible server: streams `max_tokens` tokens, or misbehaves."""
 
-from __future__ import annotations
-
-import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], tuple[int, list[str]]]
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tests.loopback_server import served
+
+Answer = Callable[[dict[str, Any]], tuple[int, Iterable[str] | AsyncIterator[str]]]
 
 
 class StubServer:
-    """Serves `answer(body) -> (status, events)` on a free port; keeps every body. An async context manager."""
+    """Answers with `answer(body) -> (status, events)`; keeps every body, and the headers of the last one."""
 
-    def __init__(self, answer: Answer, *, keep_alive: bool = False) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._keep_alive = keep_alive
         self.bodies: list[dict[str, Any]] = []
-        self.headers: list[str] = []
+        self.headers: dict[str, str] = {}
         self.url = ""
 
-    async def __aenter__(self) -> StubServer:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await (await self._response(Request(scope, receive)))(scope, receive, send)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+    async def _response(self, request: Request) -> Response:
+        if request.url.path == "/v1/models":
+            return JSONResponse({"data": [{"id": "stub"}]})
+        self.headers = dict(request.headers)
+        self.bodies.append(await request.json())
+        status, events = self._answer(self.bodies[-1])
+        return StreamingResponse(events, status)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                status, events = await self._read(reader)
-                await (self._write_chunked if self._keep_alive else self._write_to_end)(writer, status, events)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[int, list[str]]:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.headers.append(head)
-        if head.startswith("GET /v1/models "):
-            return 200, [json.dumps({"data": [{"id": "stub"}]})]
-        length = next(int(line[15:]) for line in head.split("\r\n") if line.lower().startswith("content-length:"))
-        self.bodies.append(json.loads(await reader.readexactly(length)))
-        return self._answer(self.bodies[-1])
-
-    async def _write_to_end(self, writer: asyncio.StreamWriter, status: int, events: list[str]) -> None:
-        writer.write(b"HTTP/1.1 %d Stub\r\nConnection: close\r\n\r\n" % status)
-        for event in events:
-            writer.write(event.encode())
-            await writer.drain()
-        writer.close()
-
-    async def _write_chunked(self, writer: asyncio.StreamWriter, status: int, events: list[str]) -> None:
-        writer.write(b"HTTP/1.1 %d Stub\r\nTransfer-Encoding: chunked\r\n\r\n" % status)
-        for event in events:
-            writer.write(b"%x\r\n%s\r\n" % (len(event.encode()), event.encode()))
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
+@contextlib.contextmanager
+def stub_server(answer: Answer) -> Iterator[StubServer]:
+    """Serves on a thread until the block ends."""
+    server = StubServer(answer)
+    with served(server, lifespan="off", timeout_graceful_shutdown=0) as (port, _):
+        server.url = f"http://127.0.0.1:{port}"
+        yield server
 
 
 def completion(body: dict[str, Any]) -> tuple[int, list[str]]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu import families, models
 from benchmarks.gpu.engines import prompts
 from benchmarks.gpu.geometries import GEOMETRIES, RandomWeights, config_json, geometry
-from benchmarks.gpu.roofline import num_launches, step_bytes, weight_bytes
+from benchmarks.gpu.roofline import num_launches, weight_bytes
 from tests.engine_driver import Whole
 from transom_core.contract import Logprob, TokenLogprobs
 from transom_core.model_config.architecture import read_architecture
@@ -53,16 +53,6 @@ def test_a_prefix_hit_and_mixed_steps() -> None:
     mixed = models.answer(TINY, "llama graphs mixed", ABOUT)
     assert mixed["tokens"] > mixed["batch"]
     assert mixed["tokens_per_s"] > 0
-
-
-def test_bytes_of_a_step() -> None:
-    llama = read_architecture(config_json(geometry("llama")))
-    table, cached = 2 * 128_256 * 4096, 2 * 1000 * 32 * 2 * 2 * 8 * 128
-    assert step_bytes(llama, 16_000_000_000, 2, 1000) == 16_000_000_000 - table + cached
-    gpt_oss = read_architecture(config_json(geometry("gpt_oss")))
-    experts, table = 17 * 24 * 3 * 2880 * 2880, 2 * 201_088 * 2880  # 32 experts, 17 / 32 bytes a weight
-    cached = 12 * 2 * 2 * 8 * 64 * (1000 + 128)
-    assert step_bytes(gpt_oss, experts + table, 1, 1000) == pytest.approx(experts * 4 / 32 + cached, rel=1e-9)
 
 
 def test_predictions_count_the_weights_as_published() -> None:

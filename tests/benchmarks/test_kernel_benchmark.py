@@ -4,7 +4,6 @@ import argparse
 import inspect
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from benchmarks.engine.kernel_cases.case import Case, Check, Prepared
 from benchmarks.engine.kernel_cases.measure import measure
 from benchmarks.engine.kernel_cases.paged import expected_rows, make_paged
 from benchmarks.gpu.device import Ceilings
-from benchmarks.gpu.timing import Timer, Timing
+from benchmarks.gpu.timing import Timer
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matrix_flops_per_s=1e9)
@@ -110,11 +109,6 @@ def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: Any) -> Prep
     return Prepared(**fields | changes)
 
 
-def measured(prepared: Prepared, **changes: Any) -> dict[str, Any]:
-    case = replace(Case(name="it", prepare=lambda device: prepared, formula="none"), **changes)
-    return measure(case, CPU, CEILINGS, Timer(CPU))
-
-
 ONES = torch.ones(4)
 DRIFTS = itertools.count()
 
@@ -133,12 +127,6 @@ DRIFTS = itertools.count()
     ids=["wrong", "not written", "not the same bits", "not alone"],
 )
 def test_what_is_wrong_gets_no_time(prepared: Prepared, error: str) -> None:
-    found = measured(prepared)
+    case = Case(name="it", prepare=lambda device: prepared, formula="none")
+    found = measure(case, CPU, CEILINGS, Timer(CPU))
     assert (found["status"], found["error"], "time_us" in found) == ("wrong", error, False)
-
-
-def test_shares_are_of_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = Timing(seconds=1e-8, spread=0.0, repeats=2, launch="graph", host_s=0.0)
-    monkeypatch.setattr(Timer, "time", lambda self, work, **_: timing)
-    found = measured(prepared_of(torch.ones(4), torch.ones(4), flops=4))
-    assert found["reached"] == pytest.approx({"bandwidth": 0.8, "matrix rate": 0.4, "floor": 0.8})

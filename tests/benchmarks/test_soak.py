@@ -5,11 +5,10 @@ import random
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from benchmarks.server_process import ServerProcess
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use
 from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
@@ -17,9 +16,9 @@ from benchmarks.serving.soak.cases import Case
 from benchmarks.serving.soak.cluster import Page
 from benchmarks.serving.soak.disk_blocks import contents_of
 from benchmarks.serving.soak.journal import Journal
-from benchmarks.serving.soak.process_watch import ProcessWatch, Sample, leftovers, slope_per_h
+from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
 from benchmarks.serving.soak.traffic import Known, Traffic
-from tests.benchmarks.stub_server import StubServer
+from tests.benchmarks.stub_server import stub_server
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 
 PAGE = """
@@ -119,12 +118,6 @@ def test_a_slope_is_of_processes_and_not_of_their_restarts() -> None:
     assert slope_per_h([]) == 0.0
 
 
-def test_levels_are_medians_of_minutes() -> None:
-    watch = ProcessWatch(cast(ServerProcess, None))
-    watch.samples = [sample(1, minute / 4, minute) for minute in range(8)]
-    assert watch.levels_mib(0.0, 105.0) == {"worker 1": [1.5, 5.5]}
-
-
 def test_leftovers_are_descriptors_threads_and_processes() -> None:
     before = [sample(1, 0, 1)]
     assert leftovers(before, [sample(2, 9, 1, num_fds=15)], 5) == []
@@ -133,15 +126,6 @@ def test_leftovers_are_descriptors_threads_and_processes() -> None:
         "worker: 16 descriptors, 10 before",
         "worker: 11 threads, 5 before",
     ]
-
-
-def test_the_report_names_what_broke(journal: Journal) -> None:
-    journal.broke(promises.TEXTS, "one: 'a', not 'b'")
-    journal.longest_gaps_s += [0.3, 0.1]
-    figures = journal.report()
-    assert (figures["promises"][promises.TEXTS], figures["promises"][promises.ENDS]) == (1, 0)
-    assert figures["broken"] == [(promises.TEXTS, "one: 'a', not 'b'")]
-    assert figures["longest_gaps_s"] == {"streams": 2, "p50": 0.3, "p90": 0.3, "p99": 0.3, "at most": 0.3}
 
 
 CASE = Case("one", "/v1/completions", {"prompt": "a", "max_tokens": 2})
@@ -162,7 +146,7 @@ async def ask_stub(journal: Journal, *replies: tuple[int, list[str]], killed: bo
     known = Known(cases=[CASE], conversations=[])
     known.answers["", "one"] = Answer(status=200)
     known.answers["", "one"].read_body(json.dumps(stub_answer("right")).encode())
-    async with StubServer(lambda _: next(left)) as server:
+    with stub_server(lambda _: next(left)) as server:
         traffic = Traffic(server.url, known, journal)
         with ExitStack() as windows:
             if killed:

@@ -1,37 +1,11 @@
 """Settings: known names, refused values, sizes with units."""
 
-from dataclasses import fields
-
 import pytest
 
 from transom_core import config
 from transom_core.errors import ConfigError
 from transom_core.settings.byte_sizes import parse_bytes
 from transom_core.settings.settings import Settings
-
-
-def test_defaults_resolve() -> None:
-    engine = Settings.parse(model="m").engine_config()
-    assert (engine.model.model, engine.cache.block_size, engine.scheduler.steps_in_flight) == ("m", 16, None)
-    assert Settings.parse(model="m").server_config().served_model_name == "m"
-    named = [Settings.parse(model="m", served_model_name=names).server_config() for names in ("a", ["a", "b"])]
-    assert [one.model_names for one in named] == [("a",), ("a", "b")]
-    assert Settings.parse(model="m").server_config().failover.wait_s == 60.0
-    assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
-
-
-def test_every_field_of_a_config_comes_from_a_setting() -> None:
-    """But for these, which `Settings` gives under another name, or which are set where the machine is known."""
-    given = {
-        *("swap_space_bytes", "disk_space_bytes", "policy", "size", "is_on", "timeout_s", "api_keys", "wait_s"),
-        *("launcher", "max_bytes_in_flight", "core_share", "by_device", "gpu_share", "wire", "verify", "ucx"),
-        *("endpoint", "sample_ratio", "model_aliases"),
-    }
-    parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]
-    sections = {"model", "cache", "scheduler", "ranks", "lora", "transfer", "tracing"}  # of a worker
-    sections |= {"limits", "priorities", "failover"}  # of a router
-    unknown = {field.name for part in parts for field in fields(part)} - set(Settings.model_fields) - sections
-    assert unknown == given
 
 
 def test_the_wires_settings_are_variables_of_ucx() -> None:

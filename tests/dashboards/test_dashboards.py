@@ -1,8 +1,7 @@
-"""The dashboards as files: equal to the code, laid out without overlaps, explained, and linked. Queries of dashboards and alerts:
+"""The dashboards as files: equal to the code, explained, and linked. Queries of dashboards and alerts:
 PromQL, over metrics that exist, by labels that these have. Alert rules: valid and tested by promtool where there is one, and
 complete in what they tell the person on call."""
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -33,66 +32,23 @@ EACH_ALERT = pytest.mark.parametrize(
 )
 
 
-def overlaps(board: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of panels that share a cell of the grid."""
-    cells: dict[tuple[int, int], dict[str, Any]] = {}
-    found = []
-    for panel in board["panels"]:
-        place = panel["gridPos"]
-        xs, ys = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
-        for cell in itertools.product(xs, ys):
-            if cells.setdefault(cell, panel) is not panel:
-                found.append((cells[cell]["title"], panel["title"]))
-    return found
-
-
 def test_the_files_are_what_the_code_makes() -> None:
     """Another text here means: run `make dashboards`."""
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == documents()
 
 
 @EACH
-def test_panels_lie_on_the_grid_beside_each_other(board: dict[str, Any]) -> None:
-    assert overlaps(board) == []
-    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in board["panels"])
-
-
-@EACH
-def test_ids_are_unique(board: dict[str, Any]) -> None:
-    ids = [panel["id"] for panel in board["panels"]]
+def test_every_panel_has_its_own_title_and_says_what_to_do(board: dict[str, Any]) -> None:
     titles = [panel["title"] for panel in panels(board)]
-    assert len(set(ids)) == len(ids)
-    assert min(ids) > 0
     assert len(set(titles)) == len(titles)
     for panel in panels(board):
-        letters = [target["refId"] for target in panel["targets"]]
-        assert letters == list("ABCDEFGH"[: len(letters)]), panel["title"]
-
-
-@EACH
-def test_every_panel_says_its_unit_and_what_to_do(board: dict[str, Any]) -> None:
-    for panel in panels(board):
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         shows, act = panel["description"].split("\n\n**When it looks wrong:** ")
         assert min(len(shows), len(act)) > 10, panel["title"]
         assert all(text.endswith(".") for text in (shows, act)), panel["title"]
 
 
 @EACH
-def test_every_panel_asks_the_chosen_source(board: dict[str, Any]) -> None:
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    for panel in panels(board):
-        asked = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
-        assert asked == [source] * len(asked)
-
-
-@EACH
-def test_dashboards_share_variables_and_lead_to_each_other(board: dict[str, Any]) -> None:
-    assert list(variables(board)) == ["datasource", "model", "worker", "router", "group"]
-    assert board["tags"] == ["transom"]
-    (link,) = board["links"]
-    shared = (link["type"], link["tags"], link["keepTime"], link["includeVars"])
-    assert shared == ("dashboards", ["transom"], True, True)
+def test_panels_lead_to_other_dashboards(board: dict[str, Any]) -> None:
     targets = [link["url"] for panel in panels(board) for link in panel.get("links", [])]
     uids = {other["uid"] for other in BOARDS}
     assert {target.split("?")[0].removeprefix("/d/") for target in targets} <= uids - {board["uid"]}
@@ -216,10 +172,6 @@ def test_queries_use_the_variables_that_are_shown_and_no_others(board: dict[str,
 def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
     shown = {base(one.metric, series) for where, expr in QUERIES if "alerts" not in where for one in named(expr)}
     assert set(series) - shown == set(NOT_ON_A_DASHBOARD)
-
-
-def test_promtool_takes_the_rules() -> None:
-    assert f"{len(RULES)} rules found" in run_promtool("check", "rules", MONITORING / "alerts.yml")
 
 
 def test_the_rules_do_what_their_tests_say() -> None:

@@ -5,10 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,17 @@ import httpx
 import pytest
 import yaml
 from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from tests.end_to_end.server import HTTP, PATIENCE_S, look_until
 from tests.free_ports import free_port
+from tests.loopback_server import served
 from tests.prometheus_programs import prometheus_program
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
-HTTP = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 KEY = "a-key-of-thirty-two-characters-xx"
 PAGE = b'# TYPE transom_router_workers gauge\ntransom_router_workers{model="m",router="r",state="open"} 1\n'
 GRAFANA = """#!{python}
@@ -38,24 +39,15 @@ http.server.HTTPServer((os.environ["GF_SERVER_HTTP_ADDR"], int(os.environ["GF_SE
 """
 
 
-class Router(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        is_known = self.headers.get("Authorization") == f"Bearer {KEY}"
-        self.send_response(200 if is_known else 401)
-        self.end_headers()
-        self.wfile.write(PAGE if is_known else b"")
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
 def router() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    async def page(request: Request) -> Response:
+        is_known = request.headers.get("authorization") == f"Bearer {KEY}"
+        return Response(PAGE if is_known else b"", 200 if is_known else 401)
+
+    app = Starlette(routes=[Route("/{path:path}", page)])
+    with served(app, timeout_graceful_shutdown=0) as (port, _):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -82,13 +74,12 @@ def output_until(process: subprocess.Popen[str], word: str) -> str:
 
 def value_when_there(url: str, query: str) -> Any:
     """What the first scrape brings; it comes within the scrape interval of 5 s."""
-    give_up_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_s:
-        found = HTTP.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
-        if found:
-            return found[0]["value"][1]
-        threading.Event().wait(0.05)
-    raise AssertionError(f"{query} stayed empty")
+
+    def series() -> list[Any]:
+        found: list[Any] = HTTP.get(f"{url}/api/v1/query", params={"query": query}).json()["data"]["result"]
+        return found
+
+    return look_until(series, bool)[0]["value"][1]
 
 
 @pytest.mark.exhaustive

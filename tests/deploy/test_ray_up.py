@@ -55,12 +55,6 @@ def test_autoscaler_limits_hold_together(path: Path) -> None:
         assert host["resources"]["GPU"] >= 1
 
 
-def test_autoscaler_v2_is_off_on_premise() -> None:
-    """It never starts the last of the hosts."""
-    head = document(DEPLOY / "on_premise/cluster.yaml")["head_start_ray_commands"][-1]
-    assert "RAY_enable_autoscaler_v2=0 ray start --head" in head
-
-
 def test_only_the_api_is_opened_on_aws() -> None:
     """Ray adds what the cluster's own hosts need, and ssh."""
     opened = document(DEPLOY / "aws/cluster.yaml")["provider"]["security_group"]["IpPermissions"]

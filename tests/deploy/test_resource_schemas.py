@@ -31,13 +31,9 @@ def test_they_take_what_is_there(kind: str) -> None:
 @pytest.mark.parametrize(
     ("where", "key"),
     [
-        ("RayService spec", "rayClusterConfig"),
         ("RayService spec.rayClusterConfig.workerGroupSpecs.0.template.spec.containers.0", "resources"),
         ("PodMonitor spec.podMetricsEndpoints.0.relabelings.0", "regex"),
-        ("PrometheusRule spec.groups.0.rules.0", "expr"),
-        ("ScaledObject spec.triggers.0", "metricType"),
         ("Deployment spec.template.spec.containers.0", "readinessProbe"),
-        ("ConfigMap metadata", "name"),
     ],
 )
 def test_misspelt_keys_are_caught(where: str, key: str) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -15,10 +16,11 @@ BEGUN_CHUNKS = 5
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed completion."""
+    """One streamed completion; when each chunk came is in seconds since the epoch."""
 
+    request_id: str = ""
     text: str = ""
-    num_chunks: int = 0
+    chunks_s: list[float] = field(default_factory=list)
     error: dict[str, Any] | None = None
     is_whole: bool = False  # the end mark came
     usage: dict[str, Any] | None = None
@@ -58,11 +60,12 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -
 
 
 def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
+    stream.request_id = chunk.get("id", stream.request_id)
     stream.error = chunk.get("error", stream.error)
     stream.usage = chunk.get("usage") or stream.usage
     if chunk.get("choices"):
         stream.text += chunk["choices"][0]["text"]
-        stream.num_chunks += 1
+        stream.chunks_s.append(time.time())
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -77,27 +80,27 @@ async def ask_all(
     streams = [Stream() for _ in requests]
     async with client_of(url) as client:
         asking = asyncio.gather(*(ask(client, *pair) for pair in zip(requests, streams, strict=True)))
-        while not asking.done() and any(stream.num_chunks < BEGUN_CHUNKS for stream in streams):
+        while not asking.done() and any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
             await asyncio.sleep(0.01)
-        disturb()
+        await asyncio.to_thread(disturb)
         await asking
     return streams
 
 
 async def ask_until(
-    url: str, requests: Sequence[dict[str, Any]], is_over: Callable[[], bool], *, pause_s: float = 0.0
+    url: str, requests: Sequence[Iterator[dict[str, Any]]], is_over: Callable[[], bool], *, pause_s: float = 0.0
 ) -> list[list[Stream]]:
-    """Each client sends its request again and again, with a pause after each answer; all answers of each.
+    """Each client sends its requests, which have no end, with a pause after each answer; all answers of each.
 
     Clients that pause leave the machine time for what goes on meanwhile.
     """
 
-    async def repeat(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Stream]:
+    async def go_on(client: httpx.AsyncClient, own: Iterator[dict[str, Any]]) -> list[Stream]:
         answers: list[Stream] = []
         while not is_over():
-            answers.append(await ask(client, body, Stream()))
+            answers.append(await ask(client, next(own), Stream()))
             await asyncio.sleep(pause_s)
         return answers
 
     async with client_of(url) as client:
-        return await asyncio.gather(*(repeat(client, body) for body in requests))
+        return await asyncio.gather(*(go_on(client, own) for own in requests))

@@ -1,64 +1,56 @@
 """The number of workers follows a load ramp: none to one, to two, and back to none, and no answer suffers."""
 
 import asyncio
-import time
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.end_to_end.server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
-from tests.end_to_end.streams import Stream, ask_until, bodies, client_of, items
+from benchmarks.server_process import Server, start_server
+from tests.end_to_end.server import HTTP, PATIENCE_S, assert_ended_cleanly, look_until
+from tests.end_to_end.streams import Stream, ask_until, bodies, items
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    server = start_server(
-        str(tiny_model),
-        tmp_path_factory.mktemp("autoscaling") / "log",
-        *("--min-replicas", "0", "--max-replicas", "2", "--kv-cache-memory-bytes", "16MiB", "--max-num-seqs", "8"),
-        *("--first-token-objective-s", "1", "--upscale-delay-s", "1", "--downscale-delay-s", "2"),
-        *("--worker-wait-s", str(PATIENCE_S)),
-    )
-    yield server
-    assert_ended_cleanly(server, stop_server(server))
+def server(tiny_model: Path) -> Iterator[Server]:
+    workers = {"min_replicas": 0, "max_replicas": 2, "kv_cache_memory_bytes": "16MiB", "max_num_seqs": 8}
+    pace = {"first_token_objective_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2, "worker_wait_s": PATIENCE_S}
+    with start_server(str(tiny_model), **workers, **pace) as server:
+        yield server
+        assert_ended_cleanly(server)
 
 
-async def num_workers(client: httpx.AsyncClient, *, becomes: int) -> int:
-    """The number of workers that take requests, as soon as it is `becomes`, or at last."""
-    give_up_s = time.monotonic() + PATIENCE_S
-    while True:
-        count = sum(worker["state"] == "open" for worker in (await client.get("/")).json()["workers"])
-        if count == becomes or time.monotonic() > give_up_s:
-            return count
-        await asyncio.sleep(0.1)
+async def until_workers(server: Server, count: int) -> None:
+    """Wait until so many workers take requests."""
+
+    def num_open() -> int:
+        return sum(worker["state"] == "open" for worker in HTTP.get(server.url).json()["workers"])
+
+    await asyncio.to_thread(look_until, num_open, lambda found: found == count)
 
 
-async def answers_until(
-    server: Server, client: httpx.AsyncClient, *, becomes: int, num_clients: int, max_tokens: int
-) -> list[Stream]:
+async def answers_until(server: Server, *, becomes: int, num_clients: int, max_tokens: int) -> list[Stream]:
     """`num_clients` clients ask again and again until there are `becomes` workers; their answers."""
     is_over = False
-    requests = bodies(items(num_clients), max_tokens=max_tokens)
+    requests = [itertools.repeat(body) for body in bodies(items(num_clients), max_tokens=max_tokens)]
     asking = asyncio.create_task(ask_until(server.url, requests, lambda: is_over))
-    assert await num_workers(client, becomes=becomes) == becomes
+    await until_workers(server, becomes)
     is_over = True
     return [answer for rounds in await asking for answer in rounds]
 
 
 def test_workers_follow_the_load(server: Server) -> None:
     async def ramp() -> None:
-        async with client_of(server.url) as client:
-            assert await num_workers(client, becomes=0) == 0  # idle since the first answer
-            # a request starts a worker where there is none; a crowd, which a single one cannot carry, a second
-            answers = await answers_until(server, client, becomes=1, num_clients=1, max_tokens=5)
-            answers += await answers_until(server, client, becomes=2, num_clients=24, max_tokens=60)
-            # two fit one worker however their counts are rounded, those that wait included
-            answers += await answers_until(server, client, becomes=1, num_clients=2, max_tokens=400)
-            assert await num_workers(client, becomes=0) == 0
+        await until_workers(server, 0)  # idle since the first answer
+        # a request starts a worker where there is none; a crowd, which a single one cannot carry, a second
+        answers = await answers_until(server, becomes=1, num_clients=1, max_tokens=5)
+        answers += await answers_until(server, becomes=2, num_clients=24, max_tokens=60)
+        # two fit one worker however their counts are rounded, those that wait included
+        answers += await answers_until(server, becomes=1, num_clients=2, max_tokens=400)
+        await until_workers(server, 0)
         assert len(answers) >= 1 + 24 + 2
         assert [answer.error for answer in answers] == [None] * len(answers)
         assert all(answer.is_whole for answer in answers)

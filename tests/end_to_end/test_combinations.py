@@ -11,6 +11,7 @@ import itertools
 import math
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,10 +84,10 @@ PAIRS, TRIPLES = covering(*FEATURES), covering(*FEATURES, strength=3)
 MIXES = some_daily(dict.fromkeys([*PAIRS, *TRIPLES]), PAIRS)
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Iterable[int] = LENGTHS) -> list[list[int]]:
     """Prompts around every block and window edge; every third shares a long prefix with the one before."""
     made: list[list[int]] = []
-    for i, n in enumerate(LENGTHS):
+    for i, n in enumerate(lengths):
         fresh = [(131 * i + 17 * j) % 1900 + 40 for j in range(n)]
         made.append(made[-1][: n // 2 * 2] + fresh[len(made[-1][: n // 2 * 2]) :] if i % 3 == 2 else fresh)
     return made

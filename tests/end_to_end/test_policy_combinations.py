@@ -96,7 +96,6 @@ COMBINATIONS = [
     ("mixed", 2, TIGHT_KIB, 64, 2, "swap"),
     ("mixed", 1, TIGHT_KIB, 64, 1, ""),
     ("mixed", 1, TIGHT_KIB, 16, 2, ""),
-    ("mixed", 1, TIGHT_KIB, 64, 2, "swap"),
     ("no sinks", 1, TIGHT_KIB, 64, 2, "swap"),
     ("no sinks", 1, TIGHT_KIB, 16, 2, "auto"),
     ("window", 1, TIGHT_KIB, 64, 2, "auto"),

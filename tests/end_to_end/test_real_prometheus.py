@@ -4,31 +4,34 @@ Two workers, two routers, windows over full layers, pools so small that requests
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
+from scripts.monitor import prometheus_command, wait_for
+from scripts.monitor_settings import MONITORING, prometheus_configuration
 
+from benchmarks.server_process import Server, ServerProcess, start_server
 from tests.dashboards.dashboard_files import all_queries, dashboards, variables
-from tests.end_to_end.prometheus_server import Prometheus, prometheus
-from tests.end_to_end.server import Server, assert_ended_cleanly, look_until, start_server, stop_server
+from tests.end_to_end.server import HTTP, assert_ended_cleanly, look_until
+from tests.end_to_end.streams import ask_until
+from tests.free_ports import free_port
 from tests.prometheus_programs import prometheus_program
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(900)]
 
-ALERTS = Path(__file__).parents[2] / "deploy" / "monitoring" / "alerts.yml"
-FLAGS = (
-    *("--replicas", "2", "--max-replicas", "2", "--min-replicas", "2", "--router-replicas", "2"),
-    *("--window", "24", "--window-pattern", "SF", "--block-size", "8", "--max-model-len", "256"),
-    *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "190KiB"),
-)
+ALERTS = MONITORING / "alerts.yml"
+SETTINGS: dict[str, Any] = {
+    **{"replicas": 2, "max_replicas": 2, "min_replicas": 2, "router_replicas": 2},
+    **{"window": 24, "window_pattern": "SF", "block_size": 8, "max_model_len": 256},
+    **{"max_num_seqs": 8, "kv_cache_memory_bytes": "190KiB"},
+}
 # Of anything but a selector, `timestamp` is the query's time.
 SCRAPED_S = 'timestamp(up{job="transom"}) and up{job="transom"} == 1'
 # What the traffic does, as queries that find something above 0.
@@ -59,28 +62,49 @@ NUM_CLIENTS = 20
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 120  # after which all conversations are new
 PAUSE_S = 0.2  # of a client after each answer: there is pressure enough, and others need the cores as well
-PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prometheus:
+    """A running one."""
+
+    url: str
+
+    def get(self, path: str, **params: str | float) -> Any:
+        """The data of a part of its API."""
+        answer = HTTP.get(f"{self.url}/api/v1/{path}", params=params).json()
+        assert answer["status"] == "success", (path, params, answer)
+        return answer["data"]
+
+    def query(self, expression: str, **at: float) -> list[dict[str, Any]]:
+        """The series of an instant query, now or as they were at `time`."""
+        result: list[dict[str, Any]] = self.get("query", query=expression, **at)["result"]
+        return result
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+def server(tiny_model: Path) -> Iterator[Server]:
     prometheus_program("prometheus")  # without it, the test is skipped
-    server = start_server(str(tiny_model), tmp_path_factory.mktemp("monitored") / "log", *FLAGS)
-    try:
+    with start_server(str(tiny_model), **SETTINGS) as server:
         yield server
-    finally:
-        code = stop_server(server)
-    assert_ended_cleanly(server, code)
+        assert_ended_cleanly(server)
 
 
-def test_every_panel_shows_something_and_every_alert_is_looked_at(server: Server, tmp_path: Path) -> None:
+@pytest.fixture
+def pages(server: Server, tmp_path: Path) -> Iterator[Prometheus]:
+    """`make monitor`'s Prometheus over the server."""
+    port = free_port()
+    found = Prometheus(f"http://127.0.0.1:{port}")
+    command = prometheus_command(tmp_path, prometheus_configuration(server.url, ""), port)
+    with ServerProcess(command) as process:
+        wait_for(process, f"{found.url}/-/ready")
+        yield found
+
+
+def test_every_panel_shows_something_and_every_alert_is_looked_at(server: Server, pages: Prometheus) -> None:
     """Each query at the time of one of the pages, that is: traffic goes on until all have shown something."""
-    job = {"job_name": "transom", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
-    with prometheus(prometheus_program("prometheus"), tmp_path, job, rules=ALERTS) as pages:
-        missing = Missing(pages)
-        asyncio.run(press(server.url, missing.is_nothing))
-        assert sorted(title for title, _ in missing.queries) == []
-        check_alerts(pages)
+    asyncio.run(press(server.url, Missing(pages)))
+    check_alerts(pages)
 
 
 class Missing:
@@ -95,13 +119,13 @@ class Missing:
                 if (board["uid"], title) not in MAY_BE_EMPTY:
                     self.queries.add((f"{board['uid']}: {title}", substituted(expression, board)))
 
-    def is_nothing(self) -> bool:
-        """Look at what is missing once for each page, at the time of its scrape."""
-        at_s = self._pages.value(SCRAPED_S)
+    def look(self) -> list[str]:
+        """Look at what is missing once for each page, at the time of its scrape; the titles of what still is."""
+        at_s = sum(float(series["value"][1]) for series in self._pages.query(SCRAPED_S))
         if at_s != self._scraped_s:
             self._scraped_s = at_s
-            self.queries -= {one for one in self.queries if shows_something(self._pages.query(one[1], at_s=at_s))}
-        return not self.queries
+            self.queries -= {one for one in self.queries if shows_something(self._pages.query(one[1], time=at_s))}
+        return sorted(title for title, _ in self.queries)
 
 
 def shows_something(series: list[dict[str, Any]]) -> bool:
@@ -136,32 +160,16 @@ def body(conversation: int, turn: int) -> dict[str, Any]:
     }
 
 
-async def press(url: str, until: Callable[[], bool], *, give_up_s: float = 240.0) -> None:
-    """Clients that ask again and again until `until()` holds or time is up; all answers come.
-
-    `until` is called off the event loop, one call at a time.
-    """
-    turns = itertools.count()
-    done = asyncio.Event()
-    async with httpx.AsyncClient(base_url=url, timeout=give_up_s) as client:
-
-        async def ask() -> None:
-            while not done.is_set():
-                turn = next(turns)
-                reply = await client.post("/v1/completions", json=body(turn * 7 % NUM_CONVERSATIONS, turn))
-                assert reply.status_code == 200, reply.text
-                await asyncio.sleep(PAUSE_S)
-
-        async def watch() -> None:
-            try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(give_up_s):
-                        while not await asyncio.to_thread(until):
-                            await asyncio.sleep(PERIOD_S)
-            finally:
-                done.set()
-
-        await asyncio.gather(watch(), *(ask() for _ in range(NUM_CLIENTS)))
+async def press(url: str, missing: Missing) -> None:
+    """Clients that ask again and again until nothing is missing; all answers come."""
+    is_over = False
+    requests = (body(turn * 7 % NUM_CONVERSATIONS, turn) for turn in itertools.count())
+    asking = asyncio.create_task(ask_until(url, [requests] * NUM_CLIENTS, lambda: is_over, pause_s=PAUSE_S))
+    try:
+        await asyncio.to_thread(look_until, missing.look, lambda titles: not titles)
+    finally:
+        is_over = True
+        await asking
 
 
 def check_alerts(pages: Prometheus) -> None:

@@ -1,6 +1,7 @@
 """Looks at a server of two routers from outside: its workers, ranks and pages; and deploys it again under load."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -8,13 +9,11 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-
-from tests.end_to_end.server import HTTP, Server, look_until, ray_address, replica_pids
+from benchmarks.server_process import Server
+from benchmarks.serving.process_names import ray_address
+from benchmarks.serving.soak.cluster import Page
+from tests.end_to_end.server import HTTP, look_until, page_of, replica_pids
 from tests.end_to_end.streams import Stream, ask_until
-
-Page = dict[str, list[Sample]]
 
 
 def check_answers(streams: list[Stream], undisturbed: list[Stream], max_tokens: int) -> None:
@@ -25,24 +24,15 @@ def check_answers(streams: list[Stream], undisturbed: list[Stream], max_tokens: 
     assert all(stream.usage and stream.usage["completion_tokens"] == max_tokens for stream in streams)
 
 
-def page_of(server: Server, path: str = "/metrics") -> Page:
-    """A page of metrics, by family; the usual one has all routers', workers' and ranks'."""
-    text = HTTP.get(f"{server.url}{path}").text
-    return {family.name: family.samples for family in text_string_to_metric_families(text)}
-
-
 def workers_of_routers(server: Server) -> list[tuple[dict[str, float], set[str]]]:
     """What each of the routers knows: how many workers in which state, and which workers' prefixes."""
-    page = page_of(server)
-    routers: dict[str, tuple[dict[str, float], set[str]]] = {}
-    for sample in page.get("transom_router_workers", []):
-        states, _ = routers.setdefault(sample.labels["router"], ({}, set()))
-        if sample.value:
-            states[sample.labels["state"]] = sample.value
-    for sample in page.get("transom_router_mirror_version", []):
-        if sample.labels["router"] in routers:
-            routers[sample.labels["router"]][1].add(sample.labels["worker"])
-    return list(routers.values())
+    page, found = page_of(server), []
+    for router in page.labels("transom_router_workers", "router"):
+        states = page.labels("transom_router_workers", "state", router=router)
+        counts = {state: page.sum("transom_router_workers", router=router, state=state) for state in states}
+        workers = page.labels("transom_router_mirror_version", "worker", router=router)
+        found.append(({state: count for state, count in counts.items() if count}, workers))
+    return found
 
 
 def wait_for_workers(server: Server, count: int, *, other_than: Set[str] = frozenset()) -> set[str]:
@@ -64,15 +54,14 @@ def wait_for_ranks(server: Server, count: int, *, without: int) -> None:
     """
 
     def pids() -> tuple[set[int], set[int]]:
-        told = {int(sample.labels["pid"]) for sample in page_of(server).get("transom_rank_info", [])}
-        return told, set(replica_pids(server, "RankActor"))
+        return set(map(int, page_of(server).labels("transom_rank_info", "pid"))), set(replica_pids(server, "rank"))
 
     look_until(pids, lambda seen: seen[0] == seen[1] and len(seen[0]) == count and without not in seen[0])
 
 
 def worker_changes(server: Server) -> dict[tuple[str, str], float]:
     """How many workers joined, were lost or drained, by router."""
-    samples = page_of(server).get("transom_router_worker_changes", [])
+    samples = page_of(server).samples.get("transom_router_worker_changes_total", [])
     return {(sample.labels["router"], sample.labels["change"]): sample.value for sample in samples}
 
 
@@ -96,19 +85,13 @@ def check_pages(server: Server, num_ranks: int) -> None:
 
 def wait_for_page_of_its_own(server: Server, path: str, kind: str) -> None:
     """A page of one process only; there is none while that is slow."""
-    look_until(lambda: page_of(server, path), lambda page: num_labels(page, "transom_build_info", kind) == 1)
+    look_until(lambda: page_of(server, path), lambda page: len(page.labels("transom_build_info", kind)) == 1)
 
 
 def has_all_processes(page: Page, num_ranks: int) -> bool:
     """Two routers and `num_ranks` ranks; a worker without ranks of its own counts as one."""
-    num_routers = num_labels(page, "transom_router_process_cpu_seconds", "router")
-    return (num_routers, num_labels(page, "transom_rank_info", "worker", "rank")) == (2, num_ranks)
-
-
-def num_labels(page: Page, family: str, *labels: str) -> int:
-    """The number of different values that a family's labels have together on a page of metrics."""
-    samples = [sample.labels for sample in page.get(family, [])]
-    return len({tuple(found[label] for label in labels) for found in samples if found.keys() >= set(labels)})
+    routers = page.labels("transom_router_process_cpu_seconds_total", "router")
+    return (len(routers), len(page.labels("transom_rank_info", "pid"))) == (2, num_ranks)
 
 
 def check_prefixes(server: Server) -> None:
@@ -126,7 +109,7 @@ def check_prefixes(server: Server) -> None:
 
 def mirror_versions(server: Server) -> dict[tuple[str, str], float]:
     """How far each router knows the prefixes of each worker."""
-    samples = page_of(server).get("transom_router_mirror_version", [])
+    samples = page_of(server).samples.get("transom_router_mirror_version", [])
     return {(sample.labels["router"], sample.labels["worker"]): sample.value for sample in samples}
 
 
@@ -142,7 +125,8 @@ def redeploy_under_load(
     script = [sys.executable, str(Path(__file__).with_name("redeploy.py")), ray_address(server), json.dumps(settings)]
     deploying = subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        answers = asyncio.run(ask_until(server.url, requests, lambda: deploying.poll() is not None, pause_s=pause_s))
+        again = [itertools.repeat(body) for body in requests]
+        answers = asyncio.run(ask_until(server.url, again, lambda: deploying.poll() is not None, pause_s=pause_s))
         assert deploying.wait() == 0
     finally:
         deploying.kill()
@@ -152,4 +136,4 @@ def redeploy_under_load(
 
 def replicas(server: Server) -> set[int]:
     """All workers' and routers' processes."""
-    return {*replica_pids(server, ":Worker"), *replica_pids(server, ":Router")}
+    return {*replica_pids(server, "worker"), *replica_pids(server, "router")}

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.json_child import ROOT
-from benchmarks.server_process import READY, ServerError, ServerProcess, serving
+from benchmarks.server_process import READY, start_server
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.cases import make_cases
 from benchmarks.serving.soak.cluster import COMMON, TWO_WORKERS, Cluster, settings_of
@@ -22,7 +22,6 @@ from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.phases import Soak
 from tests.tiny_checkpoints import tiny_llama
 
-STARTS = 6  # Ray gives its own processes 30 s to start, of which a full machine may make too little
 STOP_TIMEOUT_S = 400.0
 REPORTS = ROOT / "benchmarks" / "results" / "local"
 
@@ -51,10 +50,10 @@ def soak(options: argparse.Namespace, journal: Journal) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk, models = folder / "disk", (tiny_llama(folder / "first", seed=0), tiny_llama(folder / "second", seed=1))
-        server, url = start(stack, models[0], disk, journal)
+        server = stack.enter_context(start_server(str(models[0]), **settings_of(TWO_WORKERS, disk)))
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(Soak(options, Cluster(server, url, models, disk, journal), journal).run())
+                asyncio.run(Soak(options, Cluster(server, models, disk, journal), journal).run())
             log = server.log_text()
             journal.note("log", text=log[log.find(READY) :][-20000:])
         finally:
@@ -63,16 +62,6 @@ def soak(options: argparse.Namespace, journal: Journal) -> None:
     if code or killed:
         left = [process.pid for process in killed]
         journal.broke(promises.LEFTOVERS, f"the server ended with status {code}; processes that did not end: {left}")
-
-
-def start(stack: ExitStack, model: Path, disk: Path, journal: Journal) -> tuple[ServerProcess, str]:
-    """Start the server; the server and its URL."""
-    for attempt in range(STARTS):
-        try:
-            return stack.enter_context(serving(str(model), **settings_of(TWO_WORKERS, disk)))
-        except ServerError as error:
-            journal.note("start failed", attempt=attempt, error=str(error))
-    raise SystemExit("The server did not start; the journal has its log.")
 
 
 def read_options() -> argparse.Namespace:

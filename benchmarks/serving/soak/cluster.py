@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.json_child import ROOT
-from benchmarks.server_process import ServerProcess
-from benchmarks.serving.process_names import processes_named
+from benchmarks.server_process import Server
+from benchmarks.serving.process_names import processes_named, ray_address
 from benchmarks.serving.soak.journal import Journal
 
 REDEPLOY = ROOT / "tests/end_to_end/redeploy.py"
@@ -110,8 +109,7 @@ class Page:
 class Cluster:
     """A running server of one of two models of equal geometry; each redeploy serves the other folder."""
 
-    server: ServerProcess
-    url: str
+    server: Server
     folders: tuple[Path, Path]
     disk: Path
     journal: Journal
@@ -121,7 +119,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=PAGE_S, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=self.server.url, timeout=PAGE_S, limits=limits, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections that look at pages."""
@@ -180,12 +178,10 @@ class Cluster:
     async def redeploy(self, layout: Layout) -> bool:
         """Deploy the app with other settings and the other folder, as `serve deploy` does; whether that succeeded."""
         self.layout, self.is_second = layout, not self.is_second
-        [daemon] = await self.processes("raylet")
-        address = re.search(r"--gcs-address=(\S+)", " ".join(daemon.cmdline()))
-        assert address is not None
+        address = await asyncio.to_thread(ray_address, self.server)
         settings = json.dumps({"model": str(self.folders[self.is_second]), **settings_of(layout, self.disk)})
         deploying = await asyncio.create_subprocess_exec(
-            sys.executable, str(REDEPLOY), address[1], settings,
+            sys.executable, str(REDEPLOY), address, settings,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, errors = await deploying.communicate()

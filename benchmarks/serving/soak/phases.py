@@ -34,7 +34,7 @@ class Soak:
     def __init__(self, options: argparse.Namespace, cluster: Cluster, journal: Journal) -> None:
         self._options, self._cluster, self._journal = options, cluster, journal
         self._known = Known(cases=make_cases(options.seed), conversations=make_conversations(options.seed))
-        self._traffic = Traffic(cluster.url, self._known, journal)
+        self._traffic = Traffic(cluster.server.url, self._known, journal)
         self._watch = ProcessWatch(cluster.server)
         self._idle_page: Page | None = None
 

@@ -56,17 +56,6 @@ def test_resumed_output_is_replayed(grammars: GrammarCompiler[str]) -> None:
     assert "resumed_output_ids" in str(b.error)
 
 
-def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(grammars: GrammarCompiler[str]) -> None:
-    for name in "abaca":
-        grammars.begin(name, f"start: /[{name}]+/")
-    take(grammars, 5)
-    assert (grammars.num_compiled, grammars.num_cached) == (3, 2)
-    assert grammars.num_bytes <= 3 << 20  # a client's quarter
-    grammars.begin("b", "start: /[b]+/")
-    take(grammars, 1)
-    assert grammars.num_compiled == 4
-
-
 def test_a_grammar_counts_for_what_it_takes(grammars: GrammarCompiler[str]) -> None:
     """As measured, whatever its text's length; a client's grammars push out its own, and one above its share is not kept."""
     grammars.begin("other", "start: /[x]+/", client="other")

@@ -87,10 +87,6 @@ def needed_digests(group: GroupSpec, units: int, start: int) -> list[bytes]:
     return [DIGESTS[block] for block in sorted(live_blocks(group, units * 4))]
 
 
-def test_at_least_one_token_is_computed() -> None:
-    assert [hit_limit(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
-
-
 def index_with(full: set[int], window: set[int], gone: set[int]) -> PrefixIndex:
     index = PrefixIndex(2, remembered=100)
     for unit in gone:

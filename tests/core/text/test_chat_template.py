@@ -112,18 +112,6 @@ def test_the_folders_template_in_every_form(folder: Path, tmp_path: Path, form: 
     assert with_tools == ("with tools" if "by name" in form else "plain")
 
 
-def test_boundaries_are_where_messages_end(tiny: Tokenizer) -> None:
-    chat = tiny.apply_chat_template(CHAT)
-    pieces = [
-        tiny.decode(chat.token_ids[a:b], skip_special_tokens=False)
-        for a, b in zip((0, *chat.turn_boundaries), (*chat.turn_boundaries, None), strict=True)
-    ]
-    assert pieces[:-1] == [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
-    assert pieces[-1] == "<|im_start|>assistant\n"
-    for i, boundary in enumerate(chat.turn_boundaries, 1):
-        assert tiny.apply_chat_template(CHAT[:i], add_generation_prompt=False).token_ids == chat.token_ids[:boundary]
-
-
 def test_templates_that_look_ahead_have_no_boundary(tiny: Tokenizer) -> None:
     chat = tiny.apply_chat_template(CHAT, template="{{ messages | length }} " + PLAIN)
     assert chat.turn_boundaries == (len(chat.token_ids),)

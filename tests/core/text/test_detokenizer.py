@@ -38,13 +38,6 @@ def test_any_text_comes_back_and_never_shows_a_replacement(demo: Tokenizer, text
         assert not any("\ufffd" in piece for piece in got)
 
 
-def test_an_unfinished_character_is_held_back_until_the_end(demo: Tokenizer) -> None:
-    first, *rest = demo.encode("🦜")
-    assert rest
-    assert pieces(demo, [first], skip=True) == ["", "\ufffd"]
-    assert pieces(demo, [first, *rest], skip=True) == ["", *[""] * (len(rest) - 1), "🦜", ""]
-
-
 def test_sentencepiece_vocabularies_keep_the_leading_space() -> None:
     words = ["<unk>", "</s>", "▁Hello", "▁world", *(f"<0x{byte:02X}>" for byte in range(256))]
     rust = RustTokenizer(

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
+from tests.gguf_files import finish
 from tests.tiny_checkpoints import tiny_tokenizer
 from transom_core.errors import ModelError, PromptTooLong, RequestError
 from transom_core.model_files.resolve import resolve_model
@@ -140,10 +141,7 @@ def write(path: Path, kind: str, tokens: list[str], types: list[int], **more: An
             getattr(writer, f"add_{name}_token_id")(more[name])
     if "space" in more:
         writer.add_add_space_prefix(more["space"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
