@@ -22,6 +22,15 @@ LLAMA3_ROPE = {
 MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 DISTANT = PLAIN_ROPE | {"rope_theta": 10_000.0}  # which turns more slowly
 GEMMA3_ROPE = {SLIDING: PLAIN_ROPE | {"rope_theta": 100.0}, FULL: DISTANT | {"rope_type": "linear", "factor": 8.0}}
+# Sequences stay below the length from which transformers takes the long factors.
+LONGROPE = PLAIN_ROPE | {
+    **{"rope_type": "longrope", "partial_rotary_factor": 0.75, "attention_factor": 1.1},
+    **{
+        "short_factor": [1.0, 1.0, 1.5, 2.0, 3.0, 4.0],
+        "long_factor": [8.0] * 6,
+        "original_max_position_embeddings": 4096,
+    },
+}
 MLA: dict[str, Any] = {
     **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"head_dim": 8, "num_key_value_heads": 4},
@@ -151,8 +160,8 @@ _CASES = {
         GRANITE | {"seed": 1}, each(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.2)
     ),
     "phi3": FamilyCase(
-        {"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
-        each(sliding_window=25, rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
+        {"sliding_window": 24, "rope_parameters": LONGROPE},
+        each(sliding_window=25, rope_parameters=LONGROPE | {"short_factor": [1.0] * 6}),
     ),
     "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}, each(attention_out_bias=False)),
     "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}, each(sliding_window=23)),

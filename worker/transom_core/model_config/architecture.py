@@ -27,6 +27,7 @@ __all__ = [
     "LayerAttention",
     "choose_max_model_len",
     "kv_policy_obstacle",
+    "reaching",
     "read_architecture",
     "runnable",
     "with_windows",
@@ -262,6 +263,12 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
     if setting is not None and setting > longest:
         raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
     return setting or longest
+
+
+def reaching(architecture: Architecture, max_model_len: int | None) -> Architecture:
+    """Return the model for sequences of up to `max_model_len` tokens, None for its own length; raises as `choose_max_model_len`."""
+    length = choose_max_model_len(max_model_len, architecture)
+    return replace(architecture, ropes=tuple(rope and rope.reaching(length) for rope in architecture.ropes))
 
 
 def with_windows(

@@ -48,6 +48,14 @@ def test_windows_come_from_settings() -> None:
     assert all(attention.window is None for attention in plain.layers)
 
 
+def test_the_longest_sequence_chooses_the_factors_of_longrope() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "original_max_position_embeddings": 512}
+    config = LLAMA | {"max_position_embeddings": 1024, "rope_scaling": {"rope_type": "longrope", **factors}}
+    for length, factor in ((None, 9.0), (513, 9.0), (512, 1.0)):
+        shape = model_loading.model_architecture(files(config), ModelConfig(model="x", max_model_len=length))
+        assert [rope and rope.pair_factors for rope in shape.ropes] == [(factor,) * 8] * 3
+
+
 def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     asked_for_kernels: list[int] = []
