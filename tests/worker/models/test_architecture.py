@@ -99,6 +99,8 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
     assert read_architecture({"model_type": "gemma3", "text_config": text}) == read_architecture(text)
     outside = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text | {"dtype": None}}
     assert read_architecture(outside).checkpoint_dtype == "bfloat16"
+    qwen = SMALL | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    assert read_architecture(qwen) == read_architecture(SMALL | {"model_type": "qwen2"})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,12 @@ __all__ = [
     "with_windows",
 ]
 
+# Families of multimodal models -> the family that their text decoder is. Older configs of Qwen have no part for the decoder.
+_TEXT_FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+}
+
 # `models.registry` can build each of these; the others can only be planned.
 RUNNABLE_FAMILIES = tuple(family for family in LAYER_TYPES if family != "gemma")
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -196,9 +202,10 @@ def _check_sizes(architecture: Architecture) -> None:
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text decoder's part of a multimodal config; fields that it lacks or has as null come from the outer config."""
     inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return config
-    return {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+    if isinstance(inner, Mapping):
+        config = {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+    family = config.get("model_type")
+    return {**config, "model_type": _TEXT_FAMILIES[family]} if family in _TEXT_FAMILIES else config
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:

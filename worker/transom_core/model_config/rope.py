@@ -114,7 +114,10 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     short, long = (_floats(parameters.get(name)) for name in ("short_factor", "long_factor"))
-    kind = "longrope" if short else kind  # Phi 3's first configs call it su or yarn
+    if short:
+        kind = "longrope"  # Phi 3's first configs call it su or yarn
+    elif kind == "mrope":
+        kind = "default"  # Qwen's for images, which have positions of three axes; in a text the three are equal
     given = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     share = float(given or int(config.get("rotary_dim") or layer.head_size) / layer.head_size)
     longest = int(config["max_position_embeddings"])
