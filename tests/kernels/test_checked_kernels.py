@@ -5,6 +5,7 @@ All cases run in one child process for each build: starting one takes longer tha
 """
 
 import os
+import struct
 import subprocess
 import sys
 from importlib import import_module
@@ -14,7 +15,7 @@ import torch
 
 from tests.how_many import ALL_TESTS
 from transom_kernels.cpu.bounds import CHECKED
-from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.target import CPU_VARIABLE, cpu_target, named_target
 from transom_kernels.linear.cpu import method_of
@@ -35,6 +36,8 @@ PROCESSORS = {
     "cascadelake": "wide",
     "cooperlake": "pairs",
     "znver4": "pairs",
+    "neoverse-n1": "wide",
+    "neoverse-v1": "pairs",
 }
 
 
@@ -49,9 +52,8 @@ def small_cases() -> None:
         a_kernel_that_touches_other_memory_raises()
 
 
-def run_in_child(**environment: str) -> None:
-    """Run `small_cases` in a new process with these environment variables; fail with its output if it fails."""
-    program = f"from {__name__} import small_cases; small_cases()"
+def run_in_child(program: str = f"from {__name__} import small_cases; small_cases()", **environment: str) -> None:
+    """Run a program in a new process with these environment variables; fail with its output if it fails."""
     run = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
@@ -82,8 +84,27 @@ def test_no_access_outside_of_its_memory() -> None:
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_processors(processor: str) -> None:
     other, own = named_target(processor), cpu_target()
+    if other.x86 != own.x86:
+        pytest.skip("code for it does not run here; `make test-arm` runs it in an emulator")
     names = ("avx2", "avx512", "bf16", "vnni", "amx", "avx_vnni")
     missing = [name for name in names if getattr(other, name) and not getattr(own, name)]
     if missing:
         pytest.skip(f"this processor has no {', '.join(missing)}")
     run_in_child(TRANSOM_CPU=processor)
+
+
+# processor -> the bits of ARM's instruction that multiplies two vectors there (BFDOT, or FMLA by element), and those that tell it
+INSTRUCTIONS = {"neoverse-v1": (0x6E40FC00, 0xFFE0FC00), "neoverse-n1": (0x4F801000, 0xFFC0F400)}
+
+
+@pytest.mark.parametrize("processor", INSTRUCTIONS)
+def test_code_for_arm_is_compiled_ahead(processor: str) -> None:
+    run_in_child(f"from {__name__} import products_are_one_instruction as test; test()", TRANSOM_CPU=processor)
+
+
+def products_are_one_instruction() -> None:
+    method, (bits, mask) = method_of(torch.bfloat16), INSTRUCTIONS[os.environ[CPU_VARIABLE]]
+    sizes = dict(method=method, dtype="bf16", out_dtype="bf16", activation=None, registers=8)
+    code = object_code(cpu_kernel("transom_kernels.linear.cpu_kernel", "make_linear", **sizes))
+    words = struct.unpack(f"<{len(code) // 4}I", code[: len(code) // 4 * 4])
+    assert sum(word & mask == bits for word in words) > 300

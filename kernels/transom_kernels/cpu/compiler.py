@@ -142,6 +142,7 @@ def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: Cp
     _optimise(module, machine)
     module.link_in(llvm.parse_assembly(wrapper))
     module.triple = target.triple
+    module.data_layout = str(machine.target_data)
     module.verify()
     _check_calls(module)
     return bytes(machine.emit_object(module))

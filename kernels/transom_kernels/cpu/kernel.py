@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -32,7 +33,7 @@ import llvmlite.binding as llvm
 
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel_sources import sources_digest
-from transom_kernels.cpu.target import CpuTarget, cpu_target
+from transom_kernels.cpu.target import CPU_VARIABLE, CpuTarget, cpu_target
 
 Parameter = str | int | bool | float | None
 
@@ -57,6 +58,10 @@ class CpuKernel:
     @cached_property
     def address(self) -> int:
         """The address of its code. The first access loads the code, and compiles it if the cache does not have it."""
+        if not cpu_target().triple.startswith(platform.machine()):
+            raise ValueError(
+                f"Code for {cpu_target().name} does not run on {platform.machine()}; unset {CPU_VARIABLE}."
+            )
         with _lock:
             begin_s = time.perf_counter()
             code, compiled = _cached_code(self)

@@ -10,8 +10,6 @@ To execute an instruction, a thread calls its kernel, which claims work items un
 items are done. `layout.py` defines the words.
 """
 
-import platform
-
 from transom_kernels.cpu import layout
 from transom_kernels.cpu.language import helper
 from transom_kernels.cpu.layout import ITEM_BITS, ITEM_MASK
@@ -25,10 +23,10 @@ from transom_kernels.cpu.simd import (
     system_call,
     unchecked_i64,
 )
+from transom_kernels.cpu.target import cpu_target
 
-_X86 = platform.machine() in ("x86_64", "AMD64")
 # the numbers of Linux's system calls on x86-64, and on ARM64
-_FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)
+_FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if cpu_target().x86 else (98, 124, 122, 168)
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129  # FUTEX_WAIT and FUTEX_WAKE of one process
 _SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one work item takes
 

@@ -1,7 +1,8 @@
 """The processor that CPU kernels are compiled for: its LLVM name, and the instruction sets by which kernels choose their code.
 
-The environment variable `TRANSOM_CPU` names another processor to compile for, by its LLVM name, such as `haswell` (AVX2) or
-`cascadelake` (AVX-512 with VNNI). Code for it runs here if this processor has all of its instructions.
+The environment variable `TRANSOM_CPU` names another processor to compile for, by its LLVM name, such as `haswell` (AVX2),
+`cascadelake` (AVX-512 with VNNI) or `neoverse-v1` (ARM with bfloat16). Code for it runs here if this processor has all of its
+instructions; code for the other architecture can only be compiled.
 """
 
 import ctypes
@@ -18,18 +19,22 @@ CPU_VARIABLE = "TRANSOM_CPU"
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
+_AT_HWCAP2, _HWCAP2_BF16 = (
+    26,
+    1 << 14,
+)  # where Linux says that an ARM processor multiplies bfloat16; LLVM does not ask there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTarget:
     """A processor in LLVM's terms. `features` lists instruction sets as `+name,-name`; if empty, LLVM takes those of `name`."""
 
-    triple: str
+    triple: str  # begins with the architecture, as `platform.machine` names it on Linux
     name: str
     features: str
     x86: bool
     avx512: bool  # 512-bit registers, 32 of them
-    bf16: bool  # products of bfloat16 pairs (AVX512-BF16)
+    bf16: bool  # products of bfloat16 pairs (AVX512-BF16, or ARM's bfdot)
     vnni: bool  # products of four 8-bit integers over 512 bits (AVX512-VNNI)
     amx: bool  # tile products of bfloat16 (AMX-BF16), which the operating system allows
     avx2: bool = False
@@ -48,6 +53,7 @@ _KNOWN = {
     "sapphirerapids": {"avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16"},
     "x86-64": set(),
 }
+_KNOWN_ARM = {"neoverse-n1": set[str](), "neoverse-v1": {"bf16"}}
 
 
 @cache
@@ -59,22 +65,27 @@ def cpu_target() -> CpuTarget:
     """
     name = os.environ.get(CPU_VARIABLE, "")
     if name:
-        if name not in _KNOWN:
-            raise ValueError(f"{CPU_VARIABLE} is {name!r}; give one of {', '.join(sorted(_KNOWN))}, or unset it.")
+        if name not in _KNOWN | _KNOWN_ARM:
+            known = ", ".join(sorted(_KNOWN | _KNOWN_ARM))
+            raise ValueError(f"{CPU_VARIABLE} is {name!r}; give one of {known}, or unset it.")
         return named_target(name)
     features = dict(llvm.get_host_cpu_features())
+    if platform.system() == "Linux" and platform.machine() == "aarch64":
+        features["bf16"] = bool(ctypes.CDLL(None).getauxval(_AT_HWCAP2) & _HWCAP2_BF16)
     given = {feature for feature, has in features.items() if has}
     flags = ",".join(("+" if has else "-") + feature for feature, has in sorted(features.items()))
     return _target(llvm.get_process_triple(), llvm.get_host_cpu_name(), flags, given)
 
 
 def named_target(name: str) -> CpuTarget:
-    """Return a processor of `_KNOWN`, on this operating system."""
-    return _target(llvm.get_process_triple(), name, "", _KNOWN[name])
+    """Return a processor of `_KNOWN` or `_KNOWN_ARM`."""
+    if name in _KNOWN_ARM:
+        return _target("aarch64-unknown-linux-gnu", name, "", _KNOWN_ARM[name])
+    return _target("x86_64-unknown-linux-gnu", name, "", _KNOWN[name])
 
 
 def _target(triple: str, name: str, flags: str, given: set[str]) -> CpuTarget:
-    x86 = platform.machine() in ("x86_64", "AMD64")
+    x86 = triple.startswith("x86_64")
     return CpuTarget(
         triple=triple,
         name=name,
@@ -83,7 +94,7 @@ def _target(triple: str, name: str, flags: str, given: set[str]) -> CpuTarget:
         avx2="avx2" in given,
         avx_vnni=x86 and {"avx2", "avxvnni"} <= given,
         avx512=x86 and "avx512f" in given,
-        bf16=x86 and "avx512bf16" in given,
+        bf16=("avx512bf16" if x86 else "bf16") in given,
         vnni=x86 and {"avx512f", "avx512vnni"} <= given,
         amx=x86 and "amx-bf16" in given and _tiles_allowed(),
     )

@@ -201,10 +201,10 @@ def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.V
 
 def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
     """Return total + x.low * y.low + x.high * y.high in float32, lane by lane; x and y are pairs."""
-    if cpu_target().bf16:
-        pairs = ir.VectorType(BF16, 2 * LANES)
-        product = function(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32_16, [F32_16, pairs, pairs])
-        return b.call(product, [total, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+    target = cpu_target()
+    if target.bf16:
+        name, lanes = ("x86.avx512bf16.dpbf16ps.512", 16) if target.x86 else ("aarch64.neon.bfdot.v4f32.v8bf16", 4)
+        return b.bitcast(_by_parts(b, f"llvm.{name}", lanes, [(total, F32), (x, BF16), (y, BF16)], F32), F32_16)
     for widen in (pair_low, pair_high):
         total = multiply_add(b, widen(b, x), widen(b, y), total)
     return total
@@ -294,6 +294,9 @@ def dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.add(b.mul(*low), b.mul(*high))
 
 
+_IN_LANE = {I8: 4, I16: 2, BF16: 2, I32: 1, F32: 1}  # type -> elements in a lane
+
+
 def _by_parts(
     b: ir.IRBuilder, name: str, lanes: int, operands: list[tuple[ir.Value, ir.Type]], result: ir.Type
 ) -> ir.Value:
@@ -301,8 +304,8 @@ def _by_parts(
 
     Each operand is given with the type of its elements; the elements of the intrinsic's result have the type `result`.
     """
-    kinds = [ir.VectorType(element, lanes * 32 // element.width) for _, element in operands]
-    intrinsic_function = function(b, name, ir.VectorType(result, lanes * 32 // result.width), kinds)
+    kinds = [ir.VectorType(element, lanes * _IN_LANE[element]) for _, element in operands]
+    intrinsic_function = function(b, name, ir.VectorType(result, lanes * _IN_LANE[result]), kinds)
     if lanes == LANES:
         values = [b.bitcast(value, kind) for (value, _), kind in zip(operands, kinds, strict=True)]
         return b.bitcast(b.call(intrinsic_function, values), I32_16)
@@ -335,8 +338,11 @@ def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Val
 
 
 def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Round 32 numbers, two vectors of float32, to 16 pairs in their order. Only for processors with AVX512-BF16."""
+    """Round 32 numbers, two vectors of float32, to 16 pairs in their order. Only for processors with products of pairs."""
     kind = ir.VectorType(BF16, 2 * LANES)
+    if not cpu_target().x86:
+        halves = (b.fptrunc(x, ir.VectorType(BF16, LANES)) for x in (first, second))
+        return b.bitcast(shuffle(b, *halves, list(range(2 * LANES))), I32_16)
     convert = function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [F32_16, F32_16])
     return b.bitcast(b.call(convert, [second, first]), I32_16)
 
@@ -347,7 +353,9 @@ def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
     Each 32-bit word has eight such numbers, four in each half. A pair is number `index` (0 to 3) of the low and of the high half.
     """
     shifted = b.lshr(words, constant(I32_16, 4 * index))
-    if cpu_target().bf16:  # the fifth bit of each half belongs to the next number and is ignored
+    if (
+        cpu_target().bf16 and cpu_target().avx512
+    ):  # the fifth bit of each half belongs to the next number and is ignored
         return look_up_halves(b, list(_FP4_SIGNED), shifted)
     high = b.lshr(words, constant(I32_16, 16 + 4 * index))
     if cpu_target().avx512:

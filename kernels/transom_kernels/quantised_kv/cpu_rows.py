@@ -25,6 +25,7 @@ from transom_kernels.cpu.simd import (
     vector_abs,
     vector_max,
 )
+from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
@@ -114,7 +115,7 @@ def emit_pairs(b, address, stored: str, count: int = 2 * LANES):
         if count % 2:
             return b.bitcast(load_first(b, address, ir.VectorType(I16, 2 * LANES), count), I32_16)
         return load_first(b, address, I32_16, count // 2)
-    if stored == "i4":
+    if stored == "i4" and cpu_target().avx512:
         both = b.zext(load_first(b, address, ir.VectorType(I8, LANES), (count + 1) // 2), I32_16)
         codes = b.and_(b.or_(both, b.shl(both, constant(I32_16, 12))), constant(I32_16, 0x000F000F))
         return look_up_halves(b, _INT4_BF16, codes)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
@@ -79,6 +80,8 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
     assert read_architecture({"model_type": "gemma3", "text_config": text}) == read_architecture(text)
     outside = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text | {"dtype": None}}
     assert read_architecture(outside).checkpoint_dtype == "bfloat16"
+    qwen = SMALL | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    assert read_architecture(qwen) == read_architecture(SMALL | {"model_type": "qwen2"})
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,10 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"num_key_value_heads": 3}, "3 KV heads for 4 heads; they must divide them"),
         ({"layer_types": ["full_attention"]}, "lists 1 layer_types for num_hidden_layers 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 3}},
+            "8 and 3 numbers; a head has 8 pairs",
+        ),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
         (
@@ -112,8 +119,7 @@ def test_what_is_not_understood_is_named(changes: dict[str, Any], message: str) 
     ("changes", "message"),
     [
         ({"model_type": "gemma"}, "model_type 'gemma'; supported so far: 'llama'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'; supported so far: 'default'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'; supported so far: 'default'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported so far: 'silu', 'gelu_pytorch_tanh'"),
     ],
 )
@@ -407,6 +413,20 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
         {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", **YARN}},
     ),
 }
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_has_a_set_of_factors_for_long_sequences(kind: str) -> None:
+    """Phi 3 names the kind otherwise in its first configs, and has the first length outside of the rope's parameters."""
+    factors = {"short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 7.0] * 4}
+    raw = SMALL | {"model_type": "phi3", "max_position_embeddings": 4096, "original_max_position_embeddings": 256}
+    theirs = AutoConfig.for_model(**raw, rope_parameters=factors | {"rope_type": "longrope", "rope_theta": 1e4})
+    rope = read_architecture(raw | {"rope_theta": 1e4, "rope_scaling": factors | {"type": kind}}).ropes[0]
+    assert rope is not None
+    for length in (256, 257):
+        frequency, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, CPU, seq_len=length)
+        torch.testing.assert_close(frequencies(rope.reaching(length), CPU), frequency, rtol=1e-6, atol=0)
+        assert rope.attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("form", FORMS)

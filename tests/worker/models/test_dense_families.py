@@ -4,10 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, greedy, load_oracle, make_checkpoint, prompt
+from tests.engine_driver import run
 from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
+from tests.tiny_checkpoints import tiny_tokenizer
+from tests.worker.models.family_tests import (
+    TOLERANCE,
+    Family,
+    FamilyCase,
+    FamilyTests,
+    asked,
+    by_name,
+    each,
+    make_roomy_engine,
+    worst_difference,
+)
 
 SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -22,6 +36,15 @@ LLAMA3_ROPE = {
 MINISTRAL3_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 DISTANT = PLAIN_ROPE | {"rope_theta": 10_000.0}  # which turns more slowly
 GEMMA3_ROPE = {SLIDING: PLAIN_ROPE | {"rope_theta": 100.0}, FULL: DISTANT | {"rope_type": "linear", "factor": 8.0}}
+# Sequences stay below the length from which transformers takes the long factors.
+LONGROPE = PLAIN_ROPE | {
+    **{"rope_type": "longrope", "partial_rotary_factor": 0.75, "attention_factor": 1.1},
+    **{
+        "short_factor": [1.0, 1.0, 1.5, 2.0, 3.0, 4.0],
+        "long_factor": [8.0] * 6,
+        "original_max_position_embeddings": 4096,
+    },
+}
 MLA: dict[str, Any] = {
     **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"head_dim": 8, "num_key_value_heads": 4},
@@ -151,8 +174,8 @@ _CASES = {
         GRANITE | {"seed": 1}, each(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.2)
     ),
     "phi3": FamilyCase(
-        {"sliding_window": 24, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.75}},
-        each(sliding_window=25, rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
+        {"sliding_window": 24, "rope_parameters": LONGROPE},
+        each(sliding_window=25, rope_parameters=LONGROPE | {"short_factor": [1.0] * 6}),
     ),
     "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}, each(attention_out_bias=False)),
     "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}, each(sliding_window=23)),
@@ -178,3 +201,22 @@ def test_biases_of_latent_rows_and_low_rank_queries(tmp_path: Path) -> None:
     config = CASES["youtu"].config | {"attention_bias": True}
     family = Family.of(make_checkpoint(tmp_path, "youtu", **config), FamilyCase(config, family="youtu"))
     family.ask(family.engine(), "biased", [1, 2])
+
+
+@pytest.mark.parametrize(("family", "seeing"), [("qwen2", "qwen2_5_vl"), ("qwen3", "qwen3_vl")])
+def test_a_model_that_sees_answers_texts(family: str, seeing: str, tmp_path: Path) -> None:
+    """Its text decoder is a family of texts alone, though its rotations have three axes."""
+    text = load_oracle(make_checkpoint(tmp_path / "text", family))
+    axes = {"rope_parameters": text.config.rope_parameters | {"mrope_section": [2, 3, 3]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model(seeing, text_config=text.config.to_dict() | axes, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "seeing")
+    tiny_tokenizer().save_pretrained(tmp_path / "seeing")
+    answer = greedy(model, prompt(40))
+    assert answer.is_clear
+    (whole,) = run(make_roomy_engine(tmp_path / "seeing"), [asked("text", answer.prompt)])
+    assert whole.token_ids == answer.token_ids
+    assert worst_difference(whole, answer) < TOLERANCE

@@ -27,10 +27,17 @@ __all__ = [
     "LayerAttention",
     "choose_max_model_len",
     "kv_policy_obstacle",
+    "reaching",
     "read_architecture",
     "runnable",
     "with_windows",
 ]
+
+# Families of multimodal models -> the family that their text decoder is. Older configs of Qwen have no part for the decoder.
+_TEXT_FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+}
 
 # `models.registry` can build each of these; the others can only be planned.
 RUNNABLE_FAMILIES = tuple(family for family in LAYER_TYPES if family != "gemma")
@@ -195,9 +202,10 @@ def _check_sizes(architecture: Architecture) -> None:
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text decoder's part of a multimodal config; fields that it lacks or has as null come from the outer config."""
     inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return config
-    return {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+    if isinstance(inner, Mapping):
+        config = {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+    family = config.get("model_type")
+    return {**config, "model_type": _TEXT_FAMILIES[family]} if family in _TEXT_FAMILIES else config
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
@@ -262,6 +270,12 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
     if setting is not None and setting > longest:
         raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
     return setting or longest
+
+
+def reaching(architecture: Architecture, max_model_len: int | None) -> Architecture:
+    """Return the model for sequences of up to `max_model_len` tokens, None for its own length; raises as `choose_max_model_len`."""
+    length = choose_max_model_len(max_model_len, architecture)
+    return replace(architecture, ropes=tuple(rope and rope.reaching(length) for rope in architecture.ropes))
 
 
 def with_windows(

@@ -5,21 +5,24 @@ Configs have one of three forms: `rope_theta` with `rope_scaling` for all layers
 RoPE are NoPE layers.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transom_core.model_config.layer_attention import LayerAttention
 
 Config = Mapping[str, Any]
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 # pairs are neighbours; MLA configs may say otherwise (`rope_interleave`)
 INTERLEAVED_FAMILIES = (
     *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
     *("deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
 )
+_ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_THETA = {
     "smollm3": 2_000_000.0,
     "olmo3": 500_000.0,
@@ -49,7 +52,8 @@ class Rope:
     """The RoPE of a layer: `size` of a head's `head_size` elements rotate, with frequencies of base `theta`.
 
     `kind` is transformers' `rope_type`. It decides which of the fields from `factor` on are used; they mean what they mean in
-    transformers.
+    transformers. A longrope multiplies the wavelength of each pair by a factor of its own, and has one set of factors for sequences
+    of up to `original_max_position` tokens and one for longer ones.
     """
 
     kind: str = "default"
@@ -65,6 +69,16 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cosine and sine
+    pair_factors: tuple[float, ...] = ()  # the set in use; the long one before `reaching` has chosen
+    short_factors: tuple[float, ...] = ()
+
+    def reaching(self, length: int) -> Rope:
+        """Return the RoPE for a server whose longest sequence has `length` tokens.
+
+        Transformers chooses a longrope's set by the length that a sequence has. Its cached keys are rotated already when it
+        outgrows the short set, so here, as in vLLM, all sequences have the set of the longest one.
+        """
+        return self if length > self.original_max_position else replace(self, pair_factors=self.short_factors)
 
 
 def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope | None, ...]:
@@ -99,15 +113,26 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     """Return the RoPE of a layer. Fields that the config lacks have transformers' defaults."""
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    short, long = (_floats(parameters.get(name)) for name in ("short_factor", "long_factor"))
+    if short:
+        kind = "longrope"  # Phi 3's first configs call it su or yarn
+    elif kind == "mrope":
+        kind = "default"  # Qwen's for images, which have positions of three axes; in a text the three are equal
     given = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     share = float(given or int(config.get("rotary_dim") or layer.head_size) / layer.head_size)
-    original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
-    factor = float(parameters.get("factor") or int(config["max_position_embeddings"]) / original)
+    longest = int(config["max_position_embeddings"])
+    original = int((kind == "longrope" and config.get(_ORIGINAL)) or parameters.get(_ORIGINAL) or longest)
+    factor = float(parameters.get("factor") or longest / original)
+    size = layer.rope_size or 2 * int(share * layer.head_size // 2)
+    if kind == "longrope" and not 2 * len(short) == 2 * len(long) == size:
+        raise ValueError(
+            f"short_factor and long_factor have {len(short)} and {len(long)} numbers; a head has {size // 2} pairs"
+        )
     return Rope(
         kind=kind,
         theta=float(parameters["rope_theta"]),
         head_size=layer.head_size,
-        size=layer.rope_size or 2 * int(share * layer.head_size // 2),
+        size=size,
         interleaved=config.get("model_type") in INTERLEAVED_FAMILIES and config.get("rope_interleave") is not False,
         factor=factor,
         low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
@@ -116,8 +141,14 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
         truncate=bool(parameters.get("truncate", True)),
-        attention_factor=_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(kind, parameters, factor, original),
+        pair_factors=long,
+        short_factors=short,
     )
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    return tuple(map(float, values or ()))
 
 
 def _parameters(config: Config, layer: LayerAttention) -> Config:
@@ -153,11 +184,15 @@ def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
     return {"attention_factor": 1.0, **scaling, "rope_theta": config.get("compress_rope_theta") or 160_000.0}
 
 
-def _attention_factor(parameters: Config, factor: float) -> float:
-    """Return YaRN's factor of cosine and sine: the config's if it gives one, otherwise that of the paper."""
+def _attention_factor(kind: str, parameters: Config, factor: float, original: int) -> float:
+    """Return the factor of cosine and sine: the config's if it gives one, otherwise that of YaRN's or LongRoPE's paper."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     given, scale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)
+    if kind == "longrope":
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if scale and all_dim:
         return yarn_magnitude(factor, float(scale)) / yarn_magnitude(factor, float(all_dim))
     return yarn_magnitude(factor, 1.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.worker.models.test_architecture import SMALL
+from transom_core.config import ModelConfig
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
 from transom_kernels.cpu.kernel import CpuKernel, statistics
@@ -34,6 +35,14 @@ def files(config: dict[str, object], generation_config: dict[str, object] | None
 )
 def test_ends_of_text(config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]) -> None:
     assert eos_token_ids(files(config, generation)) == expected
+
+
+def test_the_longest_sequence_chooses_the_factors_of_longrope() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "original_max_position_embeddings": 512}
+    config = LLAMA | {"max_position_embeddings": 1024, "rope_scaling": {"rope_type": "longrope", **factors}}
+    for length, factor in ((None, 9.0), (513, 9.0), (512, 1.0)):
+        shape = model_loading.model_architecture(files(config), ModelConfig(model="x", max_model_len=length))
+        assert [rope and rope.pair_factors for rope in shape.ropes] == [(factor,) * 8] * 3
 
 
 def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "e8758d525d996adf"
+NUMERICS = "4f68684e3c137384"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
@@ -88,8 +88,9 @@ class CacheSetup:
         config, loaded = self._config.model, self._loaded
         formats = {group.spec.name: sorted({layer.format for layer in group.layers}) for group in self._groups_of(0)}
         windows = (config.window, config.sinks, config.chunk, config.window_pattern)
+        lengths = [rope.pair_factors for rope in loaded.architecture.ropes if rope is not None and rope.pair_factors]
         kernels = (NUMERICS, loaded.device.type, kernels_on(loaded.device))
-        facts = (contents.hex(), loaded.dtype, config.quantization, formats, windows, kernels)
+        facts = (contents.hex(), loaded.dtype, config.quantization, formats, windows, lengths, kernels)
         if self._config.lora is not None:  # gates and ups are rounded before the activation then
             return _digest(IDENTITY_BYTES, *facts, "lora").hex()
         return _digest(IDENTITY_BYTES, *facts).hex()

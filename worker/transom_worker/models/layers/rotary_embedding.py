@@ -76,6 +76,9 @@ def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
             return _yarn(rope, device)
         case "proportional":
             return _proportional(rope, device)
+        case "longrope":
+            tokens_per_radian = rope.theta ** (_exponents(rope.size, device) / rope.size)
+            return 1.0 / (torch.tensor(rope.pair_factors, device=device) * tokens_per_radian)
     raise ModelError(f"config.json asks for rope scaling {rope.kind!r}; supported: {', '.join(ROPE_KINDS)}.")
 
 
