@@ -222,8 +222,12 @@ def test_any_routers_page_has_all_routers_and_workers(server: Server, undisturbe
     check_pages(server, num_ranks=2)
 
 
-def test_kv_moves_between_workers_by_calls(server: Server, undisturbed: list[Stream]) -> None:
+def test_kv_moves_between_workers_by_calls(server: Server) -> None:
     one, other = wait_for_workers(server, 2)
+    prompts: list[str | list[int]] = [
+        [5 + i, *range(5, 205)] for i in range(16)
+    ]  # at once, so that both workers get some
+    asyncio.run(ask_all(server.url, bodies(prompts, max_tokens=8)))
     for source, target in ((one, other), (other, one)):
         asked = {"source": source, "target": target, "bytes": "65536", "wire": "ray"}
         reply = HTTP.post(f"{server.url}/transfers/measure", params=asked).json()

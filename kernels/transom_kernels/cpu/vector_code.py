@@ -341,8 +341,8 @@ def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
     """Round 32 numbers, two vectors of float32, to 16 pairs in their order. Only for processors with products of pairs."""
     kind = ir.VectorType(BF16, 2 * LANES)
     if not cpu_target().x86:
-        halves = (b.fptrunc(x, ir.VectorType(BF16, LANES)) for x in (first, second))
-        return b.bitcast(shuffle(b, *halves, list(range(2 * LANES))), I32_16)
+        low, high = (b.fptrunc(x, ir.VectorType(BF16, LANES)) for x in (first, second))
+        return b.bitcast(shuffle(b, low, high, list(range(2 * LANES))), I32_16)
     convert = function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [F32_16, F32_16])
     return b.bitcast(b.call(convert, [second, first]), I32_16)
 

@@ -147,7 +147,8 @@ def lines_of_ranks(
         executor.start()
         executor.shutdown()
         lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]  # nothing but JSON
-        return [line for line in lines if line["process"].startswith("rank/")]
+        said = [line for line in lines if line["process"].startswith("rank/")]
+        return [line for line in said if not line["message"].startswith("Compiling kernels")]  # the first time alone
 
     return start
 

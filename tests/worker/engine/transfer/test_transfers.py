@@ -281,7 +281,7 @@ async def test_a_source_that_does_not_answer_is_not_asked_until_it_does(
     monkeypatch: pytest.MonkeyPatch, at: str, how: str
 ) -> None:
     monkeypatch.setattr("transom_worker.engine.transfer.wires.AWAY_S", 60.0)
-    pair = Pair(config=replace(CONFIG, timeout_s=0.05))
+    pair = Pair(config=replace(CONFIG, timeout_s=0.5))
 
     def fail(name: str) -> Any:
         if name == at and how == "it fails":
