@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-clients test-oldest-ray test-cluster check bench bench-gpu monitor dashboards lock clean distclean
+.PHONY: help setup serve test test-all test-processors test-arm test-gpu test-compile test-interpreter test-browser test-clients test-oldest-ray test-cluster check bench bench-gpu monitor dashboards lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -28,6 +28,9 @@ test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too
 
 test-processors: $(DEV) ## Run the numeric tests as other processors and numbers of threads would (ARGS='tests/kernels -k route')
 	@scripts/test_processors $(ARGS)
+
+test-arm: $(DEV) ## Run a small case of every CPU operator as ARM processors, in an emulator (Debian; scripts/test_arm says what it needs)
+	@scripts/test_arm $(ARGS)
 
 test-gpu: $(DEV) ## Run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
