@@ -330,7 +330,7 @@ _FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
 def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
     """Look up, in a table of 16 words of 16 bits, the code in the low 4 bits of each 16-bit half of each lane.
 
-    The fifth bit of a half is ignored. Only for processors with AVX512-BF16, which have the instruction.
+    The fifth bit of a half is ignored. Only for processors with AVX-512.
     """
     half = ir.VectorType(I16, 2 * LANES)
     look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])

@@ -5,6 +5,7 @@ import asyncio
 import json
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -212,6 +213,16 @@ async def test_a_deadline_goes_on_counting() -> None:
         assert len(api.router.queue) == 0
 
 
+async def test_requests_whose_loss_cannot_be_handled_end_and_leave_the_queue() -> None:
+    async with running_api(StubWorker(max_events=1)) as api:
+        answers = [asyncio.create_task(api.complete()) for _ in range(2)]
+        await until(lambda: api.worker.num_silent == 2 and api.worker.is_read)
+        api.router.queue._wake_workers = mock.Mock(side_effect=RuntimeError("a bug"))
+        api.worker.kill()
+        assert [one.status_code for one in await asyncio.gather(*answers)] == [500, 500]
+        assert not len(api.router.queue)
+
+
 def worker(name: str, role: WorkerRole, **fields: Any) -> StubWorker:
     return StubWorker(worker=name, role=role, can_fetch=True, load=SLOW, **fields)
 
@@ -272,6 +283,12 @@ async def test_windows_are_handed_over_whether_they_are_the_deployments_or_the_r
     async with running_api(*pair(), **PATIENT, kv_policy=default) as api:
         assert (await api.complete(prompt=LONG, max_tokens=10, **body)).status_code == 200
         assert ran(api) == ({"p": [(0, True)], "d": [(1, False)]} if moves else {"p": [], "d": [(0, False)]})
+
+
+async def test_an_answer_of_one_token_is_not_handed_over() -> None:
+    async with running_api(*pair(), **PATIENT) as api:
+        assert (await api.complete(prompt=LONG, max_tokens=1)).json()["choices"][0]["text"] == "a"
+        assert ran(api) == {"p": [(0, True)], "d": []}
 
 
 async def test_a_stream_goes_on_at_its_prefill_worker_when_the_decode_workers_are_full() -> None:

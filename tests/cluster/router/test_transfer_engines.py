@@ -18,6 +18,7 @@ from tests.cluster.conftest import until
 from tests.cluster.router.engine_workers import (
     HIT,
     HYBRID,
+    PROMPT,
     WIRES,
     LocalPeers,
     Mortal,
@@ -32,9 +33,9 @@ from tests.tiny_checkpoints import tiny_llama
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.test_sharded_families import CASES as SHARDED
 from transom_core.contract import WindowPolicy
-from transom_worker.replica import WorkerReplica
 
 WINDOW = WindowPolicy(sinks=4, window=40)
+LIVE_WINDOW_BLOCKS = 1 + 3  # of HYBRID: the sinks', and those of the 39 tokens before the end of a block
 MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 # By how they keep a prefix: states and convolution rows of heads or channels (of heads that share keys on several ranks: Granite),
@@ -48,10 +49,10 @@ CASES = list(product([2, 3], [(1, 2), (2, 1), (3, 2), (2, 3)], LAYERS))
 class Pair:
     """Two workers, `source` and `target`."""
 
-    def __init__(self, model: Path, wire: str) -> None:
+    def __init__(self, model: Path, wire: str, layers: dict[str, Any]) -> None:
         self.peers = LocalPeers()
-        self.source = self.peers.start(model, **HYBRID, kv_transfer_wire=wire)
-        self.target = self.peers.start(model, **HYBRID, kv_transfer_wire=wire)
+        self.source = self.peers.start(model, **layers, kv_transfer_wire=wire)
+        self.target = self.peers.start(model, **layers, kv_transfer_wire=wire)
         self.replicas = [self.source, self.target]
 
     async def until_quiet(self) -> None:
@@ -72,19 +73,13 @@ def wire(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_model: Path, wire: str) -> Iterator[Pair]:
-    """Two workers of a model with sliding windows."""
-    made = Pair(tiny_model, wire)
+@pytest.fixture(scope="module", params=["hybrid"])
+def pair(request: pytest.FixtureRequest, tiny_model: Path, wire: str) -> Iterator[Pair]:
+    """Two workers of a model with sliding windows, or without any."""
+    made = Pair(tiny_model, wire, HYBRID if request.param == "hybrid" else {})
     yield made
     for replica in made.replicas:
         replica.shutdown()
-
-
-def full_length_bytes(target: WorkerReplica) -> float:
-    """What w1 would have fetched so far if no block were left out."""
-    labels = {"model": "tiny", "worker": "w1"}
-    return target.engine.metrics.registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", labels) or 0.0
 
 
 async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -> None:
@@ -95,7 +90,52 @@ async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair, wire: str) -
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
     told = fetch_of(pair.target, "fetch")
     assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
-    assert told["bytes"] < 0.7 * full_length_bytes(pair.target)  # the windows' live blocks alone
+    registry = pair.target.engine.metrics.registry
+    full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", {"model": "tiny", "worker": "w1"})
+    assert told["bytes"] < 0.7 * (full or 0)  # the windows' live blocks alone
+    await pair.until_quiet()
+
+
+async def test_the_decoder_reads_a_prompt_while_it_is_computed(pair: Pair, tiny_model: Path, wire: str) -> None:
+    """The steps of the prefill worker have 16 tokens each; it offers new blocks between them, and windows with the last ones."""
+    evict_all(*pair.replicas)
+    prefill = pair.peers.start(tiny_model, **HYBRID, kv_transfer_wire=wire, max_num_batched_tokens=16)
+    pair.replicas.append(prefill)
+    expected, _ = await at_worker(prefill, request("one", prompt=PROMPT[::-1]))
+    evict_all(prefill)
+    wanted = replace(request("two", prompt=PROMPT[::-1]), prefill_only=True, decoder="w1")
+    await at_worker(prefill, wanted)
+    await until(lambda: prefill._handovers is not None and not prefill._handovers._tasks)
+    tiers = pair.target.engine.scheduler.cache.index.tiers
+    early = [sum(map(len, of_group)) for of_group in zip(*tiers, strict=True)]
+    assert early == [len(PROMPT) // 16, LIVE_WINDOW_BLOCKS]
+    continues = replace(request("three", "w2", prompt=PROMPT[::-1]), resumed_output_ids=tuple(expected[:1]))
+    tokens, usage = await at_worker(pair.target, continues)
+    assert (tokens, usage.num_cached_tokens) == (expected[1:], len(PROMPT))
+    assert fetch_of(pair.target, "three")["outcome"] == "present"
+    await pair.until_quiet()
+
+
+async def test_a_prefix_comes_into_full_tiers(pair: Pair, tiny_model: Path, tmp_path: Path, wire: str) -> None:
+    """Dropped blocks go to the disk, and their memory is the prefix's."""
+    small: dict[str, Any] = {
+        "kv_cache_memory_bytes": "320KiB",
+        "swap_space": "320KiB",
+        "max_num_seqs": 1,
+        "max_model_len": 512,
+    }
+    disk: dict[str, Any] = {"disk_cache": str(tmp_path), "disk_space": "8MiB"}
+    full = pair.peers.start(tiny_model, **HYBRID, **small, **disk, kv_transfer_wire=wire)
+    pair.replicas.append(full)
+    for number in range(2):
+        for other in range(3):
+            await at_worker(
+                full, request(f"other {number}-{other}", prompt=tuple(range(500 + 3 * number + other, 900)))
+            )
+        prompt = tuple(range(10 + number, 410 + number))
+        expected, _ = await at_worker(pair.source, request(f"warm {number}", prompt=prompt))
+        tokens, usage = await at_worker(full, request(f"fetch {number}", "w0", prompt=prompt))
+        assert (tokens, usage.num_fetched_tokens) == (expected, HIT)
     await pair.until_quiet()
 
 
@@ -109,6 +149,23 @@ async def test_a_measurement_brings_cached_blocks_and_leaves_nothing(pair: Pair,
     assert 0 < told["read_s"] <= told["seconds"]
     await pair.until_quiet()
     assert not any(len(found) for tier in pair.target.engine.scheduler.cache.index.tiers for found in tier)
+
+
+@pytest.mark.parametrize("pair", ["full"], indirect=True)
+@pytest.mark.parametrize("length", [100, 400])
+async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pair, length: int) -> None:
+    evict_all(*pair.replicas)
+    expected, _ = await at_worker(pair.source, request(f"warm-{length}", prompt=PROMPT[:length], policy=WINDOW))
+    wanted = request(f"fetch-{length}", "w0", prompt=PROMPT[:length], policy=WINDOW)
+    tokens, usage = await at_worker(pair.target, wanted)
+    assert tokens == expected
+    hit = (length - 1) // 16 * 16
+    told = fetch_of(pair.target, wanted.request_id)
+    assert (told["outcome"], told["tokens"]) == ("fetched", hit)
+    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
+    [group] = pair.source.engine.scheduler.cache.layout.groups
+    assert 0 < told["bytes"] <= MOST_BLOCKS * group.block_bytes
+    await pair.until_quiet()
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +237,6 @@ async def check_fetch(
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
     told = fetch_of(target, "fetch")
     assert (told["outcome"], told["tokens"], told["wire"]) == ("fetched", HIT, wire)
-    if policy is not None:
-        assert 0 < told["bytes"] <= MOST_BLOCKS * full_length_bytes(target) / (HIT // 16)
     assert tokens == expected
     evict_all(target)
     left = replace(request("left", "w0", policy=policy, logprobs=2), resumed_output_ids=tuple(expected[:5]))

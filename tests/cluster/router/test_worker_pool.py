@@ -45,6 +45,13 @@ async def test_a_batch_larger_than_any_queue_is_spread() -> None:
         assert [choice["text"] for choice in (await api.complete(n=10)).json()["choices"]] == ["abc"] * 10
 
 
+async def test_admission_is_all_or_nothing() -> None:
+    async with running_api(*stub_workers(3, max_running=4, max_events=1)) as api:
+        assert (await api.complete(n=13, stream=True)).status_code == 503
+        await until(lambda: not any(worker.num_running for worker in api.workers))
+        assert num_in_flight(api.router) == len(api.router.queue) == 0
+
+
 async def test_a_worker_that_disappears_finishes_what_it_has() -> None:
     old, new = stub_workers(2, max_events=2)
     async with running_api(old, timings=timings(drain_s=20.0), **PATIENT) as api:

@@ -114,3 +114,11 @@ def test_an_app_for_inherited_variables_gives_its_actors_no_runtime_environment(
     for build, has_any in ((app.build_app, True), (app.build_local_app, False)):
         (worker,) = build({"model": "smollm2"})._bound_deployment.init_args[1:]
         assert ("env_vars" in worker._bound_deployment.ray_actor_options.get("runtime_env", {})) is has_any
+
+
+def test_deployments_have_the_requested_numbers_of_replicas():
+    settings = Settings.parse(model="m", replicas=3, router_replicas=2, request_timeout_s=1000)
+    assert app.router_deployment(settings).num_replicas == 2
+    assert app.router_deployment(settings)._deployment_config.graceful_shutdown_timeout_s == 1000
+    resources = worker_resources(settings, ClusterResources(node_cpus=(8.0,), num_gpus=0))
+    assert app.worker_deployment(settings, resources).num_replicas == 3

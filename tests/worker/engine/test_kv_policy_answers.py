@@ -56,6 +56,16 @@ def test_a_policy_that_drops_much_is_measured_so(folder: Path, policy: KvPolicy)
     assert 0.01 < quality.dropped_mass / 5 < 1
 
 
+def test_the_setting_is_the_default(folder: Path) -> None:
+    text = '{"type": "window", "sinks": 5, "window": 21}'
+    with engine(folder, kv_policy=text) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        ids = {"prompt_token_ids": prompt(90)}
+        (default,) = llm.generate(ids, params, use_tqdm=False)
+        windowed, full = answers(llm, [prompt(90)], WINDOW)[0], answers(llm, [prompt(90)], None)[0]
+    assert default.outputs[0].token_ids == windowed.outputs[0].token_ids != full.outputs[0].token_ids
+
+
 def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:
     with engine(folder) as llm:
         answers(llm, [prompt(90), prompt(60)], WINDOW, 20)

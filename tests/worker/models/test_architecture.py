@@ -100,8 +100,11 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"layer_types": ["linear_attention"] * 6}, "layer type 'linear_attention', which is not known"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 3}},
-            "8 and 3 numbers; a head has 8 pairs",
+            "8 and 3 numbers as short_factor and long_factor of its longrope; a head has 8 pairs",
         ),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": "1" * 8}}, "a factor of longrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 8}}, "a factor of longrope"),
+        ({"model_type": ["qwen2_vl"]}, "known are"),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
         (

@@ -24,9 +24,11 @@ from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_dense_families import CASES as DENSE
 from tests.worker.models.test_moe_families import CASES as MIXTURES, QUANTISED
+from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
@@ -194,6 +196,21 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, name: str, size: int) -> No
     assert 0 < replicated <= (size - 1) * alike * 2  # a head norm's weight is kept once for each head
 
 
+@pytest.mark.parametrize(("name", "quantization"), [("llama3", "none"), ("mixtral", "none"), ("llama3", "int8")])
+def test_packed_and_int8_weights_are_cut_too(tmp_path: Path, name: str, quantization: str) -> None:
+    """In bfloat16, so that CPUs pack the weights: two ranks write what one does but for rounding."""
+    folder = make_folder(tmp_path, name)
+    kept = {}
+    for size in (1, 2):
+        settings = CHUNKS | {"dtype": "bfloat16", "quantization": quantization}
+        engine, ranks = make_sharded_engine(str(folder), size, **settings)
+        put(engine, "once", (90,))
+        kept[size] = ranks.logits()[1]
+        engine.shutdown()
+    correlation = torch.corrcoef(torch.stack((kept[1][0], kept[2][0])))[0, 1]
+    assert correlation > (0.999 if quantization == "none" else 0.98)
+
+
 def test_one_sum_a_sublayer(tmp_path: Path) -> None:
     """After the embedding: attention and feed-forward layer each, both at once where they stand side by side.
 
@@ -208,3 +225,13 @@ def test_one_sum_a_sublayer(tmp_path: Path) -> None:
         sums[family] = ranks.threads.rendezvous.sum_widths.count(SIZES["hidden_size"]) / len(ranks.logits())
         engine.shutdown()
     assert sums == {"llama": 9, "cohere2": 5, "qwen3_moe": 9}
+
+
+def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+
+    def start(size: int) -> ExecutorInfo:
+        return make_sharded_engine(str(folder), size, **CHUNKS)[0].info
+
+    with pytest.raises(ConfigError, match=r"tensor-parallel-size is 5; this llama model has 4 query heads.*at most 4"):
+        start(5)

@@ -86,6 +86,14 @@ def test_a_rank_killed_in_start_up(
     assert not left_behind(os.getpid())
 
 
+@pytest.mark.exhaustive
+def test_a_rank_that_hangs_in_start_up(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before(Load, monkeypatch, lambda: os.kill(pids[1], signal.SIGSTOP))
+    with pytest.raises(RankLost, match=r"Rank 1.*did not connect within"):
+        RanksExecutor(config(tiny_model, step_timeout_s=1.0), RankProcesses).start()
+    wait_until_gone(*pids)
+
+
 def test_a_start_that_is_interrupted(tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank hangs in Load; shutting its worker down does not wait for it."""
     hangs, told = threading.Event(), SimpleQueue[str]()

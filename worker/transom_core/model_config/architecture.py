@@ -204,7 +204,7 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         config = {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
-    family = config.get("model_type")
+    family = str(config.get("model_type", ""))
     return {**config, "model_type": _TEXT_FAMILIES[family]} if family in _TEXT_FAMILIES else config
 
 

@@ -40,6 +40,7 @@ _MAMBA = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
+    "phi3": {"original_max_position_embeddings": 4096},  # which a longrope alone asks for
     "granitemoehybrid": _MAMBA | {"shared_intermediate_size": 1024, "rms_norm_eps": 1e-6},
     "falcon_h1": {
         **_MAMBA,

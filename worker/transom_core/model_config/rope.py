@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transom_core.errors import ModelError
 from transom_core.model_config.layer_attention import LayerAttention
 
 Config = Mapping[str, Any]
@@ -86,6 +87,7 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
 
     Raises:
         KeyError, TypeError, ValueError: a value is missing or wrong.
+        ModelError: a longrope has too few or too many factors.
     """
     rotates = _rotates(config, layers)
     return tuple(_rope(config, layer) if rotates[index] else None for index, layer in enumerate(layers))
@@ -113,8 +115,8 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     """Return the RoPE of a layer. Fields that the config lacks have transformers' defaults."""
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    short, long = (_floats(parameters.get(name)) for name in ("short_factor", "long_factor"))
-    if short:
+    short, long = (_factors(parameters.get(name)) for name in ("short_factor", "long_factor"))
+    if short or long:
         kind = "longrope"  # Phi 3's first configs call it su or yarn
     elif kind == "mrope":
         kind = "default"  # Qwen's for images, which have positions of three axes; in a text the three are equal
@@ -125,8 +127,9 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     factor = float(parameters.get("factor") or longest / original)
     size = layer.rope_size or 2 * int(share * layer.head_size // 2)
     if kind == "longrope" and not 2 * len(short) == 2 * len(long) == size:
-        raise ValueError(
-            f"short_factor and long_factor have {len(short)} and {len(long)} numbers; a head has {size // 2} pairs"
+        raise ModelError(
+            f"config.json has {len(short)} and {len(long)} numbers as short_factor and long_factor of its longrope; "
+            f"a head has {size // 2} pairs, so each needs {size // 2}."
         )
     return Rope(
         kind=kind,
@@ -147,8 +150,12 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     )
 
 
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(map(float, values or ()))
+def _factors(values: Any) -> tuple[float, ...]:
+    """Return a set of longrope's factors; none if the config has none."""
+    factors = tuple(map(float, values or ()))
+    if isinstance(values, str) or not all(0 < factor < math.inf for factor in factors):
+        raise ValueError("a factor of longrope")
+    return factors
 
 
 def _parameters(config: Config, layer: LayerAttention) -> Config:
