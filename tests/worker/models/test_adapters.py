@@ -1,5 +1,6 @@
 """LoRA adapters of every kind of projection give the logits that PEFT's own model gives, with its adapters merged and unmerged."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import RankUsage
 from transom_worker.execution.setup.weight_plan import plan_weights
 from transom_worker.models.layers import adapters as adapters_module
+from transom_worker.models.weights.adapter_matrices import AdapterMatrices
 from transom_worker.scheduling.step import NO_ADAPTER, StepPlan
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
@@ -197,6 +199,14 @@ def test_ranks_give_the_logits_of_one_rank_and_hold_what_the_plan_says(llama: Ad
     lora = LoraConfig(max_loras=3, max_lora_rank=8)
     planned = plan_weights(str(llama.folder), "cpu", tensor_parallel_size=size, lora=lora).rank_bytes
     assert together.weight_bytes == planned
+
+
+def test_an_adapter_of_a_multimodal_model_is_its_text_decoders(llama: Adapted, tmp_path: Path) -> None:
+    own, multimodal = llama.adapters[0] / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors"
+    matrices = load_file(own)
+    for prefix in ("model.language_model.", "language_model.model."):
+        save_file({re.sub(r"model\.(?=layers)", prefix, name): matrix for name, matrix in matrices.items()}, multimodal)
+        assert AdapterMatrices(multimodal).names == AdapterMatrices(own).names
 
 
 def test_a_quantised_model_takes_adapters(llama: Adapted) -> None:
