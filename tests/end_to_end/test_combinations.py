@@ -52,7 +52,7 @@ MODELS = {
     "windows only": (HybridCase(window=16, pattern="S"), 120),
     "CF": (HybridCase(chunk=32, pattern="CF"), 190),
     "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
-    "states": (HybridCase(), 200),  # Qwen3.5
+    "states": (HybridCase(), 180),  # Qwen3.5
     "convolutions": (HybridCase(), 180),  # LFM2, whose rows slide even without the hybrid cache
 }
 CHUNKS = (16, 64, 1024)
