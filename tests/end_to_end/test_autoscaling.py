@@ -24,7 +24,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 
 async def until_workers(server: Server, count: int) -> None:
-    """Wait until so many workers take requests."""
+    """Wait until this number of workers takes requests."""
 
     def num_open() -> int:
         return sum(worker["state"] == "open" for worker in HTTP.get(server.url).json()["workers"])
