@@ -19,10 +19,8 @@ CPU_VARIABLE = "TRANSOM_CPU"
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
-_AT_HWCAP2, _HWCAP2_BF16 = (
-    26,
-    1 << 14,
-)  # where Linux says that an ARM processor multiplies bfloat16; LLVM does not ask there
+# where Linux says that an ARM processor multiplies bfloat16; LLVM does not ask there
+_AT_HWCAP2, _HWCAP2_BF16 = 26, 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import RankUsage
 from transom_worker.execution.setup.weight_plan import plan_weights
 from transom_worker.models.layers import adapters as adapters_module
-from transom_worker.models.weights.adapter_matrices import AdapterMatrices
 from transom_worker.scheduling.step import NO_ADAPTER, StepPlan
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
 
@@ -202,11 +201,12 @@ def test_ranks_give_the_logits_of_one_rank_and_hold_what_the_plan_says(llama: Ad
 
 
 def test_an_adapter_of_a_multimodal_model_is_its_text_decoders(llama: Adapted, tmp_path: Path) -> None:
-    own, multimodal = llama.adapters[0] / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors"
-    matrices = load_file(own)
-    for prefix in ("model.language_model.", "language_model.model."):
-        save_file({re.sub(r"model\.(?=layers)", prefix, name): matrix for name, matrix in matrices.items()}, multimodal)
-        assert AdapterMatrices(multimodal).names == AdapterMatrices(own).names
+    multimodal = []
+    for own, prefix in zip(llama.adapters, ("model.language_model.", "language_model.model."), strict=True):
+        multimodal.append(copytree(own, tmp_path / prefix))
+        weights = multimodal[-1] / "adapter_model.safetensors"
+        save_file({re.sub(r"model\.(?=layers)", prefix, name): a for name, a in load_file(weights).items()}, weights)
+    assert torch.equal(answer(replace(llama, adapters=tuple(multimodal))).logits, answer(llama).logits)
 
 
 def test_a_quantised_model_takes_adapters(llama: Adapted) -> None:

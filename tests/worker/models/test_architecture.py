@@ -428,7 +428,7 @@ def test_longrope_has_a_set_of_factors_for_long_sequences(kind: str) -> None:
     assert rope is not None
     for length in (256, 257):
         frequency, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, CPU, seq_len=length)
-        torch.testing.assert_close(frequencies(rope.reaching(length), CPU), frequency, rtol=1e-6, atol=0)
+        torch.testing.assert_close(frequencies(rope.for_length(length), CPU), frequency, rtol=1e-6, atol=0)
         assert rope.attention_factor == pytest.approx(factor)
 
 

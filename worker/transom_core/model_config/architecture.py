@@ -27,9 +27,9 @@ __all__ = [
     "LayerAttention",
     "choose_max_model_len",
     "kv_policy_obstacle",
-    "reaching",
     "read_architecture",
     "runnable",
+    "with_max_model_len",
     "with_windows",
 ]
 
@@ -272,10 +272,10 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
     return setting or longest
 
 
-def reaching(architecture: Architecture, max_model_len: int | None) -> Architecture:
+def with_max_model_len(architecture: Architecture, max_model_len: int | None) -> Architecture:
     """Return the model for sequences of up to `max_model_len` tokens, None for its own length; raises as `choose_max_model_len`."""
     length = choose_max_model_len(max_model_len, architecture)
-    return replace(architecture, ropes=tuple(rope and rope.reaching(length) for rope in architecture.ropes))
+    return replace(architecture, ropes=tuple(rope and rope.for_length(length) for rope in architecture.ropes))
 
 
 def with_windows(

@@ -70,10 +70,10 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cosine and sine
-    pair_factors: tuple[float, ...] = ()  # the set in use; the long one before `reaching` has chosen
+    pair_factors: tuple[float, ...] = ()  # the set in use; the long one before `for_length` has chosen
     short_factors: tuple[float, ...] = ()
 
-    def reaching(self, length: int) -> Rope:
+    def for_length(self, length: int) -> Rope:
         """Return the RoPE for a server whose longest sequence has `length` tokens.
 
         Transformers chooses a longrope's set by the length that a sequence has. Its cached keys are rotated already when it

@@ -1,9 +1,9 @@
 """Plans the KV cache of one rank's model: its groups, the arena of all ranks, the model's identity and the blocks' fingerprint.
 
 Workers of equal identities compute the same numbers from the same tokens. The identity is a digest of the contents of the model's
-files (`model_files.content`) and of all else that decides numbers: number formats, quantisation, windows, and which kernels
-compute. The number of ranks, memory, batches and layout do not change it: workers that differ only in these share results. The
-identity is part of
+files (`model_files.content`) and of all else that decides numbers: number formats, quantisation, windows, ropes (a longrope goes by
+`--max-model-len`), and which kernels compute. The number of ranks, memory, batches and layout do not change it: workers that
+differ only in these share results. The identity is part of
 
 - the root of every chain of hash blocks (`kv_cache.hashing`), so that no index, tier, mirror or transfer can take one model's
   blocks for another's;
@@ -28,7 +28,7 @@ from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "b4c695c1a405bb23"
+NUMERICS = "da2f3a4af5642679"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
@@ -88,9 +88,16 @@ class CacheSetup:
         config, loaded = self._config.model, self._loaded
         formats = {group.spec.name: sorted({layer.format for layer in group.layers}) for group in self._groups_of(0)}
         windows = (config.window, config.sinks, config.chunk, config.window_pattern)
-        lengths = [rope.pair_factors for rope in loaded.architecture.ropes if rope is not None and rope.pair_factors]
         kernels = (NUMERICS, loaded.device.type, kernels_on(loaded.device))
-        facts = (contents.hex(), loaded.dtype, config.quantization, formats, windows, lengths, kernels)
+        facts = (
+            contents.hex(),
+            loaded.dtype,
+            config.quantization,
+            formats,
+            windows,
+            loaded.architecture.ropes,
+            kernels,
+        )
         if self._config.lora is not None:  # gates and ups are rounded before the activation then
             return _digest(IDENTITY_BYTES, *facts, "lora").hex()
         return _digest(IDENTITY_BYTES, *facts).hex()

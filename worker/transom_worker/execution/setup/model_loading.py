@@ -13,7 +13,13 @@ from transom_core.config import LoraConfig, ModelConfig
 from transom_core.errors import ConfigError
 from transom_core.machine.gpu_checks import gpu_problem, torch_build
 from transom_core.machine.gpus import DEVICE_ORDER, expects_gpu, read_driver, visible_gpus
-from transom_core.model_config.architecture import Architecture, reaching, read_architecture, runnable, with_windows
+from transom_core.model_config.architecture import (
+    Architecture,
+    read_architecture,
+    runnable,
+    with_max_model_len,
+    with_windows,
+)
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.content import ContentPart, ContentReading
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
@@ -136,7 +142,7 @@ def _warn_about_unread(unread: Sequence[str], path: Path, architecture: Architec
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
     """Return the checkpoint's architecture, with the length, attention windows and chunks that the settings ask for."""
     return with_windows(
-        reaching(runnable(read_architecture(files.config)), config.max_model_len),
+        with_max_model_len(runnable(read_architecture(files.config)), config.max_model_len),
         window=config.window,
         sinks=config.sinks,
         chunk=config.chunk,

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from transom_core.errors import ModelError
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights
 
-_DECODER = re.compile(r"^(model\.language_model|language_model\.model)\.")  # of a multimodal model
 _MATRIX = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
 
 
@@ -41,8 +40,7 @@ class AdapterMatrices(Weights):
                     match = _MATRIX.fullmatch(name)
                     if match is None:
                         raise ModelError(f"tensor {name!r} is no matrix A or B of a projection")
-                    module = _DECODER.sub("model.", match["module"])
-                    (self.a if match["kind"] == "A" else self._b)[module] = file.get_tensor(name)
+                    (self.a if match["kind"] == "A" else self._b)[match["module"]] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path.name} is cut off or not safetensors ({error})") from None
         if alone := sorted(self.a.keys() ^ self._b.keys()):
