@@ -201,12 +201,14 @@ def test_ranks_give_the_logits_of_one_rank_and_hold_what_the_plan_says(llama: Ad
 
 
 def test_an_adapter_of_a_multimodal_model_is_its_text_decoders(llama: Adapted, tmp_path: Path) -> None:
-    multimodal = []
-    for own, prefix in zip(llama.adapters, ("model.language_model.", "language_model.model."), strict=True):
-        multimodal.append(copytree(own, tmp_path / prefix))
-        weights = multimodal[-1] / "adapter_model.safetensors"
+    def renamed(own: Path, prefix: str) -> Path:
+        folder = copytree(own, tmp_path / prefix)
+        weights = folder / "adapter_model.safetensors"
         save_file({re.sub(r"model\.(?=layers)", prefix, name): a for name, a in load_file(weights).items()}, weights)
-    assert torch.equal(answer(replace(llama, adapters=tuple(multimodal))).logits, answer(llama).logits)
+        return folder
+
+    newer, older = map(renamed, llama.adapters, ("model.language_model.", "language_model.model."))
+    assert torch.equal(answer(replace(llama, adapters=(newer, older))).logits, answer(llama).logits)
 
 
 def test_a_quantised_model_takes_adapters(llama: Adapted) -> None:
