@@ -151,6 +151,9 @@ def test_errors_of_the_server(server: HttpServer, error: Exception, status: int,
     assert "secret" not in stream + refused.text
 
 
+CALLED = {"type": "tool_use", "id": "a", "name": "add", "input": "not an object"}
+
+
 def content(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": blocks}]}
 
@@ -165,6 +168,7 @@ def content(*blocks: dict[str, Any]) -> dict[str, Any]:
         (content({"type": "image", "source": {}}), 'messages[0].content[0].type is "image"'),
         (content({"type": "text"}), "messages[0].content[0].text"),
         (content({"type": "tool_use"}), "messages[0].content[0].type"),
+        ({"messages": [USER, {"role": "assistant", "content": [CALLED]}, USER]}, "messages[1].content[0].input"),
         (content({"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}), "[0].content[0].type"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),

@@ -55,7 +55,7 @@ class ToolUseBlock(MarkedModel, frozen=True, kw_only=True, tag="tool_use"):
 
     id: str
     name: str
-    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+    input: dict[str, Raw]
 
 
 class ToolResultBlock(MarkedModel, frozen=True, kw_only=True, tag="tool_result"):
