@@ -12,7 +12,7 @@ versions may take other arguments.
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from triton.runtime import JITFunction, driver
 VERSIONS = ("3.6.", "3.7.")
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes: Triton compiles pointers to multiples of this to faster loads
+_address, _dtype = torch.Tensor.data_ptr, attrgetter("dtype")
 
 
 class PreparedLaunch:
@@ -41,11 +42,11 @@ class PreparedLaunch:
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[torch.Tensor, ...], *numbers: int) -> None:
         """Launch on the current stream. The kernel must list `numbers` in `do_not_specialize`; they are below 2 ** 31."""
-        addresses = [tensor.data_ptr() for tensor in pointers]
+        addresses = [*map(_address, pointers)]
         is_aligned = reduce(or_, addresses) % ALIGNMENT == 0  # of all addresses at once
         is_plain = self._is_compiled and is_aligned and not knobs.runtime.launch_enter_hook.calls
         if is_plain and self._compiled:
-            active, dtypes = driver.active, [tensor.dtype for tensor in pointers]
+            active, dtypes = driver.active, [*map(_dtype, pointers)]
             device = active.get_current_device()
             if self._recent[:2] != (device, dtypes):
                 self._recent = (device, dtypes, self._compiled.get((device, *dtypes)))
@@ -56,7 +57,7 @@ class PreparedLaunch:
                 return
         made = self._kernel[grid](*pointers, *numbers, **self._keywords)
         if is_plain and made is not None:
-            key = (driver.active.get_current_device(), *[tensor.dtype for tensor in pointers])
+            key = (driver.active.get_current_device(), *map(_dtype, pointers))
             self._compiled[key], self._recent = (made.run, made.function, made.packed_metadata), ()
 
 
