@@ -20,13 +20,8 @@ from tests.checkpoints import SIZES
 from tests.present import present
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config.architecture import (
-    RUNNABLE_FAMILIES,
-    choose_max_model_len,
-    read_architecture,
-    runnable,
-    with_windows,
-)
+from transom_core.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
+from transom_core.model_config.attention_layers import LAYER_TYPES
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES, Indexer
 from transom_core.model_config.rank_shares import rank_lines, rank_shares
@@ -37,7 +32,13 @@ from transom_worker.models.registry import FAMILIES
 SMALL = SIZES | {"model_type": "llama", "num_hidden_layers": 6, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text"),
+        *("cwm", "granite_swa", "exaone_moe", "afmoe"),
+    ],
+)
 def test_the_rules_are_those_of_transformers(family: str) -> None:
     """What transformers writes out, its layer types, is what we make of the config without them."""
     config = AutoConfig.for_model(**(SMALL | {"model_type": family, "num_hidden_layers": 12})).to_dict()
@@ -87,7 +88,7 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'; known are cohere2, deepseek_v2"),
+        ({"model_type": "bert"}, "model_type 'bert'; known are afmoe, arcee"),
         ({"num_hidden_layers": None}, "no size or number"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "its tokens see later ones"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "its tokens see later ones"),
@@ -105,6 +106,7 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": "1" * 8}}, "a factor of longrope"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 8}}, "a factor of longrope"),
         ({"model_type": ["qwen2_vl"]}, "known are"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv, a limit of queries"),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
         (
@@ -121,7 +123,6 @@ def test_what_is_not_understood_is_named(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "model_type 'gemma'; supported so far: 'llama'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'; supported so far: 'default'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported so far: 'silu', 'gelu_pytorch_tanh'"),
     ],
@@ -273,7 +274,7 @@ def test_kimi_linear_as_published() -> None:
 
 
 def test_families_that_run_have_a_class() -> None:
-    assert set(RUNNABLE_FAMILIES) == set(FAMILIES)
+    assert set(LAYER_TYPES) == set(FAMILIES)
     assert runnable(read_architecture(SMALL)).num_layers == 6
 
 

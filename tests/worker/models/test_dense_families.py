@@ -178,13 +178,24 @@ _CASES = {
         each(sliding_window=25, rope_parameters=LONGROPE | {"short_factor": [1.0] * 6}),
     ),
     "seed_oss": FamilyCase({"head_dim": 24, "attention_out_bias": True}, each(attention_out_bias=False)),
+    "cwm": FamilyCase({"sliding_window": 20, "rope_parameters": LLAMA3_ROPE}, each(sliding_window=21)),
+    "arcee": FamilyCase({"mlp_bias": True}, each(hidden_act="silu")),
+    "gemma": FamilyCase({"head_dim": 24}, each(rms_norm_eps=1.0)),
+    "vaultgemma": FamilyCase(
+        {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
+        each(sliding_window=17, attn_logit_softcapping=None),
+    ),
+    "granite_swa": FamilyCase(
+        GRANITE | {"sliding_window": 20, "layer_rope_theta": [0, 1000.0, 10_000.0, 1000.0], "seed": 2},
+        each(sliding_window=21, layer_rope_theta=[1000.0] * 4, attention_multiplier=0.2),
+    ),
     "cohere2": FamilyCase({"sliding_window": 24, "logit_scale": 0.25}, each(sliding_window=23)),
 }
 CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.
-DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "exaone4 without windows")]
+DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "cwm", "gemma", "exaone4 without windows")]
 
 
 @pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))

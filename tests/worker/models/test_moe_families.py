@@ -16,7 +16,15 @@ from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
 from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
-from tests.worker.models.test_dense_families import CASES as DENSE, DELTA_NET, MAMBA, MLA, NEMOTRON, YARN as DENSE_YARN
+from tests.worker.models.test_dense_families import (
+    CASES as DENSE,
+    DELTA_NET,
+    GRANITE,
+    MAMBA,
+    MLA,
+    NEMOTRON,
+    YARN as DENSE_YARN,
+)
 from transom_kernels.cpu.program import Program, record_program
 from transom_kernels.launch import has_cpu_kernels
 from transom_worker.models.registry import FAMILIES
@@ -110,6 +118,35 @@ _CASES = {
         | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
         each(routed_scaling_factor=1.0, norm_topk_prob=False),
     ),
+    "olmoe": FamilyCase({"num_experts": 6, "num_experts_per_tok": 2, "seed": 1}, each(norm_topk_prob=True)),
+    "mellum": FamilyCase(
+        EIGHT
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3], "sliding_window": 20}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        each(sliding_window=21, norm_topk_prob=False),
+    ),
+    "solar_open": FamilyCase(EXPERTS | {"routed_scaling_factor": 1.5}, each(routed_scaling_factor=1.0)),
+    "exaone_moe": FamilyCase(
+        EIGHT
+        | {"num_shared_experts": 1, "sliding_window": 20, "sliding_window_pattern": 2, "seed": 1}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        each(sliding_window=21, routed_scaling_factor=1.0, num_experts_per_tok=2),
+    ),
+    "afmoe": FamilyCase(
+        EIGHT
+        | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True}
+        | {"sliding_window": 20, "global_attn_every_n_layers": 2},
+        each(sliding_window=21, route_scale=1.0, mup_enabled=False),
+    ),
+    "granitemoe": FamilyCase(GRANITE | {"num_local_experts": 6}, each(num_experts_per_tok=3, residual_multiplier=1.0)),
+    "granitemoeshared": FamilyCase(
+        GRANITE | {"num_local_experts": 6, "shared_intermediate_size": 80},
+        each(num_experts_per_tok=3, attention_multiplier=0.2),
+    ),
+    "granitemoe_swa": FamilyCase(
+        GRANITE | {"num_local_experts": 6, "shared_intermediate_size": 80, "sliding_window": 20},
+        each(sliding_window=21, layer_rope_theta=[0, *[10_000.0] * 3]),
+    ),
     "minimax_m2": FamilyCase(
         {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8, "seed": 1}, each(num_experts_per_tok=1)
     ),
@@ -159,7 +196,12 @@ QUANTISED: dict[str, Callable[[Path, Path], None]] = {
 ALL_CASES = DENSE | CASES
 
 
-@pytest.fixture(scope="module", params=[*CASES, *QUANTISED, "deepseek_v4"])
+# These differ from one of the others in what `Architecture` says alone.
+RARELY = ("olmoe", "mellum", "solar_open", "granitemoe", "granitemoeshared")
+ALL = [*CASES, *QUANTISED, "deepseek_v4"]
+
+
+@pytest.fixture(scope="module", params=some_daily(ALL, daily=[name for name in ALL if name not in RARELY]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("family"), request.param)
 

@@ -37,18 +37,17 @@ __all__ = [
 _TEXT_FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
     "qwen3_vl_text": "qwen3",
+    "exaone4_5_text": "exaone4",
 }
 
-# `models.registry` can build each of these; the others can only be planned.
-RUNNABLE_FAMILIES = tuple(family for family in LAYER_TYPES if family != "gemma")
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
 _ACTIVATIONS: dict[str, _Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED_ACTIVATIONS: dict[str, _Activation] = {"relu2": "relu2"}
-_UNGATED_FAMILIES = ("nemotron_h",)  # whose feed-forward networks have no gates
+_UNGATED_FAMILIES = ("nemotron_h", "arcee")  # whose feed-forward networks have no gates
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
-_UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm4_moe", "mimo_v2_flash")
+_UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm4_moe", "solar_open", "mimo_v2_flash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             mla=read_mla(config, ropes[0]),
             mamba=read_mamba(config),
-            activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+            activation=_activation(config),
             # A classifier's files have no head for tokens; the token that each request ends with means nothing.
             tie_embeddings=bool(config.get("tie_word_embeddings", False)) or num_labels > 0,
             num_labels=num_labels,
@@ -174,6 +173,14 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json has a value that is no size or number: {str(error)[:200]}.") from None
     _check_sizes(architecture)
     return architecture
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """Return the config's name of the activation. Gemma 1's first configs say gelu, and mean gelu by tanh."""
+    is_gemma = config.get("model_type") == "gemma"
+    return (
+        "gelu_pytorch_tanh" if is_gemma else str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
+    )
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:
@@ -209,8 +216,8 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
-    """Return the layers with a learned sink logit per head: all layers of gpt-oss, and MiMo's layers with a window."""
-    all_layers = family == "gpt_oss"
+    """Return the layers with a learned sink logit per head: all layers of gpt-oss and of Granite with windows, and MiMo's layers with a window."""
+    all_layers = family in ("gpt_oss", "granite_swa", "granitemoe_swa")
     window_layers = family == "mimo_v2_flash"
     return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))
 
@@ -221,12 +228,6 @@ def runnable(architecture: Architecture) -> Architecture:
     Raises:
         ModelError: the model can only be planned. The message says what is supported.
     """
-    if architecture.family not in RUNNABLE_FAMILIES:
-        supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
-        raise ModelError(
-            f"config.json says model_type {architecture.family!r}; supported so far: {supported}. "
-            "`transom plan` can still plan its cache."
-        )
     kinds = {rope.kind for rope in architecture.ropes if rope is not None} - set(ROPE_KINDS)
     if kinds:
         raise ModelError(

@@ -184,6 +184,10 @@ def _full_every_nth(default: int) -> Callable[[Config, int], str]:
     return rule
 
 
+def _full_every_fourth_from_first(_: Config, index: int) -> str:
+    return SLIDING if index % 4 else FULL
+
+
 def _full_every_fourth_if_sliding(config: Config, index: int) -> str:
     """Return what `_full_every_nth` returns, for configs with a window. A pattern may be letters, L for a window: "LLLG"."""
     pattern = config.get("sliding_window_pattern")
@@ -217,7 +221,9 @@ def _by_ratio(config: Config, index: int) -> str:
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(
-        ("llama", "glm4_moe", "minimax_m2", "granite", "seed_oss", "olmo2", "gemma"), lambda _, index: FULL
+        ("llama", "arcee", "glm4_moe", "solar_open", "minimax_m2", "granite", "seed_oss", "olmo2", "olmoe", "gemma")
+        + ("granitemoe", "granitemoeshared", "mellum"),
+        lambda _, index: FULL,
     ),
     **dict.fromkeys(MLA_FAMILIES, lambda _, index: FULL),
     **dict.fromkeys(
@@ -225,8 +231,10 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
         lambda config, index: SLIDING if config.get("sliding_window") else FULL,
     ),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _sliding_from_max_window_layers),
-    **dict.fromkeys(("gemma2", "gpt_oss"), lambda _, index: FULL if index % 2 else SLIDING),
+    **dict.fromkeys(("gemma2", "vaultgemma", "gpt_oss"), lambda _, index: FULL if index % 2 else SLIDING),
     **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
+    **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa"), _full_every_fourth_from_first),
+    **dict.fromkeys(("exaone4", "exaone_moe"), _full_every_fourth_if_sliding),
     **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
     **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
@@ -236,7 +244,9 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     ),
     "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
-    "exaone4": _full_every_fourth_if_sliding,
+    "afmoe": lambda config, index: (
+        SLIDING if (index + 1) % int(config.get("global_attn_every_n_layers") or 4) else FULL
+    ),
     "llama4_text": _chunked_where_rotary,
     "mimo_v2_flash": lambda _, index: SLIDING if index and (index + 1) % 6 else FULL,
     "deepseek_v4": _by_ratio,

@@ -61,15 +61,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 4096},
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations
     "mimo_v2_flash": {"rms_norm_eps": 1e-5, "attention_value_scale": 0.707},
-    "gemma": {"tie_word_embeddings": True},
-    "gemma2": _GEMMA
-    | {
-        "vocab_size": 256_000,
-        "num_hidden_layers": 26,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    **dict.fromkeys(
+        ("gemma2", "vaultgemma"),
+        _GEMMA
+        | {
+            "vocab_size": 256_000,
+            "num_hidden_layers": 26,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma3_text": _GEMMA | {"vocab_size": 262_208, "num_hidden_layers": 26},
     "gemma4_text": _GEMMA
     | {
@@ -84,7 +87,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-    "exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    **dict.fromkeys(("exaone4", "exaone_moe"), {"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    "cwm": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},
+    "afmoe": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 1024},
+    "mellum": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 1024},
+    "granite_swa": {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
+    "granitemoe_swa": {"rms_norm_eps": 1e-6, "sliding_window": 128, "shared_intermediate_size": 0},
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}),
+    "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    "olmoe": {"rms_norm_eps": 1e-5},
+    "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "minimax_m2": {"head_dim": 128},

@@ -36,6 +36,7 @@ _DEEPSEEK_V3: Config = {
     **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 _DEFAULTS: dict[str, Config] = {
     "deepseek_v2": {
         **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0},
@@ -73,7 +74,21 @@ _DEFAULTS: dict[str, Config] = {
         **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True},
         **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
     },
-    "granitemoehybrid": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    **dict.fromkeys(GRANITE_MIXTURES, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "mellum": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
+    "afmoe": {
+        **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2},
+        **{"num_dense_layers": 1, "route_scale": 1.0},
+    },
+    "exaone_moe": {
+        **{**_DEEPSEEK_V3, "num_experts": 64, "moe_intermediate_size": 1024, "first_k_dense_replace": 1},
+        **{"num_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    },
+    "solar_open": {
+        **{**_DEEPSEEK_V3, "n_routed_experts": 128, "moe_intermediate_size": 1280, "first_k_dense_replace": 0},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "intermediate_size": 0},
+    },
     "jamba": {"num_experts_per_tok": 2},
     "nemotron_h": {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "norm_topk_prob": True},
@@ -132,7 +147,24 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 normalise=bool(config.get("norm_topk_prob", False)),
                 shared_size=int(config.get("shared_expert_intermediate_size", 0)),
             )
-        case "granitemoehybrid":
+        case "olmoe":
+            if config.get("clip_qkv") is not None:
+                raise ValueError("clip_qkv, a limit of queries, keys and values, is not supported")
+            return replace(plain, normalise=bool(config.get("norm_topk_prob", False)))
+        case "mellum":
+            kinds = config.get("mlp_layer_types")
+            layers = plain.layers if kinds is None else _mimo_layers(config, num_layers)
+            return replace(plain, layers=layers, normalise=bool(config["norm_topk_prob"]))
+        case "afmoe":
+            return replace(
+                plain,
+                layers=frozenset(range(int(config["num_dense_layers"]), num_layers)),
+                scale=float(config["route_scale"]),
+                shared_size=int(config["num_shared_experts"]) * plain.inner_size,
+            )
+        case "exaone_moe":
+            return _deepseek(plain, {**config, "n_shared_experts": config["num_shared_experts"]}, num_layers)
+        case family if family in GRANITE_MIXTURES:
             return replace(plain, shared_size=int(config["shared_intermediate_size"]))
         case "jamba":
             return replace(plain, layers=_mimo_layers(config, num_layers), normalise=False)
@@ -142,7 +174,14 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
         case (
-            "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear"
+            "deepseek_v2"
+            | "deepseek_v3"
+            | "deepseek_v32"
+            | "kimi_k2"
+            | "glm4_moe_lite"
+            | "glm_moe_dsa"
+            | "kimi_linear"
+            | "solar_open"
         ):
             return _deepseek(plain, config, num_layers)
         case "nemotron_h":

@@ -32,6 +32,8 @@ _DEFAULT_THETA = {
     "mixtral": 1_000_000.0,
     "gemma3_text": 1_000_000.0,
     "minimax_m2": 5_000_000.0,
+    "cwm": 1_000_000.0,
+    "solar_open": 1_000_000.0,
     "lfm2": 1_000_000.0,
     "lfm2_moe": 1_000_000.0,
 }
@@ -40,6 +42,7 @@ _DEFAULT_PARAMETERS: dict[str, Config] = {
         "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
         "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
     },
+    "mellum": {"full_attention": {"rope_theta": 500_000.0}, "sliding_attention": {"rope_theta": 10_000.0}},
     "gemma4_text": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
@@ -89,8 +92,9 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
         KeyError, TypeError, ValueError: a value is missing or wrong.
         ModelError: a longrope has too few or too many factors.
     """
-    rotates = _rotates(config, layers)
-    return tuple(_rope(config, layer) if rotates[index] else None for index, layer in enumerate(layers))
+    rotates, thetas = _rotates(config, layers), config.get("layer_rope_theta") or ()
+    own = [{"layer_rope_theta": thetas[index]} if thetas else {} for index in range(len(layers))]
+    return tuple(_rope({**config, **own[i]}, layer) if rotates[i] else None for i, layer in enumerate(layers))
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
@@ -100,12 +104,14 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
             interval = int(config.get("no_rope_layer_interval", 4))
             return [bool(flags[i]) if flags else bool((i + 1) % interval) for i in range(len(layers))]
-        case "exaone4":
+        case "exaone4" | "exaone_moe":
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
-        case "cohere2":
+        case "cohere2" | "afmoe":
             return [layer.window is not None for layer in layers]
         case "nemotron_h" | "kimi_linear" | "jamba":
             return [False] * len(layers)
+        case "granite_swa" | "granitemoe_swa" if config.get("layer_rope_theta"):
+            return [bool(config["layer_rope_theta"][index]) for index in range(len(layers))]
         case "granitemoehybrid" if config.get("position_embedding_type") != "rope":
             return [False] * len(layers)
     return [layer.convolution is None and layer.recurrent is None for layer in layers]
@@ -171,10 +177,14 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
         found = {}
     if not windowed or family not in _SCALED_WITHOUT_WINDOW:
         found = {**found, **(config.get("rope_scaling") or {})}
-    theta = found.get("rope_theta") or (
-        (config.get("rope_local_base_freq") or 10_000.0)
-        if windowed and family == "gemma3_text"
-        else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
+    theta = (
+        config.get("layer_rope_theta")
+        or found.get("rope_theta")
+        or (
+            (config.get("rope_local_base_freq") or 10_000.0)
+            if windowed and family == "gemma3_text"
+            else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
+        )
     )
     return {**found, "rope_theta": theta}
 

@@ -38,6 +38,9 @@ class Scales:
 
 
 NO_SCALES = Scales()
+_GRANITE_FAMILIES = (
+    *("granite", "granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid"),
+)
 
 
 def read_scales(config: Mapping[str, Any]) -> Scales:
@@ -49,7 +52,7 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
     match config.get("model_type"):
         case "gemma":
             return Scales(embedding=_root_of_hidden_size(config))
-        case "gemma2" | "gemma3_text":
+        case "gemma2" | "vaultgemma" | "gemma3_text":
             return Scales(
                 embedding=_root_of_hidden_size(config),
                 query=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
@@ -66,7 +69,9 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             return Scales(value=float(config.get("attention_value_scale") or 1.0))
         case "cohere2":
             return Scales(logit=float(config.get("logit_scale", 0.0625)))
-        case "granite" | "granitemoehybrid":
+        case "afmoe" if config.get("mup_enabled"):
+            return Scales(embedding=_root_of_hidden_size(config))
+        case family if family in _GRANITE_FAMILIES:
             return Scales(
                 embedding=float(config.get("embedding_multiplier", 1.0)) / residual_factor(config),
                 query=float(config.get("attention_multiplier", 1.0)),
@@ -89,7 +94,7 @@ def residual_factor(config: Mapping[str, Any]) -> float:
     The model is computed without this factor, with the residual divided by m: x + m y = m (x / m + y). So embeddings are divided by
     m, and since rms_norm(x, eps) = rms_norm(x / m, eps / m ** 2), norms have the eps divided by m ** 2.
     """
-    is_granite = config.get("model_type") in ("granite", "granitemoehybrid")
+    is_granite = config.get("model_type") in _GRANITE_FAMILIES
     return float(config.get("residual_multiplier", 1.0)) if is_granite else 1.0
 
 

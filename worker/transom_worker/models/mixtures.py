@@ -3,6 +3,12 @@
     mixtral         none here: all layers are MoE, with a softmax over the chosen experts
     qwen2_moe       some layers may be dense; a shared expert, whose output a sigmoid of the token multiplies
     qwen3_moe       QK norm of each head; some layers may be dense
+    olmoe           QK norm over all heads
+    mellum          as qwen3_moe
+    solar_open      routed as deepseek_v3; a shared expert
+    exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
+    afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP, QK
+                    norm of each head, a gate on attention's output, NoPE in layers without a window
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
     deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, glm4_moe_lite, glm_moe_dsa
@@ -11,6 +17,8 @@
     kimi_linear     gated delta nets and MLA without rotation, both under `self_attn`; experts as deepseek_v3
     qwen3_next, qwen3_5_moe_text
                     as qwen3_5_text, with experts as qwen2_moe
+    granitemoe, granitemoeshared, granitemoe_swa
+                    a shared expert on request; granitemoe_swa has a sink logit for each head
     granitemoehybrid
                     Mamba-2 instead of attention in most layers; experts beside a shared one, or the shared one alone
     nemotron_h      Mamba-2 or NoPE attention; MLPs and experts without gates, relu(up) ** 2; routed as deepseek_v3; experts may
@@ -24,7 +32,7 @@
     llama4_text     chunked attention with RoPE, and every fourth layer global without RoPE (NoPE), both in `Architecture`; a shared
                     expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
 
-Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss, granitemoehybrid and (unless quantised) llama4_text all
+Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss, granitemoe* and (unless quantised) llama4_text all
 experts in two stacks. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device
 computes with MXFP4.
 
@@ -161,11 +169,27 @@ def _mixture(architecture: Architecture) -> Mixture:
 
 _corrected = partial(_routed_or_dense, correction="gate.e_score_correction_bias")
 _mixtral = partial(_routed_or_dense, prefix="block_sparse_moe.", names=("w1", "w3", "w2"))
+_granite = partial(_mixtral, names=())
 _lfm2 = partial(_mixtral, prefix="feed_forward.", correction="expert_bias")
 
 MIXTURE_STYLES = {
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), Style(feed_forward=_corrected)
+        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "solar_open"),
+        Style(feed_forward=_corrected),
+    ),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), Style(feed_forward=_granite)),
+    "granitemoe_swa": Style(sink_logits="sinks", feed_forward=_granite),
+    "olmoe": Style(qk_norm="all", feed_forward=_routed_or_dense),
+    "mellum": Style(qk_norm="each", feed_forward=_routed_or_dense),
+    "exaone_moe": Style(qk_norm="each", feed_forward=partial(_routed_or_dense, correction="e_score_correction_bias")),
+    "afmoe": Style(
+        norm_after_attention="post_attention_layernorm",
+        norm_before_mlp="pre_mlp_layernorm",
+        norm_after_mlp="post_mlp_layernorm",
+        norm_wide=True,
+        qk_norm="each",
+        output_gate="gate_proj",
+        feed_forward=partial(_routed_or_dense, correction="expert_bias"),
     ),
     "mixtral": Style(feed_forward=_mixtral),
     "qwen2_moe": Style(feed_forward=_routed_or_dense),
@@ -176,7 +200,6 @@ MIXTURE_STYLES = {
     "minimax_m2": Style(qk_norm="all", feed_forward=partial(_mixtral, correction="e_score_correction_bias")),
     "deepseek_v2": Style(feed_forward=_routed_or_dense),
     "kimi_linear": Style(feed_forward=partial(_mixtral, correction="gate.e_score_correction_bias")),
-    "granitemoehybrid": Style(feed_forward=partial(_mixtral, names=())),
     "nemotron_h": Style(norm_wide=True, feed_forward=_corrected),
     "jamba": Style(feed_forward=_routed_or_dense),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),

@@ -11,6 +11,7 @@ from transom_core.config import LoraConfig
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mamba import MAMBA_FAMILIES
+from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_worker.models.adapter_loading import load_adapter
 from transom_worker.models.decoder import Decoder
@@ -84,7 +85,7 @@ def _by_own_names(architecture: Architecture, rename: Callable[[str], str] | Non
     """Return a checkpoint's weights under the names by which the model reads them, apart and with their factors."""
     if rename is not None:
         weights = WeightsView(weights, rename)
-    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, "phi3"):
+    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, *GRANITE_MIXTURES, "phi3"):
         weights = SplitProjections(weights, architecture)
     factors = architecture.scales.projections
     return ScaledWeights(weights, factors) if factors else weights

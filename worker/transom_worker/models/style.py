@@ -3,14 +3,18 @@
 Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family. The
 dense families are here, those with experts in `mixtures`. Each row names a dense family's differences from llama:
 
-    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3
+    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3, cwm
                    none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
                    separate ones (`weights.renamed_weights`)
+    arcee          MLPs without gates, relu(up) ** 2
+    granite_swa    a sink logit for each head
     youtu          MLA (`mla.py`)
     qwen3          QK norm of each head
     qwen3_5_text   gated delta nets instead of attention in most layers, whose output has a gate in the others; QK norm of each
                    head, norm weights minus 1; projections that hold several are read as separate ones
     lfm2           short convolutions instead of attention in some layers, QK norm of each head
+    gemma          norm weights minus 1
+    vaultgemma     as gemma2, with norms before attention and MLP only
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
     olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
@@ -101,12 +105,17 @@ _PLAIN = (
     "qwen2",
     "youtu",
     "falcon_h1",
+    "cwm",
+    "arcee",
 )
 DENSE_STYLES = {
     **dict.fromkeys(_PLAIN, Style()),
     "qwen3": Style(qk_norm="each"),
     "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
     "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),
+    "granite_swa": Style(sink_logits="sinks"),
+    "gemma": Style(norm_plus_one=True),
+    "vaultgemma": replace(_GEMMA, norm_after_attention="", norm_after_mlp=""),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),
     "olmo2": _OLMO,

@@ -8,6 +8,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.falcon_h1 import FALCON_H1
 from transom_core.model_config.jamba import JAMBA
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
+from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
 from transom_core.model_config.recurrent import KIMI_LINEAR
 from transom_worker.models.weights.checkpoint import Weights, WeightsView
@@ -46,7 +47,12 @@ _JAMBA = {
 }
 OWN_NAMES = {
     **dict.fromkeys(LFM2_FAMILIES, _LFM2),
-    "granitemoehybrid": _GRANITE_HYBRID,
+    **dict.fromkeys(GRANITE_MIXTURES, _GRANITE_HYBRID),
+    "granitemoe_swa": {
+        ".block_sparse_moe.gate.": ".block_sparse_moe.router.",
+        ".block_sparse_moe.shared_experts.": ".shared_mlp.",
+    },
+    "afmoe": {".mlp.gate.": ".mlp.router.gate."},
     KIMI_LINEAR: _KIMI_LINEAR,
     JAMBA: _JAMBA,
 }

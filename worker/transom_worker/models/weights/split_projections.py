@@ -16,6 +16,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
+from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
 
@@ -44,6 +45,8 @@ class SplitProjections(WeightsView):
                 self._add("mlp.", "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
             elif architecture.mamba is not None:
                 self._add_mamba(architecture, layer)
+            elif architecture.family in GRANITE_MIXTURES:
+                self._add_granite(architecture)
             elif layer.recurrent is None:
                 self._add("self_attn.", "q_proj", {"q_proj": size, "q_gate": size})
             elif architecture.family == "qwen3_next":
@@ -61,8 +64,11 @@ class SplitProjections(WeightsView):
             keys, values = layer.num_kv_heads * layer.head_size, layer.num_heads * (layer.value_size or 0)
             widths = {"in_proj_z": values, "in_proj_v": values, "in_proj_k": keys, "in_proj_q": keys}
             self._add("mamba.", "in_proj", widths | {"in_proj_a": layer.num_heads})
-        if architecture.family != "granitemoehybrid":
-            return
+        if architecture.family == "granitemoehybrid":
+            self._add_granite(architecture)
+
+    def _add_granite(self, architecture: Architecture) -> None:
+        """Add the projections of a dense MLP or of the shared expert."""
         mixture = architecture.mixture
         inner = architecture.intermediate_size if mixture is None else mixture.shared_size
         for prefix in ("mlp.", "shared_experts."):
