@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config import falcon_h1, jamba, lfm2, mamba, recurrent
-from transom_core.model_config.attention_layers import LAYER_TYPES, attention_layers
+from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
 from transom_core.model_config.layer_attention import LayerAttention
@@ -22,7 +22,6 @@ from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
 from transom_core.model_config.scales import NO_SCALES, Scales, read_scales, residual_factor
 
 __all__ = [
-    "RUNNABLE_FAMILIES",
     "Architecture",
     "LayerAttention",
     "choose_max_model_len",
@@ -33,11 +32,14 @@ __all__ = [
     "with_windows",
 ]
 
-# Families of multimodal models -> the family that their text decoder is. Older configs of Qwen have no part for the decoder.
-_TEXT_FAMILIES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
-    "qwen3_vl_text": "qwen3",
-    "exaone4_5_text": "exaone4",
+# Families of multimodal models -> what their text decoders' configs say in the words of a family of texts. Older configs of Qwen have
+# no part for the decoder.
+_QWEN2 = {"model_type": "qwen2"}
+_TEXT_FAMILIES: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _QWEN2),
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "exaone4_5_text": {"model_type": "exaone4"},
 }
 
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -212,11 +214,11 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(inner, Mapping):
         config = {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
     family = str(config.get("model_type", ""))
-    return {**config, "model_type": _TEXT_FAMILIES[family]} if family in _TEXT_FAMILIES else config
+    return {**config, **_TEXT_FAMILIES.get(family, {})}
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
-    """Return the layers with a learned sink logit per head: all layers of gpt-oss and of Granite with windows, and MiMo's layers with a window."""
+    """Return the layers with a learned sink logit per head: all of gpt-oss and of Granite with windows; MiMo's with a window."""
     all_layers = family in ("gpt_oss", "granite_swa", "granitemoe_swa")
     window_layers = family == "mimo_v2_flash"
     return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))

@@ -221,8 +221,21 @@ def _by_ratio(config: Config, index: int) -> str:
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(
-        ("llama", "arcee", "glm4_moe", "solar_open", "minimax_m2", "granite", "seed_oss", "olmo2", "olmoe", "gemma")
-        + ("granitemoe", "granitemoeshared", "mellum"),
+        (
+            *(
+                "llama",
+                "arcee",
+                "granite",
+                "seed_oss",
+                "olmo2",
+                "gemma",
+                "glm4_moe",
+                "solar_open",
+                "minimax_m2",
+                "olmoe",
+            ),
+            *("granitemoe", "granitemoeshared", "mellum"),
+        ),
         lambda _, index: FULL,
     ),
     **dict.fromkeys(MLA_FAMILIES, lambda _, index: FULL),

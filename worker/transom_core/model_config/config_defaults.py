@@ -19,6 +19,10 @@ _GEMMA = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_GEMMA2 = _GEMMA | {
+    **{"vocab_size": 256_000, "num_hidden_layers": 26, "max_position_embeddings": 8192},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
 _MLA = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -37,6 +41,8 @@ _MAMBA = {
     **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_d_conv": 4},
     **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
 }
+_GRANITE_MOE = {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}
+_EXAONE = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
@@ -62,17 +68,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations
     "mimo_v2_flash": {"rms_norm_eps": 1e-5, "attention_value_scale": 0.707},
     "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-    **dict.fromkeys(
-        ("gemma2", "vaultgemma"),
-        _GEMMA
-        | {
-            "vocab_size": 256_000,
-            "num_hidden_layers": 26,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
+    **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA2),
     "gemma3_text": _GEMMA | {"vocab_size": 262_208, "num_hidden_layers": 26},
     "gemma4_text": _GEMMA
     | {
@@ -87,13 +83,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-    **dict.fromkeys(("exaone4", "exaone_moe"), {"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    **dict.fromkeys(("exaone4", "exaone_moe"), _EXAONE),
     "cwm": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},
     "afmoe": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 1024},
     "mellum": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 1024},
     "granite_swa": {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
-    "granitemoe_swa": {"rms_norm_eps": 1e-6, "sliding_window": 128, "shared_intermediate_size": 0},
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}),
+    "granitemoe_swa": _GRANITE_MOE | {"sliding_window": 128},
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE_MOE),
     "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     "olmoe": {"rms_norm_eps": 1e-5},
     "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},

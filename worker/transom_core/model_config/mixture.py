@@ -36,6 +36,7 @@ _DEEPSEEK_V3: Config = {
     **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+_EIGHT: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 _DEFAULTS: dict[str, Config] = {
     "deepseek_v2": {
@@ -54,7 +55,6 @@ _DEFAULTS: dict[str, Config] = {
         **{"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
         **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1},
     },
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "qwen2_moe": {
         **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
@@ -74,7 +74,7 @@ _DEFAULTS: dict[str, Config] = {
         **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True},
         **{"shared_expert_intermediate_size": 512, "intermediate_size": 0},
     },
-    **dict.fromkeys(GRANITE_MIXTURES, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    **dict.fromkeys((*GRANITE_MIXTURES, "mixtral"), _EIGHT),
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
     "mellum": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
     "afmoe": {

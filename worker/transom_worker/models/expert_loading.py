@@ -1,7 +1,7 @@
 """Loads this rank's inner columns of every expert into stacked tensors, from each of the layouts that checkpoints have.
 
     experts_by_name    one tensor per expert and matrix (Mixtral, Qwen3-MoE, MiMo, DeepSeek V4)
-    experts_by_stack   two tensors of all experts, input axis first (gpt-oss, Llama 4)
+    experts_by_stack   two tensors of all experts, input axis first (gpt-oss, Llama 4, Qwen3-VL)
     experts_by_rows    two tensors of all experts, output axis first (Gemma 4, Qwen3.5)
 
 Each rank loads a range of the inner columns of every expert (`own` in this file). *Packed* experts stay in MXFP4 as stored, on
@@ -104,15 +104,18 @@ def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertT
     )
 
 
-def experts_by_rows_or_name(
-    load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int
+def experts_by_stack_or_name(
+    load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int, *, takes_input_first: bool = False
 ) -> ExpertTensors | StoredExperts:
     """Load the tensors below `experts.` as `experts_by_rows` does if the checkpoint has such stacks or `names` is empty, else as
-    `experts_by_name` does: tools that quantise write one tensor per expert and matrix."""
+    `experts_by_name` does: tools that quantise write one tensor per expert and matrix. With `takes_input_first` stacks that have
+    the input axis first are loaded as `experts_by_stack` does."""
     # A name may begin with "language_model.", which ends with "model." itself.
     stack = f"{load.prefix}experts.gate_up_proj"
     if not names or any(name.endswith(stack) for name in load.weights.names):
-        return experts_by_rows(load.under("experts."), mixture, hidden_size)
+        first = load.weights(stack, part=(slice(0, 1),)) if takes_input_first else None
+        by_rows = first is None or first.shape[1] != hidden_size
+        return (experts_by_rows if by_rows else experts_by_stack)(load.under("experts."), mixture, hidden_size)
     return experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, hidden_size)
 
 

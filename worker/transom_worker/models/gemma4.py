@@ -23,7 +23,7 @@ from transom_kernels.moe import GateRule
 from transom_kernels.rms_norm import rms_norm
 from transom_kernels.route import Routing
 from transom_worker.models.decoder import Decoder
-from transom_worker.models.expert_loading import experts_by_rows_or_name
+from transom_worker.models.expert_loading import experts_by_stack_or_name
 from transom_worker.models.layers.experts import ExpertRouter, make_experts
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.residual import Residual, select_rows
@@ -130,7 +130,7 @@ class DenseAndExperts:
         assert mixture is not None
         experts = mixture.num_experts
         self._mlp = dense_feed_forward(architecture, index, load.partial())
-        weights = experts_by_rows_or_name(load, ("gate_proj", "up_proj", "down_proj"), mixture, hidden)
+        weights = experts_by_stack_or_name(load, ("gate_proj", "up_proj", "down_proj"), mixture, hidden)
         rule = GateRule(activation=architecture.gate_activation)
         self._experts = make_experts(weights, rule, quantization=load.quantization)
         scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5

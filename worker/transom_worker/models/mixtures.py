@@ -7,8 +7,8 @@
     mellum          as qwen3_moe
     solar_open      routed as deepseek_v3; a shared expert
     exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
-    afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP, QK
-                    norm of each head, a gate on attention's output, NoPE in layers without a window
+    afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP,
+                    QK norm of each head, a gate on attention's output, NoPE in layers without a window
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
     deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, glm4_moe_lite, glm_moe_dsa
@@ -51,7 +51,7 @@ from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
-from transom_worker.models.expert_loading import experts_by_name, experts_by_rows_or_name, experts_by_stack
+from transom_worker.models.expert_loading import experts_by_name, experts_by_stack, experts_by_stack_or_name
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
 from transom_worker.models.layers.linear import GatedMlp, Linear
 from transom_worker.models.loading import Loader
@@ -89,7 +89,9 @@ def _routed_or_dense(
     )
     router = ExpertRouter(_gate(architecture, load, "gate"), routing, correction_E=correction_E)
     width = mixture.latent_size or architecture.hidden_size
-    weights = experts_by_rows_or_name(load, names, mixture, width)
+    # Qwen3-VL, which is a qwen3_moe in texts, is published with the input axis first; transformers may write it rows first.
+    is_qwen = architecture.family == "qwen3_moe"
+    weights = experts_by_stack_or_name(load, names, mixture, width, takes_input_first=is_qwen)
     experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
     return Moe(router, experts, _shared(architecture, load), latent=_latent(architecture, load), comm=load.comm)
 
