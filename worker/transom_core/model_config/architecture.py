@@ -32,8 +32,8 @@ __all__ = [
     "with_windows",
 ]
 
-# Families of multimodal models -> what their text decoders' configs say in the words of a family of texts. Older configs of Qwen have
-# no part for the decoder.
+# Families of multimodal models -> what their text decoders' configs say in the words of a family of texts. Older configs of Qwen
+# have no part for the decoder.
 _QWEN2 = {"model_type": "qwen2"}
 _TEXT_FAMILIES: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _QWEN2),
