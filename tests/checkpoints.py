@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from tests.expert_choices import ExpertChoices
 from tests.tiny_checkpoints import reference_greedy, tiny_tokenizer
@@ -28,6 +29,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+
+# transformers makes it by name only within a multimodal model
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 # Families that transformers has under another name -> that name.
 ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}

@@ -186,6 +186,10 @@ _CASES = {
         {"sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
         each(sliding_window=17, attn_logit_softcapping=None),
     ),
+    "glm": FamilyCase({"attention_bias": True}, each(rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 1.0})),
+    "glm4": FamilyCase(
+        {"attention_bias": True, "seed": 3}, each(rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 1.0})
+    ),
     "granite_swa": FamilyCase(
         GRANITE | {"sliding_window": 20, "layer_rope_theta": [0, 1000.0, 10_000.0, 1000.0], "seed": 2},
         each(sliding_window=21, layer_rope_theta=[1000.0] * 4, attention_multiplier=0.2),
@@ -196,7 +200,7 @@ CASES = by_name(_CASES)
 
 
 # The others differ from one of these in what `Architecture` says alone.
-DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "cwm", "gemma", "exaone4 without windows")]
+DAILY = [name for name in CASES if name not in ("olmo2", "seed_oss", "cwm", "gemma", "glm", "exaone4 without windows")]
 
 
 @pytest.fixture(scope="module", params=some_daily(CASES, daily=DAILY))

@@ -37,6 +37,12 @@ DEEPSEEK = MLA | EXPERTS | GROUPS
 SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 SHARED = SIX | {"shared_expert_intermediate_size": 80}
+# The factor of queries changes within the tests' sequences.
+MISTRAL4_ROPE = YARN | {
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 0.4,
+}
 LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 80}
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 INDEXED = MLA | EXPERTS | {"index_n_heads": 17, "index_head_dim": 20, "index_topk": 40, "first_k_dense_replace": 1}
@@ -125,6 +131,14 @@ _CASES = {
         | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
         each(sliding_window=21, norm_topk_prob=False),
     ),
+    "dots1": FamilyCase(
+        EXPERTS | GROUPS | {"sliding_window": 20, "max_window_layers": 2, "norm_topk_prob": True},
+        each(sliding_window=21, topk_group=1),
+    ),
+    "mistral4": FamilyCase(
+        MLA | EXPERTS | {"head_dim": 20, "first_k_dense_replace": 1, "rope_parameters": MISTRAL4_ROPE, "seed": 1},
+        each(rope_parameters=MISTRAL4_ROPE | {"llama_4_scaling_beta": 0.0}, norm_topk_prob=False),
+    ),
     "solar_open": FamilyCase(EXPERTS | {"routed_scaling_factor": 1.5}, each(routed_scaling_factor=1.0)),
     "exaone_moe": FamilyCase(
         EIGHT
@@ -197,7 +211,7 @@ ALL_CASES = DENSE | CASES
 
 
 # These differ from one of the others in what `Architecture` says alone.
-RARELY = ("olmoe", "mellum", "solar_open", "granitemoe", "granitemoeshared")
+RARELY = ("olmoe", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared")
 ALL = [*CASES, *QUANTISED, "deepseek_v4"]
 
 

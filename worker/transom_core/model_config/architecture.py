@@ -49,7 +49,7 @@ _UNGATED_FAMILIES = ("nemotron_h", "arcee")  # whose feed-forward networks have 
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
-_UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm4_moe", "solar_open", "mimo_v2_flash")
+_UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm", "glm4", "glm4_moe", "solar_open", "mimo_v2_flash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,7 +234,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
                 "minimax_m2",
                 "olmoe",
             ),
-            *("granitemoe", "granitemoeshared", "mellum"),
+            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4"),
         ),
         lambda _, index: FULL,
     ),
@@ -252,6 +252,9 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
     "smollm3": _sliding_where_not_rotary,
+    "dots1": lambda config, index: (
+        SLIDING if config.get("sliding_window") and index >= int(config.get("max_window_layers", 62)) else FULL
+    ),
     "qwen3_moe": lambda config, index: (
         SLIDING if config.get("use_sliding_window") and config.get("sliding_window") else FULL
     ),

@@ -42,6 +42,7 @@ _MAMBA = {
     **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
 }
 _GRANITE_MOE = {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}
+_GLM = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
 _EXAONE = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
@@ -93,6 +94,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     "olmoe": {"rms_norm_eps": 1e-5},
     "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "dots1": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
+    **dict.fromkeys(("glm", "glm4"), _GLM),
+    "mistral4": _MLA | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "minimax_m2": {"head_dim": 128},

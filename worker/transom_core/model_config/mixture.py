@@ -76,6 +76,11 @@ _DEFAULTS: dict[str, Config] = {
     },
     **dict.fromkeys((*GRANITE_MIXTURES, "mixtral"), _EIGHT),
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "dots1": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    "mistral4": {
+        **{"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 0},
+    },
     "mellum": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
     "afmoe": {
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2},
@@ -182,6 +187,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             | "glm_moe_dsa"
             | "kimi_linear"
             | "solar_open"
+            | "dots1"
         ):
             return _deepseek(plain, config, num_layers)
         case "nemotron_h":
@@ -197,16 +203,16 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 normalise=bool(config.get("norm_topk_prob", True)),
                 scale=float(config.get("routed_scaling_factor", 1.0)),
             )
-        case "glm4_moe" | "mimo_v2_flash":
+        case "glm4_moe" | "mistral4" | "mimo_v2_flash":
             if int(config.get("n_group", 1)) > 1:
                 raise ValueError("n_group above 1, experts chosen by group, is not supported")
-            is_glm = family == "glm4_moe"
+            is_mimo = family == "mimo_v2_flash"
             return replace(
                 plain,
-                layers=_glm_layers(config, num_layers) if is_glm else _mimo_layers(config, num_layers),
+                layers=_mimo_layers(config, num_layers) if is_mimo else _glm_layers(config, num_layers),
                 normalise=bool(config.get("norm_topk_prob", True)),
                 scale=float(config.get("routed_scaling_factor", 1.0)),
-                shared_size=int(config["n_shared_experts"]) * plain.inner_size if is_glm else 0,
+                shared_size=0 if is_mimo else int(config["n_shared_experts"]) * plain.inner_size,
             )
     return plain
 

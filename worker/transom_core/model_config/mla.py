@@ -1,4 +1,5 @@
-"""Reads the sizes of multi-head latent attention (MLA: DeepSeek V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5, Youtu). No torch here.
+"""Reads the sizes of multi-head latent attention (MLA: DeepSeek V2 to V3.2, Kimi K2, Mistral 4, GLM-4.7-Flash, GLM-5, Youtu). This
+module imports no torch.
 
 A token's *latent row* is what its keys and values of all heads are computed from: `latent_rank` numbers, and `rope_size` rotated
 ones that all heads share. The cache keeps this row alone. Example, DeepSeek V3: 512 + 64 numbers a token and layer, where keys and
@@ -14,7 +15,10 @@ from typing import Any
 from transom_core.model_config.rope import Rope, yarn_magnitude
 
 INDEXED_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "kimi_linear", *INDEXED_FAMILIES)
+MLA_FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite", "youtu", "kimi_linear"),
+    *INDEXED_FAMILIES,
+)
 _INDEX_FIELDS = (
     *("index_n_heads", "index_head_dim", "index_topk", "indexer_types", "indexer_rope_interleave"),
     *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -63,9 +67,10 @@ def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
     if min(sizes[name] for name in names) < 1 or query_rank < 0 or sizes["qk_rope_head_dim"] % 2:
         raise ValueError(f"{sizes}: all must be at least 1 (q_lora_rank may be null), and qk_rope_head_dim even")
     parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor must be 1, since qk_rope_head_dim says how much of a head rotates")
     plain, rotated = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
+    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if share not in (1.0, rotated / (plain + rotated)):  # the latter is Mistral 4's, of the whole head
+        raise ValueError("partial_rotary_factor must be 1, since qk_rope_head_dim says how much of a head rotates")
     # YaRN stretches positions; queries and keys are each multiplied by this magnitude, so scores by its square.
     all_dim = float(parameters.get("mscale_all_dim") or 0.0) if rope is not None and rope.kind != "default" else 0.0
     magnitude = yarn_magnitude(rope.factor, all_dim) if rope is not None and all_dim else 1.0

@@ -21,7 +21,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 # pairs are neighbours; MLA configs may say otherwise (`rope_interleave`)
 INTERLEAVED_FAMILIES = (
     *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
-    *("deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
+    *("deepseek_v32", "kimi_k2", "mistral4", "glm4_moe_lite", "glm_moe_dsa", "youtu", "glm", "glm4"),
 )
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_THETA = {
@@ -75,6 +75,11 @@ class Rope:
     attention_factor: float = 1.0  # multiplies cosine and sine
     pair_factors: tuple[float, ...] = ()  # the set in use; the long one before `for_length` has chosen
     short_factors: tuple[float, ...] = ()
+
+    @property
+    def stays_interleaved(self) -> bool:
+        """Return whether pairs lie in memory as the checkpoint has them. Those of a whole head are moved half a head apart."""
+        return self.interleaved and self.size < self.head_size
 
     def for_length(self, length: int) -> Rope:
         """Return the RoPE for a server whose longest sequence has `length` tokens.

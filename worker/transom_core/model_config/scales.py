@@ -83,7 +83,7 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
                 logit=falcon_h1.factor(config, "lm_head"),
                 projections=falcon_h1.projection_factors(config),
             )
-        case "ministral3":
+        case "ministral3" | "mistral4":
             return Scales(query_by_position=_ministral3_scale(config))
     return NO_SCALES
 

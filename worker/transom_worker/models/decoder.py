@@ -51,9 +51,8 @@ class Decoder(Model):
         self._head = load.head(
             "model.embed_tokens" if tied else "lm_head", table, tied_to=self._embedding if tied else None, scales=scales
         )
-        is_mla = architecture.mla is not None
         ropes = [rope for rope in set(architecture.ropes) if rope is not None]
-        self._rotary = {rope: make_rotary(rope, load, interleaved=is_mla and rope.interleaved) for rope in ropes}
+        self._rotary = {rope: make_rotary(rope, load, interleaved=rope.stays_interleaved) for rope in ropes}
         indexer = architecture.mla.indexer if architecture.mla is not None else None
         self._index_rotary = {
             rope: make_rotary(rope, load, interleaved=indexer.interleaved)

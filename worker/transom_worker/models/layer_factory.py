@@ -152,6 +152,7 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         value_norm=style.value_norm,
         value_factor=architecture.scales.value,
         eps=architecture.rms_norm_eps,
+        interleaved=rope is not None and rope.stays_interleaved,
     )
     norm = _norm_over_all_heads(architecture, layer, heads, load) if style.qk_norm == "all" else None
     own = replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv)
@@ -177,7 +178,8 @@ def _projections(architecture: Architecture, index: int, heads: HeadShare, style
     own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
     if layer.reads_cache_of is not None:
         return load.linear("q_proj", bias=bias, shapes=[queries], rows=[own_queries])
-    pairs = (heads.num_queries, heads.num_kv, None) if rope is not None and rope.interleaved else ()
+    moves_pairs = rope is not None and rope.interleaved and not rope.stays_interleaved
+    pairs = (heads.num_queries, heads.num_kv, None) if moves_pairs else ()
     keys_are_values = architecture.keys_are_values and layer.window is None
     names: tuple[str, ...] = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")
     value_size = layer.value_size or layer.head_size
@@ -246,7 +248,6 @@ def _norm_over_all_heads(
 
 
 def make_rotary(rope: Rope, load: Loader, *, interleaved: bool) -> RotaryEmbedding:
-    """Make the rotary embedding of a RoPE. Loading the weights has moved interleaved pairs half a head apart, unless MLA reads them
-    as they are stored (`interleaved`)."""
+    """Make the rotary embedding of a RoPE; `interleaved` pairs lie as the checkpoint has them (`Rope.stays_interleaved`)."""
     factor = rope.attention_factor
     return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=factor, interleaved=interleaved)

@@ -11,9 +11,10 @@
                     QK norm of each head, a gate on attention's output, NoPE in layers without a window
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
-    deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, glm4_moe_lite, glm_moe_dsa
-                    MLA (`mla.py`); a shared expert; some layers may be dense; V2 has softmax scores, the others are
-                    routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
+    dots1           routed as deepseek_v3; a shared expert; QK norm of each head
+    deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, mistral4, glm4_moe_lite, glm_moe_dsa
+                    MLA (`mla.py`); a shared expert; some layers may be dense; V2 and Mistral 4 have softmax scores, the
+                    others are routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
     kimi_linear     gated delta nets and MLA without rotation, both under `self_attn`; experts as deepseek_v3
     qwen3_next, qwen3_5_moe_text
                     as qwen3_5_text, with experts as qwen2_moe
@@ -198,9 +199,9 @@ MIXTURE_STYLES = {
     "qwen3_moe": Style(qk_norm="each", feed_forward=_routed_or_dense),
     "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
     "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
-    "glm4_moe": Style(qk_norm="each", feed_forward=_corrected),
+    **dict.fromkeys(("glm4_moe", "dots1"), Style(qk_norm="each", feed_forward=_corrected)),
     "minimax_m2": Style(qk_norm="all", feed_forward=partial(_mixtral, correction="e_score_correction_bias")),
-    "deepseek_v2": Style(feed_forward=_routed_or_dense),
+    **dict.fromkeys(("deepseek_v2", "mistral4"), Style(feed_forward=_routed_or_dense)),
     "kimi_linear": Style(feed_forward=partial(_mixtral, correction="gate.e_score_correction_bias")),
     "nemotron_h": Style(norm_wide=True, feed_forward=_corrected),
     "jamba": Style(feed_forward=_routed_or_dense),

@@ -27,7 +27,7 @@ from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights, WeightsView
 from transom_worker.models.weights.renamed_weights import renaming, text_decoder
 from transom_worker.models.weights.scaled_weights import ScaledWeights
-from transom_worker.models.weights.split_projections import SplitProjections
+from transom_worker.models.weights.split_projections import FUSED_MLPS, SplitProjections
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},
@@ -85,7 +85,7 @@ def _by_own_names(architecture: Architecture, rename: Callable[[str], str] | Non
     """Return a checkpoint's weights under the names by which the model reads them, apart and with their factors."""
     if rename is not None:
         weights = WeightsView(weights, rename)
-    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, *GRANITE_MIXTURES, "phi3"):
+    if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, *GRANITE_MIXTURES, *FUSED_MLPS):
         weights = SplitProjections(weights, architecture)
     factors = architecture.scales.projections
     return ScaledWeights(weights, factors) if factors else weights

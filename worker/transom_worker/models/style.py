@@ -17,6 +17,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
     vaultgemma     as gemma2, with norms before attention and MLP only
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
+    glm, glm4      one tensor has the MLP's gates and ups; glm4 has norms before and after attention and MLP
     olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
     exaone4        norms after attention and MLP only, QK norm of each head, NoPE in layers without a window
     falcon_h1      Mamba-2 and attention side by side (`Architecture.beside`); factors of projections multiply the weights
@@ -86,6 +87,7 @@ _GEMMA = Style(
     norm_after_mlp="post_feedforward_layernorm",
     norm_plus_one=True,
 )
+_GLM4 = Style(norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm")
 _NORMS_AFTER = Style(
     norm_before_attention="",
     norm_after_attention="post_attention_layernorm",
@@ -107,6 +109,7 @@ _PLAIN = (
     "falcon_h1",
     "cwm",
     "arcee",
+    "glm",
 )
 DENSE_STYLES = {
     **dict.fromkeys(_PLAIN, Style()),
@@ -114,6 +117,7 @@ DENSE_STYLES = {
     "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
     "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),
     "granite_swa": Style(sink_logits="sinks"),
+    "glm4": _GLM4,
     "gemma": Style(norm_plus_one=True),
     "vaultgemma": replace(_GEMMA, norm_after_attention="", norm_after_mlp=""),
     "gemma2": _GEMMA,

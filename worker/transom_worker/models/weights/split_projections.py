@@ -1,10 +1,10 @@
-"""Reads projections that hold several things (Qwen3-Next, Qwen3.5, Granite 4, Phi 3) under the names of separate ones.
+"""Reads projections that hold several things (Qwen3-Next, Qwen3.5, Granite 4, Phi 3, GLM-4) under the names of separate ones.
 
     q_proj [2 H D, N]              of each query head: rows of q_proj, then of q_gate
     in_proj_qkvz, in_proj_ba       of each key head: rows of in_proj_q, _k, _v and _z, or of in_proj_b and _a (Qwen3-Next)
     in_proj_qkv                    rows of in_proj_q, then of in_proj_k, then of in_proj_v (Qwen3.5)
     in_proj                        rows of in_proj_z, in_proj_v, in_proj_k, in_proj_q and in_proj_a (Mamba-2: z, x, B, C and dt)
-    qkv_proj, gate_up_proj         rows of q_proj, k_proj and v_proj; of gate_proj and up_proj (Phi 3 and 4)
+    qkv_proj, gate_up_proj         rows of q_proj, k_proj and v_proj; of gate_proj and up_proj (Phi 3 and 4; GLM-4 has the latter)
     input_linear, output_linear    rows of gate_proj, then of up_proj; rows of down_proj (Granite 4)
 
 Legend: H query heads, D head width, N hidden width.
@@ -19,6 +19,8 @@ from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_kernels.quantised_linear import StoredRows
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
+
+FUSED_MLPS = ("phi3", "glm", "glm4")
 
 
 class _Split(NamedTuple):
@@ -38,10 +40,11 @@ class SplitProjections(WeightsView):
         self._parts: dict[str, _Split] = {}
         for layer in architecture.layers:
             size, values = layer.head_size, layer.num_heads // layer.num_kv_heads * (layer.value_size or 0)
-            if architecture.family == "phi3":
+            if architecture.family in FUSED_MLPS:
                 keys, inner = layer.num_kv_heads * size, architecture.intermediate_size
                 widths = {"q_proj": layer.num_heads * size, "k_proj": keys, "v_proj": keys}
-                self._add("self_attn.", "qkv_proj", widths)
+                if architecture.family == "phi3":
+                    self._add("self_attn.", "qkv_proj", widths)
                 self._add("mlp.", "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
             elif architecture.mamba is not None:
                 self._add_mamba(architecture, layer)
