@@ -341,7 +341,8 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
     for width, group, first in ((4096, 128, False), (4096, 512, True), (8192, 8192, True)):
         x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width if first else group, dtype=BF16)
         yield partial(gated_rms_norm_triton, GatedNorm(x, x, weight, 1e-5, group, gates_first=first, by_sigmoid=False))
-    yield partial(gated_rms_norm_triton, GatedNorm(x, x, None, 1e-5, width, gates_first=False, by_sigmoid=True))
+    for gate, group in ((x, width), (x[:, :64], width // 64)):
+        yield partial(gated_rms_norm_triton, GatedNorm(x, gate, None, 1e-5, group, gates_first=False, by_sigmoid=True))
 
 
 def adapters(num_rows: int, rank: int, dtype: torch.dtype) -> None:

@@ -201,8 +201,9 @@ def test_what_does_not_fit_is_refused() -> None:
             linear_recurrence(replace(case, **change))
     with pytest.raises(ValueError, match="neither a convolution nor a delta rule"):
         linear_recurrence(replace(selective, strength=selective.step_size[:, :4]))
-    with pytest.raises(ValueError, match="groups of 3"):
-        gated_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8), None, 1e-6, group=3)
+    for gates, weight, group in ((8, None, 3), (4, None, 4), (2, torch.ones(4), 4)):
+        with pytest.raises(ValueError, match=f"groups of {group}"):
+            gated_rms_norm(torch.zeros(2, 8), torch.zeros(2, gates), weight, 1e-6, group=group)
 
 
 @NORMS
@@ -223,11 +224,14 @@ def check_norm(
     """`x` and `gate` are slices; without a group of its own there is no weight."""
     x, gate = torch.randn(40, 200).to(dtype)[:, 13:133], torch.randn(40, 130).to(dtype)[:, 10:]
     weight = None if group is None else torch.randn(120 if own_weights else group).to(dtype)
-    norm = GatedNorm(x, gate, weight, 1e-3, group or 120, gates_first, by_sigmoid)
-    wanted = gated_rms_norm_reference(norm)
-    with nan_memory():
-        got = compute(norm)
-    torch.testing.assert_close(got, wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+    norms = [GatedNorm(x, gate, weight, 1e-3, group or 120, gates_first, by_sigmoid)]
+    if weight is None:  # and with a gate for each three or 24 numbers
+        norms += [GatedNorm(x, gate[:, : 120 // size], None, 0.0, size, gates_first, by_sigmoid) for size in (3, 24)]
+    for norm in norms:
+        wanted = gated_rms_norm_reference(norm)
+        with nan_memory():
+            got = compute(norm)
+        torch.testing.assert_close(got, wanted, atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
 def small_case() -> None:

@@ -170,7 +170,8 @@ def gated_rms_norm_triton(norm: GatedNorm) -> torch.Tensor:
     if rows:
         norm_groups[(rows, -(-groups // block_g))](
             x, gate, x if weight is None else weight, out, x.stride(0), gate.stride(0), eps,
-            GROUPS=groups, SIZE=size, HAS_WEIGHT=weight is not None, GATES_FIRST=gates_first, BY_SIGMOID=by_sigmoid,
+            GROUPS=groups, SIZE=size, SHARES_GATES=norm.shares_gates, HAS_WEIGHT=weight is not None,
+            GATES_FIRST=gates_first, BY_SIGMOID=by_sigmoid,
             OWN_WEIGHTS=weight is not None and weight.numel() > size, BLOCK_G=block_g, BLOCK_N=block,
             num_warps=max(1, min(16, block_g * block // 512)),
         )  # fmt: skip
@@ -180,7 +181,7 @@ def gated_rms_norm_triton(norm: GatedNorm) -> torch.Tensor:
 @triton.jit
 def norm_groups(
     x,  # [T, N]
-    gate,  # [T, N]
+    gate,  # [T, N], or [T, GROUPS] with SHARES_GATES
     weight,  # [N] with OWN_WEIGHTS, else [SIZE]; or unused
     out,  # [T, N]
     x_stride,
@@ -188,6 +189,7 @@ def norm_groups(
     eps,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
+    SHARES_GATES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     GATES_FIRST: tl.constexpr,
     BY_SIGMOID: tl.constexpr,
@@ -200,7 +202,8 @@ def norm_groups(
     g, n = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_N)[None, :]
     inside, at = (g < GROUPS) & (n < SIZE), g * SIZE + n
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    place = g + 0 * n if SHARES_GATES else at
+    factor = tl.load(gate + row * gate_stride + place, mask=inside, other=0.0).to(tl.float32)
     factor = tl.sigmoid(factor) if BY_SIGMOID else silu(factor)
     if GATES_FIRST or not HAS_WEIGHT:
         values *= factor

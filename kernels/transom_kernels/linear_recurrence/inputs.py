@@ -13,16 +13,22 @@ import torch
 class GatedNorm(NamedTuple):
     """What `gated_rms_norm` computes: rms_norm(x) * weight * silu(gate) [T, N], each `size` neighbours normed alone.
 
-    With `gates_first` it is rms_norm(x * silu(gate)) * weight; with `by_sigmoid` the factor is sigmoid(gate).
+    With `gates_first` it is rms_norm(x * silu(gate)) * weight; with `by_sigmoid` the factor is sigmoid(gate). Without a weight all
+    numbers of a group may share a gate.
     """
 
     x: torch.Tensor  # [T, N]
-    gate: torch.Tensor  # [T, N]
+    gate: torch.Tensor  # [T, N], or [T, N / size] without a weight
     weight: torch.Tensor | None  # [N] or [size]; without it there is no norm
     eps: float
     size: int
     gates_first: bool
     by_sigmoid: bool
+
+    @property
+    def shares_gates(self) -> bool:
+        """Return whether there is a gate for each group, not for each number."""
+        return self.gate.shape[1] < self.x.shape[1]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -95,15 +95,17 @@ def gated_rms_norm(
     """Return rms_norm(x) * weight * silu(gate), [T, N] in the dtype of `x`, each `group` neighbours normed alone (default: N).
 
     With `gates_first` the norm is of x * silu(gate). A weight of [group] numbers serves all groups; without a weight there is no
-    norm, only x * silu(gate). With `by_sigmoid` the factor is sigmoid(gate) instead. All is computed in float32 and rounded once.
-    `x` and `gate` are [T, N] with contiguous rows.
+    norm, only x * silu(gate), and `gate` may be [T, N / group], a number for each group. With `by_sigmoid` the factor is
+    sigmoid(gate) instead. All is computed in float32 and rounded once. `x` and `gate` have contiguous rows.
 
     Raises:
         ValueError: shapes do not fit.
     """
     width = x.shape[-1]
     size = width if group is None else group
-    if gate.shape != x.shape or width % size or (weight is not None and weight.numel() not in (size, width)):
+    gates = (width,) if weight is not None else (width, width // size)
+    fits = gate.shape[:-1] == x.shape[:-1] and gate.shape[-1] in gates and not width % size
+    if not fits or (weight is not None and weight.numel() not in (size, width)):
         shapes = tuple(gate.shape), None if weight is None else tuple(weight.shape)
         raise ValueError(f"gate and weight {shapes} and groups of {size} do not fit x {tuple(x.shape)}.")
     norm = GatedNorm(x, gate, weight, eps, size, gates_first, by_sigmoid)

@@ -88,7 +88,7 @@ def gated_rms_norm_reference(norm: GatedNorm) -> torch.Tensor:
     x, gate, weight, eps, size, gates_first, by_sigmoid = norm
     y, factor = x.float(), (torch.sigmoid if by_sigmoid else F.silu)(gate.float())
     if weight is None:
-        return (y * factor).to(x.dtype)
+        return (y.view(len(y), factor.shape[1], -1) * factor[:, :, None]).flatten(1).to(x.dtype)
     y = (y * factor if gates_first else y).reshape(len(x), -1, size)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float().view(-1, size)
     y = y.flatten(1)

@@ -171,6 +171,11 @@ _CASES = {
         | {"block_ffn_dim_multiplier": 1.3, "seed": 2},
         each(rope_parameters=PLAIN_ROPE | {"rope_theta": 100.0}, norm_eps=1.0),
     ),
+    "lfm3": FamilyCase(
+        {"layer_types": [CONV, SLIDING, FULL, CONV, SLIDING], "num_hidden_layers": 5, "conv_L_cache": 5}
+        | {"sliding_window": 20},
+        each(sliding_window=21, use_attention_gate=False, norm_eps=1.0),
+    ),
     "granite": FamilyCase(
         GRANITE | {"seed": 1}, each(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.2)
     ),

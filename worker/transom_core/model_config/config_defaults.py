@@ -116,6 +116,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": True,
     },
     "lfm2_moe": {"conv_L_cache": 3},
+    "lfm3": {"conv_L_cache": 7, "sliding_window": 256, "head_dim": 128},
 }
 
 

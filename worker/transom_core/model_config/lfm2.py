@@ -1,9 +1,9 @@
-"""Reads what only LFM2's configs have: short convolutions beside attention, and names of their own for common sizes.
+"""Reads what only LFM2's and LFM3's configs have: short convolutions beside attention, and names of their own for common sizes.
 
 Older configs have fields in blocks (`block_dim`, `block_ff_dim`, ...), newer ones the common names. A field `block_*` or `conv_*`
 that is not known here is refused, since it may change what the model computes. This module imports no torch.
 
-Source: `transformers/models/lfm2/configuration_lfm2.py` and `modeling_lfm2.py` (the width of the feed-forward layer).
+Source: transformers, `models/lfm2/configuration_lfm2.py`, `modeling_lfm2.py` (the width of the feed-forward layer), and `models/lfm3`.
 """
 
 import math
@@ -15,7 +15,7 @@ from transom_core.model_config.layer_attention import LayerAttention
 
 Config = Mapping[str, Any]
 
-LFM2_FAMILIES = ("lfm2", "lfm2_moe")
+LFM2_FAMILIES = ("lfm2", "lfm2_moe", "lfm3")
 CONVOLUTION = "conv"  # the layer type
 # Channels that always stay on one rank and lie side by side in a cached row: a vector of the CPU kernels.
 UNIT_CHANNELS = 16
@@ -26,6 +26,7 @@ _KNOWN = (
     *("block_use_swiglu", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
     *("conv_L_cache", "conv_bias", "conv_use_xavier_init"),
 )
+_LFM3_SWITCHES = ("use_sandwich_norm", "use_attention_gate")  # on in all published models
 
 
 def with_common_names(config: Config) -> Config:
@@ -42,6 +43,8 @@ def with_common_names(config: Config) -> Config:
             raise ModelError(f"config.json has the field {name!r}, which is not known of LFM2 models.")
         if name in _WIDTHS and value != config["hidden_size"]:
             raise ModelError(f"config.json says {name} {str(value)[:20]}; only the hidden_size is possible.")
+        if name in _LFM3_SWITCHES and not value:
+            raise ModelError(f"config.json says {name} false; only true is supported.")
     if not config.get("block_use_swiglu", True):
         raise ModelError("config.json says block_use_swiglu false; LFM2's feed-forward layers are gated.")
     tied = config.get("tie_embedding")
@@ -63,7 +66,9 @@ def convolution_layer(config: Config) -> LayerAttention:
 
 
 def layer_type(config: Config, index: int) -> str:
-    """Return the type of layer `index` of a config without `layer_types`, which lists the attention layers instead."""
+    """Return the type of layer `index` of a config without `layer_types`: LFM2's lists the attention layers instead."""
+    if config["model_type"] == "lfm3":
+        return ("sliding_attention" if index else CONVOLUTION, CONVOLUTION, "full_attention", CONVOLUTION)[index % 4]
     return "full_attention" if index in config["full_attn_idxs"] else CONVOLUTION
 
 
@@ -71,10 +76,10 @@ def _intermediate_size(config: Config) -> int:
     """Return the inner width of the dense feed-forward layers.
 
     `block_auto_adjust_ff_dim` says that the config's width is that of a layer without a gate: two thirds of it, times a factor and
-    rounded up, give a gated layer as many weights. LFM2's MoE models never adjust it.
+    rounded up, give a gated layer as many weights. LFM2's MoE models and LFM3 never adjust it.
     """
     size = int(config.get("block_ff_dim") or config["intermediate_size"])
-    if config["model_type"] == "lfm2_moe" or not config["block_auto_adjust_ff_dim"]:
+    if config["model_type"] != "lfm2" or not config["block_auto_adjust_ff_dim"]:
         return size
     size = int(2 * size / 3)
     if config["block_ffn_dim_multiplier"] is None:

@@ -43,6 +43,10 @@ _DEFAULT_PARAMETERS: dict[str, Config] = {
         "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
     },
     "mellum": {"full_attention": {"rope_theta": 500_000.0}, "sliding_attention": {"rope_theta": 10_000.0}},
+    "lfm3": {
+        "sliding_attention": {"rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+    },
     "gemma4_text": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},

@@ -165,7 +165,7 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         scale=float(layer.head_size**-0.5 if scale is None else scale),
         soft_cap=architecture.scales.attention_cap,
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
-        has_gate=bool(style.output_gate),
+        gates_of_head=_gates_of_head(layer, style),
         most_kv_heads=head_share(architecture, index, 0, load.parallel.size).num_kv,  # the first ranks have most
     )
 
@@ -186,9 +186,17 @@ def _projections(architecture: Architecture, index: int, heads: HeadShare, style
     values = (layer.num_kv_heads * value_size, architecture.hidden_size)
     shapes = [queries, keys, values]
     own = [own_queries, own_keys, _rows(heads.kv, value_size)]
-    if style.output_gate:
-        names, shapes, own = (*names, style.output_gate), [*shapes, queries], [*own, own_queries]
+    if gates := _gates_of_head(layer, style):
+        names, shapes = (*names, style.output_gate), [*shapes, (layer.num_heads * gates, architecture.hidden_size)]
+        own = [*own, _rows(heads.queries, gates)]
     return load.linear(*names, bias=bias, pairs_of=pairs, shapes=shapes, rows=own)
+
+
+def _gates_of_head(layer: LayerAttention, style: Style) -> int:
+    """Return how many gates the output of one head has; 0: the family has none."""
+    if not style.output_gate:
+        return 0
+    return 1 if style.gates_heads else layer.value_size or layer.head_size
 
 
 def _rows(heads: slice, size: int) -> slice:

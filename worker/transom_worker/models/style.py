@@ -13,6 +13,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
     qwen3_5_text   gated delta nets instead of attention in most layers, whose output has a gate in the others; QK norm of each
                    head, norm weights minus 1; projections that hold several are read as separate ones
     lfm2           short convolutions instead of attention in some layers, QK norm of each head
+    lfm3           as lfm2, with windows in some layers, norms before and after both sublayers, and a gate on each head's output
     gemma          norm weights minus 1
     vaultgemma     as gemma2, with norms before attention and MLP only
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
@@ -77,6 +78,7 @@ class Style:
     qk_norm: Literal["none", "each", "all"] = "none"
     value_norm: bool = False  # RMS norm of each value head without a weight
     output_gate: str = ""  # name of the projection whose sigmoid multiplies attention's output; "": none
+    gates_heads: bool = False  # the projection gives one number for each head
     sink_logits: str = ""  # name of the sinks' tensor within attention, for the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
 
@@ -111,11 +113,19 @@ _PLAIN = (
     "arcee",
     "glm",
 )
+_LFM2 = Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each")
 DENSE_STYLES = {
     **dict.fromkeys(_PLAIN, Style()),
     "qwen3": Style(qk_norm="each"),
     "qwen3_5_text": Style(qk_norm="each", norm_plus_one=True, output_gate="q_gate"),
-    "lfm2": Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each"),
+    "lfm2": _LFM2,
+    "lfm3": replace(
+        _LFM2,
+        norm_after_attention="post_operator_norm",
+        norm_after_mlp="post_ffn_norm",
+        output_gate="gate_proj",
+        gates_heads=True,
+    ),
     "granite_swa": Style(sink_logits="sinks"),
     "glm4": _GLM4,
     "gemma": Style(norm_plus_one=True),

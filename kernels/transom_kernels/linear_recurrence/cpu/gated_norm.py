@@ -33,7 +33,7 @@ class GatedNormArguments(NamedTuple):
     """The argument words of the kernel `gated_norm`."""
 
     x: RowArguments  # [T, N]
-    gate: RowArguments  # [T, N]
+    gate: RowArguments  # [T, N], or [T, groups of a row]
     weight: torch.Tensor | None  # [N] or [size]
     weight_groups: int  # how many groups have a weight of their own
     out: torch.Tensor  # [T, N], contiguous
@@ -60,6 +60,7 @@ def gated_rms_norm_cpu(norm: GatedNorm) -> torch.Tensor:
             **kinds,
             gates_first=gates_first,
             by_sigmoid=by_sigmoid,
+            shares_gates=norm.shares_gates,
         ),
         -(-rows * groups // per_item),
         GatedNormArguments(
@@ -79,8 +80,8 @@ def gated_rms_norm_cpu(norm: GatedNorm) -> torch.Tensor:
     return out
 
 
-def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool, by_sigmoid: bool) -> Any:
-    """Build the kernel. A work item is `groups_of_item` groups."""
+def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool, by_sigmoid: bool, shares_gates: bool) -> Any:
+    """Build the kernel. A work item is `groups_of_item` groups. With `shares_gates` all numbers of a group have one gate."""
     (load, store, size), (load_weight, _, weight_size) = row_access(dtype), row_access(weight_dtype)
 
     @helper
@@ -90,7 +91,7 @@ def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool, by_sigmoid
         for k in range(0, width, 16):
             lanes = load(x + k * size, width - k)
             if gates_first or weight == 0:
-                gates = load(gate + k * size, width - k)
+                gates = splat(lane_sum(load(gate, 1))) if shares_gates else load(gate + k * size, width - k)
                 lanes = lanes * (sigmoid(gates) if by_sigmoid else gates * sigmoid(gates))
             total = fma(lanes, lanes, total)
             store_f32(product + 4 * k, lanes)
@@ -116,6 +117,7 @@ def make_gated_norm(dtype: str, weight_dtype: str, gates_first: bool, by_sigmoid
                 own = weight + group % argument(arguments, AT.weight_groups) * width * weight_size
             out = argument(arguments, AT.out) + group * width * size
             x, gate = row_address(arguments, AT.x, row), row_address(arguments, AT.gate, row)
-            norm_group(x + at, gate + at, own, out, width, eps, scratch(thread))
+            gate += group % groups * size if shares_gates else at
+            norm_group(x + at, gate, own, out, width, eps, scratch(thread))
 
     return gated_norm

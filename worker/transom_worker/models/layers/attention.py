@@ -75,18 +75,19 @@ class Attention(TokenMixer):
         soft_cap: float | None,
         sink_logits: torch.Tensor | None,
         most_kv_heads: int,
-        has_gate: bool = False,
+        gates_of_head: int = 0,
     ) -> None:
         """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
-        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. With a gate, the last rows of `qkv` give
-        the numbers whose sigmoids multiply the output."""
+        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. The last
+        `gates_of_head` rows of `qkv` for each head give the numbers whose sigmoids multiply the output: one for each number, or for
+        the whole head."""
         super().__init__(output)
         self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm
         self._with_hadamard = replace(preparation, hadamard=True)
         self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
         self._most_kv_heads = most_kv_heads
-        self._gate_width = layer.num_heads * (layer.value_size or layer.head_size) if has_gate else 0
+        self._gate_width = layer.num_heads * gates_of_head
         self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
         tensors = (sink_logits, preparation.q_weight, preparation.k_weight)
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
@@ -116,7 +117,9 @@ class Attention(TokenMixer):
         )
         out_THD = attend_mixed(inputs, batch, sink_q_THD) if isinstance(batch, MixedBatch) else paged_attention(inputs)
         out_TN = out_THD.flatten(1)
-        return gated_rms_norm(out_TN, gate_TN, None, 0.0, by_sigmoid=True) if self._gate_width else out_TN
+        if not self._gate_width:
+            return out_TN
+        return gated_rms_norm(out_TN, gate_TN, None, 0.0, group=out_THD.shape[2], by_sigmoid=True)
 
     def _prepare(self, projected: torch.Tensor, context: LayerContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the normalised and rotated queries [T, H, D]; also those that read sink tokens, if these are rotated differently.

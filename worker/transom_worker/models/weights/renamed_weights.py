@@ -47,6 +47,7 @@ _JAMBA = {
 }
 OWN_NAMES = {
     **dict.fromkeys(LFM2_FAMILIES, _LFM2),
+    "lfm3": {name: own for name, own in _LFM2.items() if ".self_attn." not in name},
     **dict.fromkeys(GRANITE_MIXTURES, _GRANITE_HYBRID),
     "granitemoe_swa": {
         ".block_sparse_moe.gate.": ".block_sparse_moe.router.",
