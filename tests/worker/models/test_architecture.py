@@ -313,7 +313,7 @@ def test_indexers_as_published(name: str) -> None:
         ({"kv_lora_rank": 0}, "'kv_lora_rank': 0"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim even"),
         ({"v_head_dim": None}, "no size or number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor must be 1"),
     ],
 )
 def test_sizes_of_latent_rows_that_cannot_be_are_named(family: str, changes: dict[str, Any], message: str) -> None:

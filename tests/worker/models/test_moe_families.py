@@ -136,9 +136,16 @@ _CASES = {
         each(sliding_window=21, topk_group=1),
     ),
     "mistral4": FamilyCase(
-        MLA | EXPERTS | {"head_dim": 20, "first_k_dense_replace": 1, "rope_parameters": MISTRAL4_ROPE, "seed": 1},
+        MLA | EXPERTS | {"head_dim": 20, "first_k_dense_replace": 1, "rope_parameters": MISTRAL4_ROPE, "seed": 2},
         each(rope_parameters=MISTRAL4_ROPE | {"llama_4_scaling_beta": 0.0}, norm_topk_prob=False),
     ),
+    "flint": FamilyCase(
+        EIGHT
+        | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [0], "sliding_window": 20}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+        each(sliding_window=21, norm_topk_prob=False),
+    ),
+    "hy_v3": FamilyCase(EIGHT | {"router_scaling_factor": 1.7}, each(router_scaling_factor=1.0)),
     "solar_open": FamilyCase(EXPERTS | {"routed_scaling_factor": 1.5}, each(routed_scaling_factor=1.0)),
     "exaone_moe": FamilyCase(
         EIGHT
@@ -211,7 +218,7 @@ ALL_CASES = DENSE | CASES
 
 
 # These differ from one of the others in what `Architecture` says alone.
-RARELY = ("olmoe", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared")
+RARELY = ("olmoe", "hy_v3", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared")
 ALL = [*CASES, *QUANTISED, "deepseek_v4"]
 
 

@@ -234,7 +234,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
                 "minimax_m2",
                 "olmoe",
             ),
-            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4"),
+            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4", "hy_v3"),
         ),
         lambda _, index: FULL,
     ),
@@ -260,6 +260,9 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     ),
     "gemma3_text": _full_every_nth(6),
     "gemma4_text": _full_every_sixth_and_last,
+    "flint": lambda config, index: (
+        FULL if index < 2 or index % 4 == 1 or index == int(config["num_hidden_layers"]) - 1 else SLIDING
+    ),
     "afmoe": lambda config, index: (
         SLIDING if (index + 1) % int(config.get("global_attn_every_n_layers") or 4) else FULL
     ),

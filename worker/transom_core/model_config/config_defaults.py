@@ -94,6 +94,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     "olmoe": {"rms_norm_eps": 1e-5},
     "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "hy_v3": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "flint": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 513, "mlp_only_layers": [0, 1]},
     "dots1": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "mistral4": _MLA | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},

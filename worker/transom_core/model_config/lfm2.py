@@ -3,7 +3,7 @@
 Older configs have fields in blocks (`block_dim`, `block_ff_dim`, ...), newer ones the common names. A field `block_*` or `conv_*`
 that is not known here is refused, since it may change what the model computes. This module imports no torch.
 
-Source: transformers, `models/lfm2/configuration_lfm2.py`, `modeling_lfm2.py` (the width of the feed-forward layer), and `models/lfm3`.
+Source: transformers' `models/lfm2/configuration_lfm2.py`, `modeling_lfm2.py` (the feed-forward layer's width), and `models/lfm3`.
 """
 
 import math

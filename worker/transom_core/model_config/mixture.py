@@ -81,6 +81,14 @@ _DEFAULTS: dict[str, Config] = {
         **{"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048},
         **{"n_shared_experts": 1, "first_k_dense_replace": 0},
     },
+    "flint": {
+        **{"num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        "shared_expert_intermediate_size": 1024,
+    },
+    "hy_v3": {
+        **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1},
+        "router_scaling_factor": 2.826,
+    },
     "mellum": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
     "afmoe": {
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2},
@@ -145,7 +153,7 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
     match family:
         case "gpt_oss":
             return replace(plain, gate_gain=float(config["swiglu_alpha"]), clamp=float(config["swiglu_limit"]))
-        case "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
+        case "flint" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
             return replace(
                 plain,
                 layers=_qwen_layers(config, num_layers),
@@ -165,6 +173,13 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 plain,
                 layers=frozenset(range(int(config["num_dense_layers"]), num_layers)),
                 scale=float(config["route_scale"]),
+                shared_size=int(config["num_shared_experts"]) * plain.inner_size,
+            )
+        case "hy_v3":
+            return replace(
+                plain,
+                layers=_mimo_layers(config, num_layers),
+                scale=float(config["router_scaling_factor"]),
                 shared_size=int(config["num_shared_experts"]) * plain.inner_size,
             )
         case "exaone_moe":

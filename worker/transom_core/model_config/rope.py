@@ -33,6 +33,7 @@ _DEFAULT_THETA = {
     "gemma3_text": 1_000_000.0,
     "minimax_m2": 5_000_000.0,
     "cwm": 1_000_000.0,
+    "hy_v3": 11_158_840.0,
     "solar_open": 1_000_000.0,
     "lfm2": 1_000_000.0,
     "lfm2_moe": 1_000_000.0,
@@ -115,7 +116,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [bool(flags[i]) if flags else bool((i + 1) % interval) for i in range(len(layers))]
         case "exaone4" | "exaone_moe":
             return [layer.window is not None or config.get("sliding_window") is None for layer in layers]
-        case "cohere2" | "afmoe":
+        case "cohere2" | "afmoe" | "flint":
             return [layer.window is not None for layer in layers]
         case "nemotron_h" | "kimi_linear" | "jamba":
             return [False] * len(layers)

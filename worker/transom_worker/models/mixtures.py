@@ -5,6 +5,8 @@
     qwen3_moe       QK norm of each head; some layers may be dense
     olmoe           QK norm over all heads
     mellum          as qwen3_moe
+    flint           sigmoid scores; a shared expert; QK norm of each head, NoPE without a window, a sink logit for each head
+    hy_v3           routed as mimo_v2_flash; a shared expert; QK norm of each head
     solar_open      routed as deepseek_v3; a shared expert
     exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
     afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP,
@@ -67,12 +69,13 @@ def _routed_or_dense(
     prefix: str = "mlp.",
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     correction: str = "",
+    by_sigmoid: bool = False,
 ) -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE or has no experts (Nemotron-H, Granite).
 
     `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and in checkpoints that have
-    such tensors, all experts are in two stacks. `correction` names a learned correction: then the scores are sigmoids, and the
-    router chooses the experts by the sum of both.
+    such tensors, all experts are in two stacks. `correction` names a learned correction: then the scores are sigmoids, as
+    with `by_sigmoid`, and the router chooses the experts by the sum of both.
     """
     if architecture.mixture is None or index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
@@ -82,7 +85,7 @@ def _routed_or_dense(
     correction_E = load.tensor(correction, torch.float32, shape=per_expert) if correction else None
     routing = Routing(
         num_chosen=mixture.num_chosen,
-        score="sigmoid" if correction else "softmax",
+        score="sigmoid" if correction or by_sigmoid else "softmax",
         normalise=mixture.normalise,
         scale=mixture.scale,
         num_groups=mixture.num_groups,
@@ -185,6 +188,13 @@ MIXTURE_STYLES = {
     "olmoe": Style(qk_norm="all", feed_forward=_routed_or_dense),
     "mellum": Style(qk_norm="each", feed_forward=_routed_or_dense),
     "exaone_moe": Style(qk_norm="each", feed_forward=partial(_routed_or_dense, correction="e_score_correction_bias")),
+    "flint": Style(
+        norm_wide=True,
+        qk_norm="each",
+        sink_logits="softmax_offset",
+        feed_forward=partial(_routed_or_dense, by_sigmoid=True),
+    ),
+    "hy_v3": Style(qk_norm="each", feed_forward=partial(_routed_or_dense, correction="expert_bias")),
     "afmoe": Style(
         norm_after_attention="post_attention_layernorm",
         norm_before_mlp="pre_mlp_layernorm",

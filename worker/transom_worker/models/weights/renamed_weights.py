@@ -53,6 +53,8 @@ OWN_NAMES = {
         ".block_sparse_moe.gate.": ".block_sparse_moe.router.",
         ".block_sparse_moe.shared_experts.": ".shared_mlp.",
     },
+    "flint": {".shared_experts.": ".shared_expert."},
+    "hy_v3": {".mlp.gate.": ".mlp.router.gate.", ".shared_experts.": ".shared_mlp."},
     "afmoe": {".mlp.gate.": ".mlp.router.gate."},
     KIMI_LINEAR: _KIMI_LINEAR,
     JAMBA: _JAMBA,
