@@ -106,6 +106,7 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": "1" * 8}}, "a factor of longrope"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 8}}, "a factor of longrope"),
         ({"model_type": ["qwen2_vl"]}, "known are"),
+        ({"model_type": "ernie4_5", "use_bias": True}, "use_bias, which is not supported"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv, a limit of queries"),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),

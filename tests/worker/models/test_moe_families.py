@@ -146,6 +146,10 @@ _CASES = {
         each(sliding_window=21, norm_topk_prob=False),
     ),
     "hy_v3": FamilyCase(EIGHT | {"router_scaling_factor": 1.7}, each(router_scaling_factor=1.0)),
+    "ernie4_5_moe": FamilyCase(
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_layer_interval": 2},
+        each(moe_k=2, moe_norm_min=1.0),
+    ),
     "solar_open": FamilyCase(EXPERTS | {"routed_scaling_factor": 1.5}, each(routed_scaling_factor=1.0)),
     "exaone_moe": FamilyCase(
         EIGHT
@@ -250,7 +254,8 @@ def draw_corrections(folder: Path) -> None:
     """Routers' corrections are no parameters, and so zero in a new model; here they change some choices."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "expert_bias"))]:
-        tensors[name] = torch.linspace(-0.3, 0.3, len(tensors[name])).roll(sum(map(ord, name)))
+        drawn = torch.linspace(-0.3, 0.3, tensors[name].numel()).roll(sum(map(ord, name)))
+        tensors[name] = drawn.view_as(tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

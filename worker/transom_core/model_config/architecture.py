@@ -124,6 +124,10 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(
             "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
         )
+    if family.startswith("ernie") and config.get("use_bias"):
+        raise ModelError(
+            "config.json says use_bias, which is not supported of Ernie 4.5: the published models have no biases."
+        )
     try:
         config = recurrent.with_common_names(mamba.with_common_names(lfm2.with_common_names(config)))
         config = jamba.with_common_names(config)

@@ -234,7 +234,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
                 "minimax_m2",
                 "olmoe",
             ),
-            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4", "hy_v3"),
+            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4", "hy_v3", "ernie4_5", "ernie4_5_moe"),
         ),
         lambda _, index: FULL,
     ),

@@ -43,6 +43,7 @@ _MAMBA = {
 }
 _GRANITE_MOE = {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}
 _GLM = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+_ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _EXAONE = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
@@ -94,6 +95,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     "olmoe": {"rms_norm_eps": 1e-5},
     "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "ernie4_5": _ERNIE | {"head_dim": 128},
+    "ernie4_5_moe": _ERNIE,
     "hy_v3": {"rms_norm_eps": 1e-5, "head_dim": 128},
     "flint": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 513, "mlp_only_layers": [0, 1]},
     "dots1": {"rms_norm_eps": 1e-6, "sliding_window": 4096},

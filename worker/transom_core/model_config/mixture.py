@@ -89,6 +89,10 @@ _DEFAULTS: dict[str, Config] = {
         **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1},
         "router_scaling_factor": 2.826,
     },
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    },
     "mellum": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
     "afmoe": {
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2},
@@ -142,6 +146,8 @@ def read_mixture(config: Config, num_layers: int) -> Mixture | None:
 
 def _read(family: str, config: Config, num_layers: int) -> Mixture:
     """Return the experts of a config that has all fields of its family."""
+    if family == "ernie4_5_moe":
+        config = {**config, "num_experts": config["moe_num_experts"], "num_experts_per_tok": config["moe_k"]}
     experts = config.get("num_local_experts") or config.get("num_experts") or config["n_routed_experts"]
     plain = Mixture(
         num_experts=int(experts),
@@ -175,6 +181,9 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 scale=float(config["route_scale"]),
                 shared_size=int(config["num_shared_experts"]) * plain.inner_size,
             )
+        case "ernie4_5_moe":
+            shared_size = int(config["moe_num_shared_experts"]) * plain.inner_size
+            return replace(plain, layers=_ernie_layers(config, num_layers), shared_size=shared_size)
         case "hy_v3":
             return replace(
                 plain,
@@ -284,6 +293,12 @@ def _llama4_layers(config: Config, num_layers: int) -> frozenset[int]:
 
 def _glm_layers(config: Config, num_layers: int) -> frozenset[int]:
     return frozenset(range(int(config["first_k_dense_replace"]), num_layers))
+
+
+def _ernie_layers(config: Config, num_layers: int) -> frozenset[int]:
+    first, last, step = (int(config[f"moe_layer_{name}"]) for name in ("start_index", "end_index", "interval"))
+    last = num_layers - 1 if last == -1 else last
+    return frozenset(index for index in range(first, min(last + 1, num_layers)) if (index + 1) % step == 0)
 
 
 def _mimo_layers(config: Config, num_layers: int) -> frozenset[int]:

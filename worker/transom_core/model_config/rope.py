@@ -22,6 +22,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 INTERLEAVED_FAMILIES = (
     *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
     *("deepseek_v32", "kimi_k2", "mistral4", "glm4_moe_lite", "glm_moe_dsa", "youtu", "glm", "glm4"),
+    *("ernie4_5", "ernie4_5_moe"),
 )
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_THETA = {
@@ -34,6 +35,7 @@ _DEFAULT_THETA = {
     "minimax_m2": 5_000_000.0,
     "cwm": 1_000_000.0,
     "hy_v3": 11_158_840.0,
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), 500_000.0),
     "solar_open": 1_000_000.0,
     "lfm2": 1_000_000.0,
     "lfm2_moe": 1_000_000.0,

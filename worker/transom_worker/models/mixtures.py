@@ -6,6 +6,7 @@
     olmoe           QK norm over all heads
     mellum          as qwen3_moe
     flint           sigmoid scores; a shared expert; QK norm of each head, NoPE without a window, a sink logit for each head
+    ernie4_5_moe    a learned correction of the scores when experts are chosen; a shared expert; some layers are dense
     hy_v3           routed as mimo_v2_flash; a shared expert; QK norm of each head
     solar_open      routed as deepseek_v3; a shared expert
     exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
@@ -53,7 +54,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
 from transom_kernels.moe import GateRule
-from transom_kernels.route import Routing
+from transom_kernels.route import Routing, Score
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack, experts_by_stack_or_name
 from transom_worker.models.layers.experts import ExpertRouter, Moe, WeightedExpert, make_experts
 from transom_worker.models.layers.linear import GatedMlp, Linear
@@ -69,23 +70,23 @@ def _routed_or_dense(
     prefix: str = "mlp.",
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     correction: str = "",
-    by_sigmoid: bool = False,
+    score: Score = "softmax",
 ) -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE or has no experts (Nemotron-H, Granite).
 
     `names` are the checkpoint's names of an expert's gate, if any, up and down matrices; without them, and in checkpoints that have
-    such tensors, all experts are in two stacks. `correction` names a learned correction: then the scores are sigmoids, as
-    with `by_sigmoid`, and the router chooses the experts by the sum of both.
+    such tensors, all experts are in two stacks. `correction` names a learned correction, which is added to the scores for the
+    choice alone.
     """
     if architecture.mixture is None or index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
     mixture, load = architecture.mixture, load.under(prefix)
     names = names if architecture.has_gates else names[1:]
-    per_expert = (mixture.num_experts,)
-    correction_E = load.tensor(correction, torch.float32, shape=per_expert) if correction else None
+    shape = (1, mixture.num_experts) if architecture.family == "ernie4_5_moe" else (mixture.num_experts,)
+    correction_E = load.tensor(correction, torch.float32, shape=shape).flatten() if correction else None
     routing = Routing(
         num_chosen=mixture.num_chosen,
-        score="sigmoid" if correction or by_sigmoid else "softmax",
+        score=score,
         normalise=mixture.normalise,
         scale=mixture.scale,
         num_groups=mixture.num_groups,
@@ -173,10 +174,11 @@ def _mixture(architecture: Architecture) -> Mixture:
     return architecture.mixture
 
 
-_corrected = partial(_routed_or_dense, correction="gate.e_score_correction_bias")
+_by_sigmoid = partial(_routed_or_dense, score="sigmoid")
+_corrected = partial(_by_sigmoid, correction="gate.e_score_correction_bias")
 _mixtral = partial(_routed_or_dense, prefix="block_sparse_moe.", names=("w1", "w3", "w2"))
 _granite = partial(_mixtral, names=())
-_lfm2 = partial(_mixtral, prefix="feed_forward.", correction="expert_bias")
+_lfm2 = partial(_mixtral, prefix="feed_forward.", score="sigmoid", correction="expert_bias")
 
 MIXTURE_STYLES = {
     **dict.fromkeys(
@@ -187,14 +189,10 @@ MIXTURE_STYLES = {
     "granitemoe_swa": Style(sink_logits="sinks", feed_forward=_granite),
     "olmoe": Style(qk_norm="all", feed_forward=_routed_or_dense),
     "mellum": Style(qk_norm="each", feed_forward=_routed_or_dense),
-    "exaone_moe": Style(qk_norm="each", feed_forward=partial(_routed_or_dense, correction="e_score_correction_bias")),
-    "flint": Style(
-        norm_wide=True,
-        qk_norm="each",
-        sink_logits="softmax_offset",
-        feed_forward=partial(_routed_or_dense, by_sigmoid=True),
-    ),
-    "hy_v3": Style(qk_norm="each", feed_forward=partial(_routed_or_dense, correction="expert_bias")),
+    "exaone_moe": Style(qk_norm="each", feed_forward=partial(_by_sigmoid, correction="e_score_correction_bias")),
+    "flint": Style(norm_wide=True, qk_norm="each", sink_logits="softmax_offset", feed_forward=_by_sigmoid),
+    "ernie4_5_moe": Style(feed_forward=partial(_routed_or_dense, correction="moe_statics.e_score_correction_bias")),
+    "hy_v3": Style(qk_norm="each", feed_forward=partial(_by_sigmoid, correction="expert_bias")),
     "afmoe": Style(
         norm_after_attention="post_attention_layernorm",
         norm_before_mlp="pre_mlp_layernorm",
@@ -202,7 +200,7 @@ MIXTURE_STYLES = {
         norm_wide=True,
         qk_norm="each",
         output_gate="gate_proj",
-        feed_forward=partial(_routed_or_dense, correction="expert_bias"),
+        feed_forward=partial(_by_sigmoid, correction="expert_bias"),
     ),
     "mixtral": Style(feed_forward=_mixtral),
     "qwen2_moe": Style(feed_forward=_routed_or_dense),
@@ -210,9 +208,11 @@ MIXTURE_STYLES = {
     "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
     "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
     **dict.fromkeys(("glm4_moe", "dots1"), Style(qk_norm="each", feed_forward=_corrected)),
-    "minimax_m2": Style(qk_norm="all", feed_forward=partial(_mixtral, correction="e_score_correction_bias")),
+    "minimax_m2": Style(
+        qk_norm="all", feed_forward=partial(_mixtral, score="sigmoid", correction="e_score_correction_bias")
+    ),
     **dict.fromkeys(("deepseek_v2", "mistral4"), Style(feed_forward=_routed_or_dense)),
-    "kimi_linear": Style(feed_forward=partial(_mixtral, correction="gate.e_score_correction_bias")),
+    "kimi_linear": Style(feed_forward=partial(_mixtral, score="sigmoid", correction="gate.e_score_correction_bias")),
     "nemotron_h": Style(norm_wide=True, feed_forward=_corrected),
     "jamba": Style(feed_forward=_routed_or_dense),
     "lfm2_moe": replace(DENSE_STYLES["lfm2"], feed_forward=_lfm2),

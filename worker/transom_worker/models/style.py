@@ -3,7 +3,7 @@
 Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family. The
 dense families are here, those with experts in `mixtures`. Each row names a dense family's differences from llama:
 
-    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3, cwm
+    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3, cwm, ernie4_5
                    none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
                    separate ones (`weights.renamed_weights`)
     arcee          MLPs without gates, relu(up) ** 2
@@ -112,6 +112,7 @@ _PLAIN = (
     "cwm",
     "arcee",
     "glm",
+    "ernie4_5",
 )
 _LFM2 = Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each")
 DENSE_STYLES = {
