@@ -66,6 +66,7 @@ def recurrence_case(
         step_bias=3 * torch.randn(num_steps),
         rate=torch.exp(torch.randn(*((heads, width, value_width) if by_column else (heads,))) - 1),
         strength=strength if is_delta else None,
+        most_strength=2.0 if kind == "delta" else 1.0,
         skip=None if is_delta else torch.randn(num_steps),
         key_heads=key_heads,
         state=states.as_strided((num_blocks, heads, width, value_width), strides, 7),

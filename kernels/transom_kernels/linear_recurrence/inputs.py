@@ -78,7 +78,8 @@ class RecurrenceInputs:
     step_size: torch.Tensor
     step_bias: torch.Tensor  # [H], [H * D] or [H * Dv] float32, dt_bias: added before the softplus
     rate: torch.Tensor  # [H] float32, or with a step for each column [H, D, Dv], contiguous: exp(A_log)
-    strength: torch.Tensor | None = None  # [T, H]; its sigmoid is the delta rule's beta
+    strength: torch.Tensor | None = None  # [T, H]; its sigmoid, times the next field, is the delta rule's beta
+    most_strength: float = 1.0  # with 2 (Olmo Hybrid) a change may turn a state's sign
     skip: torch.Tensor | None = None  # [H] float32, or with a step for each column [H * Dv]: D of Mamba
     key_heads: int  # Hk
     state: torch.Tensor  # [ids, H, D, Dv] float32, Dv contiguous

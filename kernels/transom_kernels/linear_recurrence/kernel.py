@@ -84,6 +84,7 @@ def recur_tokens(
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BY: tl.constexpr,  # head, row or column
+    MOST: tl.constexpr,  # `most_strength`
     ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -130,7 +131,7 @@ def recur_tokens(
                 if DELTA:
                     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * D**-0.5
                     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-                    beta = tl.sigmoid(tl.load(strength + token * strength_stride + head).to(tl.float32))
+                    beta = MOST * tl.sigmoid(tl.load(strength + token * strength_stride + head).to(tl.float32))
                     change = beta * (x - tl.sum(own * k[:, None], 0))
                 else:
                     change = step * x
@@ -167,6 +168,7 @@ def solve_chunks(
     D: tl.constexpr,
     DV: tl.constexpr,
     BY: tl.constexpr,  # head or row
+    MOST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -196,7 +198,7 @@ def solve_chunks(
             key = wide
         length = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
         at = (begin + t) * strength_stride + head
-        beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
+        beta = MOST * tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
         places = solved + ((begin + t) * H + head)[:, None] * WIDTH + t[None, :]
         at = (begin + t) * step_stride
         if BY == "row":
@@ -257,6 +259,7 @@ def recur_chunks(
     DELTA: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BY: tl.constexpr,  # head or row
+    MOST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -315,7 +318,7 @@ def recur_chunks(
             # --- the changes ---
             if DELTA:
                 at = token * strength_stride + head
-                beta = tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
+                beta = MOST * tl.sigmoid(tl.load(strength + at, mask=inside, other=0.0).to(tl.float32))
                 known = tl.dot(old_key, own, input_precision=PRECISION) * known_factor[:, None]
                 change = tl.where(inside, beta, 0.0)[:, None] * (value - known)
                 inverse = tl.load(solved_row, mask=inside[:, None], other=0.0)

@@ -75,7 +75,8 @@ def _recur(
             change = step[t] * value[t]
         else:
             known = (state * key[t, :, :, None]).sum(1)
-            change = torch.sigmoid(inputs.strength[own][t].to(wide))[:, None] * (value[t] - known)
+            beta = inputs.most_strength * torch.sigmoid(inputs.strength[own][t].to(wide))
+            change = beta[:, None] * (value[t] - known)
         state = state + key[t, :, :, None] * change[:, None]
         results[t] = (state * query[t, :, :, None]).sum(1)
     if inputs.skip is not None:

@@ -24,7 +24,7 @@ from tests.worker.models.family_tests import (
     worst_difference,
 )
 
-SLIDING, FULL, CONV = "sliding_attention", "full_attention", "conv"
+SLIDING, FULL, CONV, LINEAR = "sliding_attention", "full_attention", "conv", "linear_attention"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 YARN = dict(
     rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
@@ -98,6 +98,16 @@ _CASES = {
         DELTA_NET,
         each(rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 1.0}, rms_norm_eps=1e-2),
         family="qwen3_5_text",
+    ),
+    "olmo_hybrid": FamilyCase(
+        {"layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR], "num_hidden_layers": 5, "linear_conv_kernel_dim": 3}
+        | {
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+        each(linear_allow_neg_eigval=False, rope_parameters=PLAIN_ROPE),
     ),
     "llama3": FamilyCase(
         {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},

@@ -133,7 +133,11 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)
-        case recurrent.LINEAR if config.get("model_type") in (*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR):
+        case recurrent.LINEAR if config.get("model_type") in (
+            *recurrent.DELTA_NET_FAMILIES,
+            recurrent.KIMI_LINEAR,
+            recurrent.OLMO_HYBRID,
+        ):
             return recurrent.delta_net_layer(config)
         case recurrent.LINEAR if config.get("model_type") in mamba.MAMBA_FAMILIES:
             return mamba.mamba_layer(config)
@@ -248,7 +252,9 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
     **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa"), _full_every_fourth_from_first),
     **dict.fromkeys(("exaone4", "exaone_moe"), _full_every_fourth_if_sliding),
-    **dict.fromkeys((*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR), recurrent.layer_type),
+    **dict.fromkeys(
+        (*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR, recurrent.OLMO_HYBRID), recurrent.layer_type
+    ),
     **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
     "smollm3": _sliding_where_not_rotary,

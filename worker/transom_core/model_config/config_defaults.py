@@ -84,6 +84,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
     "smollm3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
     "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo_hybrid": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     **dict.fromkeys(("exaone4", "exaone_moe"), _EXAONE),
     "cwm": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},

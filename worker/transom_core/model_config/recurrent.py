@@ -1,8 +1,10 @@
-"""Reads what only configs with recurrent layers have: gated delta nets of Qwen3-Next, Qwen3.5 and Kimi Linear. Imports no torch.
+"""Reads what only configs with recurrent layers have: gated delta nets of Qwen3-Next, Qwen3.5, Kimi Linear and Olmo Hybrid. This
+module imports no torch.
 
 A field `linear_*` that is not known here is refused, since it may change what the model computes.
 
-Source: `transformers/models/qwen3_next/configuration_qwen3_next.py`, and those of `qwen3_5`, `qwen3_5_moe` and `kimi_linear`.
+Source: `transformers/models/qwen3_next/configuration_qwen3_next.py`, and those of `qwen3_5`, `qwen3_5_moe`,
+`kimi_linear` and `olmo_hybrid`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ Config = Mapping[str, Any]
 
 DELTA_NET_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"  # the layer type
-KIMI_LINEAR = "kimi_linear"
+KIMI_LINEAR, OLMO_HYBRID = "kimi_linear", "olmo_hybrid"
 # transformers' name of a field -> Kimi Linear's
 _KIMI_NAMES = {
     "max_position_embeddings": "model_max_length",
@@ -30,6 +32,10 @@ _KIMI_SIZES = {
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
+_OLMO_FIELDS = (
+    *("linear_allow_neg_eigval", "linear_a_log_min", "linear_a_log_max"),  # all but the first are of training
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+)
 _SIZES = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 
 
@@ -42,6 +48,7 @@ def delta_net_layer(config: Config) -> LayerAttention:
     """
     is_kimi = config.get("model_type") == KIMI_LINEAR
     known = (*_KIMI_SIZES, "linear_attn_config") if is_kimi else tuple(f"linear_{name}" for name in _SIZES)
+    known += _OLMO_FIELDS if config.get("model_type") == OLMO_HYBRID else ()
     for name in config:
         if name.startswith("linear_") and name not in known:
             raise ModelError(f"config.json has the field {name!r}, which is not known of models with gated delta nets.")
@@ -55,11 +62,14 @@ def delta_net_layer(config: Config) -> LayerAttention:
 
 
 def with_common_names(config: Config) -> Config:
-    """Return a config of Kimi Linear with transformers' names, and with its layers' types; other configs as they are.
+    """Return a config of Kimi Linear with transformers' names, and with its layers' types; of Olmo Hybrid with the sizes that it
+    derives from others; other configs as they are.
 
     Raises:
         KeyError, TypeError, ValueError: a value is missing or wrong.
     """
+    if config.get("model_type") == OLMO_HYBRID:
+        return _with_olmo_sizes(config)
     if config.get("model_type") != KIMI_LINEAR:
         return config
     own = dict(config.get("linear_attn_config") or {})
@@ -74,6 +84,15 @@ def with_common_names(config: Config) -> Config:
         types = dict.fromkeys(full, "full_attention") | dict.fromkeys(others, LINEAR)  # numbers from 1
         found["layer_types"] = [types[number] for number in range(1, int(config["num_hidden_layers"]) + 1)]
     return {**config, **found}
+
+
+def _with_olmo_sizes(config: Config) -> Config:
+    given = {name: value for name, value in config.items() if value is not None}
+    heads = int(config["num_attention_heads"])
+    key_heads = int(given.get("linear_num_key_heads", heads))
+    key_size = int(given.get("linear_key_head_dim", 0.75 * int(config["hidden_size"]) / max(1, key_heads)))
+    sizes = {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads}
+    return {**sizes, "linear_key_head_dim": key_size, "linear_value_head_dim": 2 * key_size, **given}
 
 
 def layer_type(config: Config, index: int) -> str:

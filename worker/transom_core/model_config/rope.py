@@ -122,6 +122,8 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [layer.window is not None for layer in layers]
         case "nemotron_h" | "kimi_linear" | "jamba":
             return [False] * len(layers)
+        case "olmo_hybrid" if not {**config, **(config.get("rope_parameters") or {})}.get("rope_theta"):
+            return [False] * len(layers)
         case "granite_swa" | "granitemoe_swa" if config.get("layer_rope_theta"):
             return [bool(config["layer_rope_theta"][index]) for index in range(len(layers))]
         case "granitemoehybrid" if config.get("position_embedding_type") != "rope":

@@ -116,6 +116,8 @@ class DecoderLayer:
     """One layer: attention and feed-forward network (none to several in hybrids), whose outputs are added to the residual."""
 
     def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
+        style = style.recurrent if style.recurrent and architecture.layers[index].recurrent is not None else style
+
         def norm(name: str, load: Loader) -> Norm | None:
             return make_norm(name, architecture, style, load) if name else None
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture, LayerAttention
-from transom_core.model_config.recurrent import KIMI_LINEAR
+from transom_core.model_config.recurrent import KIMI_LINEAR, OLMO_HYBRID
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
@@ -95,9 +95,11 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     channels = 2 * keys + values
 
     def convolution(name: str, *rest: int) -> torch.Tensor:
-        if is_kimi:  # a tensor each
-            tensors = (load.tensor(f"{part}_{name}", shape=(keys, *rest), part=(own_keys,)) for part in "qkv")
-            return torch.cat(list(tensors))
+        if is_kimi or architecture.family == OLMO_HYBRID:  # a tensor each
+            channels_of = zip("qkv", (keys, keys, values), (own_keys, own_keys, own_values), strict=True)
+            return torch.cat(
+                [load.tensor(f"{p}_{name}", shape=(rows, *rest), part=(own,)) for p, rows, own in channels_of]
+            )
         return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
 
     def by_head(name: str, shape: tuple[int, ...] = (layer.num_heads,), part: slice = heads.queries) -> torch.Tensor:
@@ -121,11 +123,18 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
             skip_H=None if mamba is None else by_head("D"),
             norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
             gates_first=mamba is not None and not mamba.norm_first,
-            eps=architecture.rms_norm_eps if mamba is None else mamba.norm_eps,
+            eps=_eps_of_gated_norm(architecture),
+            most_strength=architecture.most_strength,
             twice=twice,
             shared=shared,
         ),
     )
+
+
+def _eps_of_gated_norm(architecture: Architecture) -> float:
+    if architecture.family == OLMO_HYBRID:
+        return 1e-5  # whatever the config says of the other norms
+    return architecture.rms_norm_eps if architecture.mamba is None else architecture.mamba.norm_eps
 
 
 def _shifted(rows: slice, first: int) -> slice:

@@ -19,6 +19,7 @@ dense families are here, those with experts in `mixtures`. Each row names a dens
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
     glm, glm4      one tensor has the MLP's gates and ups; glm4 has norms before and after attention and MLP
+    olmo_hybrid    gated delta nets with norms before both sublayers; attention as in olmo3, NoPE unless the config says otherwise
     olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
     exaone4        norms after attention and MLP only, QK norm of each head, NoPE in layers without a window
     falcon_h1      Mamba-2 and attention side by side (`Architecture.beside`); factors of projections multiply the weights
@@ -28,6 +29,8 @@ Sources: the classes of these names in transformers (`models/<family>/modeling_<
 
 Legend: T tokens, N hidden width.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,6 +84,7 @@ class Style:
     gates_heads: bool = False  # the projection gives one number for each head
     sink_logits: str = ""  # name of the sinks' tensor within attention, for the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
+    recurrent: Style | None = None  # of recurrent layers, if theirs is another one
 
 
 _GEMMA = Style(
@@ -133,6 +137,12 @@ DENSE_STYLES = {
     "vaultgemma": replace(_GEMMA, norm_after_attention="", norm_after_mlp=""),
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, qk_norm="each"),
+    "olmo_hybrid": replace(
+        _OLMO,
+        recurrent=Style(
+            norm_before_attention="attention_layer_norm", norm_before_mlp="feedforward_layer_norm", norm_wide=True
+        ),
+    ),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "exaone4": replace(_NORMS_AFTER, qk_norm="each"),

@@ -91,6 +91,7 @@ class RecurArguments(NamedTuple):
     width: int  # D
     value_width: int  # Dv
     query_scale: float
+    most_strength: float
 
 
 CONVOLVE, RECUR = numbers_of(ConvolveArguments), numbers_of(RecurArguments)
@@ -165,6 +166,7 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
             width=width,
             value_width=value_width,
             query_scale=width**-0.5,
+            most_strength=inputs.most_strength,
         ),
         scratch_bytes=3 * 4 * _padded(width) + (2 * width + 2) * _STRIDE,
     )
@@ -366,7 +368,7 @@ def make_recur(dtype: str, delta: bool, by: str) -> Any:
                 decay = decay_of(factor, rate)
             if delta:
                 given = splat(load_scalar(row_address(arguments, RECUR.strength, token) + head * size))
-                factor = keep_nan(sigmoid(given), given)
+                factor = keep_nan(sigmoid(given), given) * splat(float_argument(arguments, RECUR.most_strength))
             at = (head * value_width + first) * size
             value = row_address(arguments, RECUR.value, token) + at
             out = argument(arguments, RECUR.out) + token * heads * value_width * size + at

@@ -1,6 +1,6 @@
 """A layer with a recurrent state, which stands in most layers of hybrids instead of attention.
 
-Gated delta nets (Qwen3-Next, Qwen3.5), whose norm is over each head:
+Gated delta nets (Qwen3-Next, Qwen3.5, Olmo Hybrid), whose norm is over each head:
 
     mixed, gate, strength, step = projections of x
     out = output projection of rms_norm(linear_recurrence(mixed, strength, step)) * silu(gate)
@@ -46,6 +46,7 @@ class RecurrentWeights:
     norm: torch.Tensor | None  # [Dv] for all heads, or Mamba-2's [H * Dv]; None: gates alone
     gates_first: bool  # gates multiply what the norm reads
     eps: float
+    most_strength: float  # of a delta rule
     twice: tuple[Linear, Linear] | None  # Kimi Linear's second projections of gates and steps
     shared: SharedGroups | None  # of the norm, if there are more ranks than groups of heads that it norms
 
@@ -95,6 +96,7 @@ class RecurrentLayer(TokenMixer):
             step_bias=weights.step_bias_H,
             rate=weights.rate_H,
             strength=strength[0] if strength else None,
+            most_strength=weights.most_strength,
             skip=weights.skip_H,
             key_heads=layer.num_kv_heads,
             state=cache.k.view(len(cache.k), layer.num_heads, layer.head_size, self._value_size),

@@ -10,7 +10,7 @@ from transom_core.model_config.jamba import JAMBA
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
-from transom_core.model_config.recurrent import KIMI_LINEAR
+from transom_core.model_config.recurrent import KIMI_LINEAR, OLMO_HYBRID
 from transom_worker.models.weights.checkpoint import Weights, WeightsView
 
 # Name prefix in a text-only model -> prefix in a multimodal model's checkpoint, first in the older layout, then in the newer one.
@@ -41,6 +41,11 @@ _KIMI_LINEAR = {
     **{".linear_attn.out_proj.": ".self_attn.o_proj.", ".linear_attn.norm.": ".self_attn.o_norm."},
     ".linear_attn.": ".self_attn.",
 }
+_OLMO_HYBRID = {
+    **{f".linear_attn.in_proj_{part}.": f".linear_attn.{part}_proj." for part in ("q", "k", "v", "a", "b")},
+    **{".linear_attn.in_proj_z.": ".linear_attn.g_proj.", ".linear_attn.out_proj.": ".linear_attn.o_proj."},
+    ".linear_attn.norm.": ".linear_attn.o_norm.",
+}
 _JAMBA = {
     **{"model.norm.": "model.final_layernorm.", ".post_attention_layernorm.": ".pre_ff_layernorm."},
     **{".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."},
@@ -57,6 +62,7 @@ OWN_NAMES = {
     "hy_v3": {".mlp.gate.": ".mlp.router.gate.", ".shared_experts.": ".shared_mlp."},
     "afmoe": {".mlp.gate.": ".mlp.router.gate."},
     KIMI_LINEAR: _KIMI_LINEAR,
+    OLMO_HYBRID: _OLMO_HYBRID,
     JAMBA: _JAMBA,
 }
 _FALCON = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
@@ -75,8 +81,12 @@ def text_decoder(weights: Weights) -> Weights:
 def renaming(architecture: Architecture, names: Collection[str] = ()) -> Callable[[str], str] | None:
     """Return the function from other families' names of tensors to those of this one; None if they are the same.
 
-    `names` are the checkpoint's: transformers saves the dense layers of Kimi Linear under the name of layers with experts.
+    `names` are the checkpoint's: transformers saves the dense layers of Kimi Linear under the name of layers with experts, and a
+    norm of Olmo Hybrid's attention layers under the name that it has in the recurrent ones.
     """
+    if architecture.family == OLMO_HYBRID and not any(".post_attention_layernorm." in name for name in names):
+        saved = {".post_attention_layernorm.": ".feedforward_layer_norm."}
+        return partial(_own_name, _OLMO_HYBRID | saved)
     if architecture.family == KIMI_LINEAR and not any(".mlp." in name for name in names):
         return partial(_own_name, _KIMI_LINEAR | {".mlp.": ".block_sparse_moe."})
     if architecture.family == NEMOTRON_H:
