@@ -42,6 +42,23 @@ def to_format(plain: Path, packed: Path, name: str) -> None:
 to_fp8 = partial(to_format, name="fp8 blocks")
 
 
+def to_fp8_stacks(plain: Path, packed: Path, *, input_first: bool = False) -> None:
+    """As `to_fp8`, with the experts of a layer in two stacks, as Mistral 4 and Qwen3-VL have them."""
+    to_fp8(plain, packed)
+    tensors = load_file(packed / _FILE)
+    for name in [name for name in tensors if ".experts.0.down_proj.weight" in name]:
+        prefix, _, kind = name.partition("0.down_proj.weight")
+        count = sum(one.startswith(prefix) and one.endswith(f"down_proj.weight{kind}") for one in tensors)
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            rows = [
+                torch.cat([tensors.pop(f"{prefix}{expert}.{part}.weight{kind}") for part in parts])
+                for expert in range(count)
+            ]
+            whole = torch.stack(rows)
+            tensors[f"{prefix}{stack}{kind}"] = whole.mT.contiguous() if input_first else whole
+    save_file(tensors, packed / _FILE, metadata={"format": "pt"})
+
+
 def pack_mxfp4(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks [experts, rows, groups, 16] and scales [experts, rows, groups] of `stack` [experts, rows, columns]."""
     stored, _ = fp4(stack.flatten(0, 1), group=32, writer="compressed")

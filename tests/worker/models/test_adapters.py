@@ -52,6 +52,8 @@ TARGETS = {
     "gemma3": (*ATTENTION, *MLP),
     "gemma4": (*ATTENTION, *MLP, "per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"),
+    "lfm3": (*ATTENTION, "g_proj", "w1", "w3", "w2", "in_proj", "out_proj"),
+    "hy_v3": (*ATTENTION, "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
     "falcon_h1": (*ATTENTION, *MLP, "in_proj"),
     "granite4 with experts": (*ATTENTION, "in_proj", "out_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"),
     "jamba": (*ATTENTION, "in_proj", "x_proj", "out_proj"),

@@ -64,10 +64,18 @@ def test_mimo_as_published() -> None:
     assert ours.layers[1].window == 129
 
 
-def test_gpt_oss_in_4_bits_is_computed_in_bfloat16() -> None:
-    config = SMALL | {"model_type": "gpt_oss", "sliding_window": 128}
+@pytest.mark.parametrize("family", ["gpt_oss", "hy_v3"])
+def test_what_names_no_number_format_is_computed_in_bfloat16(family: str) -> None:
+    config = SMALL | {"model_type": family, "sliding_window": 128}
     assert read_architecture(config).served_dtype == "bfloat16"
     assert read_architecture(config | {"dtype": "float32"}).served_dtype == "float32"
+
+
+def test_a_tied_head_of_qwen3_vl_is_told_by_the_outer_config() -> None:
+    """transformers writes its default into the inner one."""
+    config = {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False}
+    text = SMALL | {"model_type": "qwen3_vl_moe_text", "tie_word_embeddings": True}
+    assert not read_architecture(config | {"text_config": text}).tie_embeddings
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text"])
@@ -107,6 +115,13 @@ def test_a_model_that_also_sees_is_its_text_decoder() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 8}}, "a factor of longrope"),
         ({"model_type": ["qwen2_vl"]}, "known are"),
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias, which is not supported"),
+        ({"model_type": "lfm3", "attention_bias": True}, "attention_bias, which is not supported"),
+        ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "its tokens see later ones"),
+        ({"model_type": "mistral4"}, "lacks 'rope_parameters'"),
+        ({"model_type": "afmoe", "score_func": "softmax"}, "score_func other than sigmoid"),
+        ({"model_type": "afmoe", "n_group": 2}, "n_group above 1"),
+        ({"model_type": "granite_swa", "layer_rope_theta": "123456"}, "layer_rope_theta is no list"),
+        *(({"partial_rotary_factor": share}, "numbers of a head would rotate") for share in (-0.5, 0.01, 2.0, 2.0**40)),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv, a limit of queries"),
         ({"rms_norm_eps": None}, "lacks 'rms_norm_eps', which a llama model needs"),
         ({"model_type": "gpt_oss"}, "lacks 'sliding_window', which a gpt_oss model needs"),
@@ -319,7 +334,7 @@ def test_indexers_as_published(name: str) -> None:
 )
 def test_sizes_of_latent_rows_that_cannot_be_are_named(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        read_architecture(SMALL | {"model_type": family, "num_experts_per_tok": 2} | changes)
+        read_architecture(SMALL | {"model_type": family, "num_experts_per_tok": 2, "rope_parameters": {}} | changes)
 
 
 def test_lengths_up_to_the_models() -> None:

@@ -3,6 +3,7 @@ bfloat16 as kernels alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, by_name, each
-from tests.worker.models.quantised_checkpoints import to_fp8, to_mxfp4
+from tests.worker.models.quantised_checkpoints import to_fp8, to_fp8_stacks, to_mxfp4
 from tests.worker.models.test_dense_families import (
     CASES as DENSE,
     DELTA_NET,
@@ -132,7 +133,9 @@ _CASES = {
         each(sliding_window=21, norm_topk_prob=False),
     ),
     "dots1": FamilyCase(
-        EXPERTS | GROUPS | {"sliding_window": 20, "max_window_layers": 2, "norm_topk_prob": True},
+        EXPERTS
+        | GROUPS
+        | {"scoring_func": "noaux_tc", "sliding_window": 20, "max_window_layers": 2, "norm_topk_prob": True},
         each(sliding_window=21, topk_group=1),
     ),
     "mistral4": FamilyCase(
@@ -215,6 +218,8 @@ QUANTISED: dict[str, Callable[[Path, Path], None]] = {
     "gpt_oss in MXFP4": to_mxfp4,
     "qwen3_moe as it is in fp8": to_fp8,
     "deepseek_v3 in fp8": to_fp8,
+    "qwen3_moe as it is in fp8 stacks": to_fp8_stacks,
+    "deepseek_v3 in fp8 stacks, input first": partial(to_fp8_stacks, input_first=True),
 }
 
 
@@ -222,7 +227,10 @@ ALL_CASES = DENSE | CASES
 
 
 # These differ from one of the others in what `Architecture` says alone.
-RARELY = ("olmoe", "hy_v3", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared")
+RARELY = (
+    *("qwen3_moe as it is in fp8 stacks", "deepseek_v3 in fp8 stacks, input first"),
+    *("olmoe", "hy_v3", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared"),
+)
 ALL = [*CASES, *QUANTISED, "deepseek_v4"]
 
 

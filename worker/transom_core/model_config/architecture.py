@@ -49,6 +49,7 @@ _UNGATED_FAMILIES = ("nemotron_h", "arcee")  # whose feed-forward networks have 
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
+_UNSUPPORTED_BIASES = {"use_bias": ("ernie4_5", "ernie4_5_moe"), "attention_bias": ("afmoe", "lfm3")}
 _UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm", "glm4", "glm4_moe", "solar_open", "mimo_v2_flash")
 
 
@@ -125,10 +126,11 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ModelError(
             "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
         )
-    if family.startswith("ernie") and config.get("use_bias"):
-        raise ModelError(
-            "config.json says use_bias, which is not supported of Ernie 4.5: the published models have no biases."
-        )
+    for name, families in _UNSUPPORTED_BIASES.items():
+        if family in families and config.get(name):
+            raise ModelError(
+                f"config.json says {name}, which is not supported of {family}: published models have no biases."
+            )
     try:
         config = recurrent.with_common_names(mamba.with_common_names(lfm2.with_common_names(config)))
         config = jamba.with_common_names(config)
@@ -185,10 +187,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 def _activation(config: Mapping[str, Any]) -> str:
     """Return the config's name of the activation. Gemma 1's first configs say gelu, and mean gelu by tanh."""
-    is_gemma = config.get("model_type") == "gemma"
-    return (
-        "gelu_pytorch_tanh" if is_gemma else str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
-    )
+    name = str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
+    return "gelu_pytorch_tanh" if config.get("model_type") == "gemma" and name == "gelu" else name
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:
@@ -216,10 +216,14 @@ def _check_sizes(architecture: Architecture) -> None:
 
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text decoder's part of a multimodal config; fields that it lacks or has as null come from the outer config."""
-    inner = config.get("text_config")
+    outer, inner = config, config.get("text_config")
     if isinstance(inner, Mapping):
         config = {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
     family = str(config.get("model_type", ""))
+    if family == "qwen3_vl_moe_text":  # transformers writes true in the inner part, and reads the outer one
+        config = {**config, "tie_word_embeddings": outer.get("tie_word_embeddings", False)}
+    if outer.get("model_type") == "paligemma" and config.get("use_bidirectional_attention") is None:
+        config = {**config, "use_bidirectional_attention": True}
     return {**config, **_TEXT_FAMILIES.get(family, {})}
 
 

@@ -42,7 +42,10 @@ _MAMBA = {
     **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
 }
 _GRANITE_MOE = {"rms_norm_eps": 1e-6, "shared_intermediate_size": 0}
-_GLM = {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+_GLM = {
+    **{"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "num_key_value_heads": 2,
+}
 _ERNIE = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _EXAONE = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -69,7 +72,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 4096},
     "gpt_oss": {"torch_dtype": "bfloat16"},  # an MXFP4 checkpoint does not name the number format of its activations
     "mimo_v2_flash": {"rms_norm_eps": 1e-5, "attention_value_scale": 0.707},
-    "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    "gemma": {
+        **{"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+        **{"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    },
     **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA2),
     "gemma3_text": _GEMMA | {"vocab_size": 262_208, "num_hidden_layers": 26},
     "gemma4_text": _GEMMA
@@ -87,19 +93,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     **dict.fromkeys(("exaone4", "exaone_moe"), _EXAONE),
-    "cwm": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},
+    "cwm": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "sliding_window": 8192},
     "afmoe": {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 1024},
-    "mellum": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 1024},
-    "granite_swa": {"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
+    "mellum": {"rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 1024},
+    "granite_swa": {
+        **{"rms_norm_eps": 1e-5, "sliding_window": 128, "num_key_value_heads": 4},
+        "tie_word_embeddings": True,
+    },
     "granitemoe_swa": _GRANITE_MOE | {"sliding_window": 128},
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE_MOE),
     "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     "olmoe": {"rms_norm_eps": 1e-5},
-    "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
     "ernie4_5": _ERNIE | {"head_dim": 128},
     "ernie4_5_moe": _ERNIE,
-    "hy_v3": {"rms_norm_eps": 1e-5, "head_dim": 128},
-    "flint": {"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 513, "mlp_only_layers": [0, 1]},
+    # its published configs name no number format, and the weights are bfloat16
+    "hy_v3": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "torch_dtype": "bfloat16"},
+    "flint": {"rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 513},
     "dots1": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "mistral4": _MLA | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},
@@ -122,7 +132,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": True,
     },
     "lfm2_moe": {"conv_L_cache": 3},
-    "lfm3": {"conv_L_cache": 7, "sliding_window": 256, "head_dim": 128},
+    "lfm3": {"conv_L_cache": 7, "sliding_window": 256, "head_dim": 128, "num_key_value_heads": 4},
 }
 
 

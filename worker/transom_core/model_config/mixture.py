@@ -76,13 +76,22 @@ _DEFAULTS: dict[str, Config] = {
     },
     **dict.fromkeys((*GRANITE_MIXTURES, "mixtral"), _EIGHT),
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
-    "dots1": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    "dots1": {
+        **{**_DEEPSEEK_V3, "moe_intermediate_size": 1408, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    },
     "mistral4": {
         **{"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048},
         **{"n_shared_experts": 1, "first_k_dense_replace": 0},
     },
     "flint": {
-        **{"num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        **{
+            "mlp_only_layers": [0, 1],
+            "num_experts": 256,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
         "shared_expert_intermediate_size": 1024,
     },
     "hy_v3": {
@@ -175,6 +184,10 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             layers = plain.layers if kinds is None else _mimo_layers(config, num_layers)
             return replace(plain, layers=layers, normalise=bool(config["norm_topk_prob"]))
         case "afmoe":
+            if not config.get("route_norm", True) or config.get("score_func", "sigmoid") != "sigmoid":
+                raise ValueError("route_norm false or a score_func other than sigmoid, which is not supported")
+            if int(config.get("n_group") or 1) > 1:
+                raise ValueError("n_group above 1, experts chosen by group, is not supported")
             return replace(
                 plain,
                 layers=frozenset(range(int(config["num_dense_layers"]), num_layers)),
@@ -203,17 +216,13 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
         case "deepseek_v4":
             return replace(plain, scale=float(config["routed_scaling_factor"]), clamp=float(config["swiglu_limit"]))
         case (
-            "deepseek_v2"
-            | "deepseek_v3"
-            | "deepseek_v32"
-            | "kimi_k2"
-            | "glm4_moe_lite"
-            | "glm_moe_dsa"
-            | "kimi_linear"
-            | "solar_open"
-            | "dots1"
+            "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear"
         ):
             return _deepseek(plain, config, num_layers)
+        case "dots1":  # its config calls the function of scores as the method
+            return _deepseek(plain, {**config, "scoring_func": "sigmoid"}, num_layers)
+        case "solar_open":
+            return _deepseek(plain, {**config, "first_k_dense_replace": 0}, num_layers)
         case "nemotron_h":
             return replace(
                 _deepseek(plain, config, num_layers),

@@ -36,6 +36,7 @@ _DEFAULT_THETA = {
     "cwm": 1_000_000.0,
     "hy_v3": 11_158_840.0,
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), 500_000.0),
+    "lfm3": 1_000_000.0,
     "solar_open": 1_000_000.0,
     "lfm2": 1_000_000.0,
     "lfm2_moe": 1_000_000.0,
@@ -44,6 +45,10 @@ _DEFAULT_PARAMETERS: dict[str, Config] = {
     "mimo_v2_flash": {
         "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
         "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+    },
+    "cwm": {
+        **{"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8192,
     },
     "mellum": {"full_attention": {"rope_theta": 500_000.0}, "sliding_attention": {"rope_theta": 10_000.0}},
     "lfm3": {
@@ -55,6 +60,7 @@ _DEFAULT_PARAMETERS: dict[str, Config] = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     },
 }
+_OWN_THETAS = ("granite_swa", "granitemoe_swa")
 _SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # in these families rope_scaling applies to full layers only
 
 
@@ -104,9 +110,14 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
         KeyError, TypeError, ValueError: a value is missing or wrong.
         ModelError: a longrope has too few or too many factors.
     """
-    rotates, thetas = _rotates(config, layers), config.get("layer_rope_theta") or ()
-    own = [{"layer_rope_theta": thetas[index]} if thetas else {} for index in range(len(layers))]
-    return tuple(_rope({**config, **own[i]}, layer) if rotates[i] else None for i, layer in enumerate(layers))
+    rotates = _rotates(config, layers)
+    # Granite Swash's: a base for each layer
+    thetas = config.get("layer_rope_theta") if config.get("model_type") in _OWN_THETAS else None
+    if thetas and not isinstance(thetas, list):
+        raise ValueError("layer_rope_theta is no list")
+    own = {**config, "layer_rope_theta": None}
+    configs = [{**own, "layer_rope_theta": theta} for theta in thetas] if thetas else [own] * len(layers)
+    return tuple(_rope(configs[i], layer) if rotates[i] else None for i, layer in enumerate(layers))
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
@@ -124,7 +135,7 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
             return [False] * len(layers)
         case "olmo_hybrid" if not {**config, **(config.get("rope_parameters") or {})}.get("rope_theta"):
             return [False] * len(layers)
-        case "granite_swa" | "granitemoe_swa" if config.get("layer_rope_theta"):
+        case family if family in _OWN_THETAS and config.get("layer_rope_theta"):
             return [bool(config["layer_rope_theta"][index]) for index in range(len(layers))]
         case "granitemoehybrid" if config.get("position_embedding_type") != "rope":
             return [False] * len(layers)
@@ -146,6 +157,10 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
     original = int((kind == "longrope" and config.get(_ORIGINAL)) or parameters.get(_ORIGINAL) or longest)
     factor = float(parameters.get("factor") or longest / original)
     size = layer.rope_size or 2 * int(share * layer.head_size // 2)
+    if not 0 < size <= layer.head_size:
+        raise ValueError(
+            f"partial_rotary_factor {share}: {size} of the {layer.head_size} numbers of a head would rotate"
+        )
     if kind == "longrope" and not 2 * len(short) == 2 * len(long) == size:
         raise ModelError(
             f"config.json has {len(short)} and {len(long)} numbers as short_factor and long_factor of its longrope; "

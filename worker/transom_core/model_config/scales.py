@@ -83,7 +83,9 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
                 logit=falcon_h1.factor(config, "lm_head"),
                 projections=falcon_h1.projection_factors(config),
             )
-        case "ministral3" | "mistral4":
+        case "mistral4":
+            return Scales(query_by_position=_ministral3_scale({"rope_parameters": config["rope_parameters"]}))
+        case "ministral3":
             return Scales(query_by_position=_ministral3_scale(config))
     return NO_SCALES
 

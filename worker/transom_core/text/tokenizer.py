@@ -296,6 +296,9 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
     named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    for name, value in named.items():
+        if value != value.encode(errors="replace").decode():  # JSON may escape half of a pair of UTF-16
+            raise ModelError(f"{settings_path} says {name} {value!r}, which is no text; download the file again.")
     templates = _folder_templates(folder, settings)
     kind = model_type
     # A tekken.json has what chats need, also beside a tokenizer.json without a template.

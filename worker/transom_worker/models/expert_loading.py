@@ -113,10 +113,18 @@ def experts_by_stack_or_name(
     # A name may begin with "language_model.", which ends with "model." itself.
     stack = f"{load.prefix}experts.gate_up_proj"
     if not names or any(name.endswith(stack) for name in load.weights.names):
-        first = load.weights(stack, part=(slice(0, 1),)) if takes_input_first else None
-        by_rows = first is None or first.shape[1] != hidden_size
-        return (experts_by_rows if by_rows else experts_by_stack)(load.under("experts."), mixture, hidden_size)
+        load = load.under("experts.")
+        if takes_input_first and not _has_rows_first(load, mixture, hidden_size):
+            return experts_by_stack(load, mixture, hidden_size)
+        return experts_by_rows(load, mixture, hidden_size)
     return experts_by_name(load, [f"experts.{{}}.{name}.weight" for name in names], mixture, hidden_size)
+
+
+def _has_rows_first(load: Loader, mixture: Mixture, hidden_size: int) -> bool:
+    """Return whether stacks have the output axis first. Both are asked, since one may be square."""
+    inner, rows = mixture.inner_size, hidden_size
+    first = [load.weights(f"{load.prefix}{name}_proj", part=(slice(0, 1),))[0] for name in ("gate_up", "down")]
+    return [tuple(matrix.shape) for matrix in first] == [(2 * inner, rows), (rows, inner)]
 
 
 def _takes_packed(load: Loader) -> bool:

@@ -22,6 +22,13 @@ class NoSuchModule(Exception):
     """The adapter does not change the module whose weight was asked for."""
 
 
+# what transformers' files call modules -> what it calls them in memory, and so in adapters: Nemotron-H, Hy3, LFM3
+_NAMES_IN_MEMORY = {
+    **{"backbone.": "model.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
+    ".self_attn.gate_proj": ".self_attn.g_proj",
+}
+
+
 class AdapterMatrices(Weights):
     """The matrices B of an adapter, under the names of the weights that they change.
 
@@ -56,9 +63,9 @@ class AdapterMatrices(Weights):
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Return the rows of B that belong to these rows of a weight. `shape` is the weight's, by which A and B are checked."""
         module = name.removesuffix(".weight")
-        # Nemotron-H: transformers names modules otherwise than its files do
-        if module.startswith("backbone.") and module not in self.a:
-            module = f"model.{module.removeprefix('backbone.')}"
+        for stored, loaded in _NAMES_IN_MEMORY.items():
+            if module not in self.a:
+                module = module.replace(stored, loaded, 1)
         self.module = module
         self.asked.add(module)
         if module not in self.a:

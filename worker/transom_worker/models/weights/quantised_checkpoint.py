@@ -1,7 +1,9 @@
 """Reads a safetensors checkpoint whose larger tensors are quantised, as `quantisation_scheme` says, under unquantised names.
 
 Stored tensors `X.qweight`, `X.scales` and so on appear as `X.weight`, [out, in]. Stacks of experts in MXFP4, `X_blocks` and
-`X_scales`, each expert [out, in], appear as `X`, [experts, in, out], which is how transformers stores them unquantised.
+`X_scales`, each expert [out, in], appear as `X`, [experts, in, out], which is how transformers stores them unquantised. Stacks in
+fp8, `experts.gate_up_proj` and `experts.down_proj` with `_scale_inv` beside them (Mistral 4, Qwen3-VL), appear as one matrix for
+each expert and projection, `experts.0.gate_proj.weight`, whichever axis comes first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from transom_worker.models.weights.quantised_tensor import Packed, QuantisedTens
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 Device = Literal["cpu", "gpu"]  # whose kernels hold matrices as stored
-Form = Literal["stack", "qweight", "packed", "scaled"]
+Form = Literal["stack", "qweight", "packed", "scaled", "expert"]
 
 # The form in which a weight is stored, and the suffixes of the stored tensors that show it.
 _SHOWN_BY: dict[Form, tuple[str, ...]] = {
@@ -28,12 +30,14 @@ _SHOWN_BY: dict[Form, tuple[str, ...]] = {
     "packed": (".weight_packed",),
     "scaled": (".weight_scale_inv", ".weight_scale", ".scale"),
 }
+_STACKS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 # Tensors beside a quantised weight that may stay unread: some are not always needed, and others are scales of activations and of
 # KV caches.
 _BESIDE = (
     *(".g_idx", ".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_scale_2"),
     *(".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".input_scale_ub"),
     *(".k_scale", ".v_scale", ".q_scale", ".output_scale"),
+    *("_proj_activation_scale", "_proj_input_scale"),
 )
 
 
@@ -63,6 +67,12 @@ class QuantisedWeights(WeightsView):
         inner |= {
             stem + suffix for name, form in self._forms.items() for stem in [_stem(name)] for suffix in _SHOWN_BY[form]
         }
+        self._in_stacks: dict[str, tuple[str, int, int]] = {}  # expert's matrix -> stack, expert, and place in its rows
+        for name in plain.names:
+            for stack, projections in _STACKS.items():
+                if name.endswith(stack) and f"{name}_scale_inv" in self._stored:
+                    inner |= {name, f"{name}_scale_inv"}
+                    self._add_stack(name, projections)
         self.names = tuple(sorted({name for name in self._stored - inner if not _is_beside(name)} | self._forms.keys()))
 
     @property
@@ -106,6 +116,8 @@ class QuantisedWeights(WeightsView):
             return self._stack(name, shape), (experts, rows, columns)
         if form == "scaled":
             return self._scaled(stem, shape), part
+        if form == "expert":
+            return self._expert(name, shape, part)
         if shape is None:
             raise ValueError(f"{name} was requested without its shape, which its packed form does not tell.")
         return (self._qweight if form == "qweight" else self._packed)(stem, shape), part
@@ -160,6 +172,46 @@ class QuantisedWeights(WeightsView):
             zeros = Packed(words=stored_zeros.to(torch.int8), bits=8, flips=0x80)
         numbers = Packed(words=values, bits=8, flips=0x80)
         return QuantisedTensor(shape=whole, kind="integer", numbers=numbers, scales=scales, group=group, zeros=zeros)
+
+    def _add_stack(self, name: str, projections: tuple[str, ...]) -> None:
+        """Give the matrices of a stack of experts in fp8 names of their own."""
+        experts = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        for expert in range(len(self._plain.mapped(name))):
+            for place, projection in enumerate(projections):
+                own = f"{experts}{expert}.{projection}.weight"
+                self._in_stacks[own], self._forms[own] = (name, expert, place), "expert"
+
+    def _expert(self, name: str, shape: tuple[int, ...] | None, part: Part) -> tuple[QuantisedTensor, Part]:
+        """Describe the rows of an expert in a stack of fp8, gates before ups; and return the wanted part in them."""
+        stack, expert, place = self._in_stacks[name]
+        if shape is None:
+            raise ValueError(
+                f"{name} was requested without its shape, which does not tell the order of the stack's axes."
+            )
+        numbers, scales = self._plain.mapped(stack), self._plain.mapped(f"{stack}_scale_inv")
+        is_down = stack.endswith("down_proj")
+        inner, width = shape[::-1] if is_down else shape
+        stored = (width, inner) if is_down else (2 * inner, width)
+        # One of both stacks may be square, so the other one tells.
+        other = stack.replace("down_proj", "gate_up_proj") if is_down else stack.replace("gate_up_proj", "down_proj")
+        pair = [tuple(self._plain.mapped(one).shape[1:]) for one in (stack, other)]
+        if pair == [stored[::-1], (width, 2 * inner) if is_down else (inner, width)]:
+            numbers, scales = numbers.mT, scales.mT if scales.dim() == 3 else scales
+        check_shape(numbers[0], stored, name=stack, file=self._file(stack))
+        if numbers.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise self._error(stack, f"a stack with scales holds {_dtype(numbers)}; fp8 is needed")
+        found, group = self._fitting(scales[expert], f"{stack}_scale_inv", stored, self._scheme.groups)
+        start, stop, _ = (part[0] if part else ALL).indices(shape[0])
+        rows = slice(place * inner + start, place * inner + stop)
+        tensor = QuantisedTensor(
+            shape=stored,
+            kind="fp8",
+            numbers=numbers[expert],
+            scales=found,
+            group=group,
+            input_scale=self._input_scale(stack),
+        )
+        return tensor, (rows, *part[1:])
 
     def _input_scale(self, stem: str) -> torch.Tensor | None:
         """Return the scale by which a layer's inputs are rounded to fp8, [1], 0 if rows have their own; None if they stay."""
@@ -263,7 +315,18 @@ class QuantisedWeights(WeightsView):
         is_transposed: bool = False,
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return a matrix's scales [groups of rows, groups of columns], and its groups: those of `groups` that fit the scales."""
-        scales = self._plain.mapped(name)
+        return self._fitting(self._plain.mapped(name), name, shape, groups, is_transposed=is_transposed)
+
+    def _fitting(
+        self,
+        scales: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        groups: tuple[tuple[int | None, int | None], ...],
+        *,
+        is_transposed: bool = False,
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return what `_scales` does, of these scales."""
         found = list(scales.shape)
         wanted = []
         for rows, columns in groups:

@@ -93,6 +93,8 @@ def renaming(architecture: Architecture, names: Collection[str] = ()) -> Callabl
         return partial(_block_name, blocks_of_layers(architecture.num_feed_forwards))
     if architecture.family == FALCON_H1:
         return _falcon_name
+    if architecture.family == "hy_v3" and any(".mlp.shared_experts." in name for name in names):
+        return partial(_own_name, {".mlp.gate.": ".mlp.router.gate."})  # as some copies have it
     return partial(_own_name, OWN_NAMES[architecture.family]) if architecture.family in OWN_NAMES else None
 
 
