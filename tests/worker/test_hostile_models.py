@@ -67,7 +67,7 @@ def test_deep_json_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_a_token_that_is_half_a_character_is_refused(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model", layers=1)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud83d"}')
-    with pytest.raises(ModelError, match="eos_token .*, which is no text"):
+    with pytest.raises(ModelError, match=r"eos_token .*, which is no text"):
         Tokenizer.load(resolve_model(str(folder)))
 
 
