@@ -4,7 +4,7 @@ Ranks write, into every block that a step's tables name, which prefix each posit
 reads. So a block that was freed too early, published with other contents or moved without its contents shows.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -218,11 +218,15 @@ class CacheDriver:
                 assert any(one.digest in tier[one.group] for tier in self.cache.index.tiers)
 
     def receive_blocks(self, token_ids: list[int]) -> None:
-        """Import from another worker, which has all that was ever computed here."""
+        """Import from another worker, which has all that was ever computed here. Without a prefix cache nothing is imported."""
         chain = chain_of(token_ids, BLOCK)
         there = [{digest for of_group, digest in self.truth if of_group == group} for group in range(len(self.specs))]
         hit = find_hit(self.cache.retentions, there, chain, hit_limit(len(token_ids), BLOCK), window_repair=False)
-        opened = self.cache.tiers.imports.begin(chain, hit, on_device=True) if hit.start else None
+        opened = (
+            self.cache.tiers.imports.begin(chain, hit, on_device=True)
+            if hit.start and self.cache.enable_prefix_caching
+            else None
+        )
         self.plan([])  # with the copies that the import has queued
         while self.steps:
             self.receive()
@@ -330,9 +334,9 @@ class CacheDriver:
             for spec, table in zip(self.specs, sequence.blocks.tables, strict=True)
         ]
         before = [(list(table.sink_blocks), list(table.run)) for table in sequence.blocks.tables]
-        held = [(group, block) for group, block in self.cache.tiers.imports.on_device()]
+        held = Counter(self.cache.tiers.imports.on_device())  # two imports may hold one block
         kept = [
-            sum(of_group == group and pool.refs[block] == 1 for of_group, block in held)
+            sum(of_group == group and pool.refs[block] == times for (of_group, block), times in held.items())
             for group, pool in enumerate(self.cache.pools)
         ]
         packed = sum(

@@ -185,7 +185,8 @@ def test_thousand_pages_waste_less_than_two_percent(name: str, dtype: str, ranks
         layout = make_layout(groups, pool_gib * 2**30)
         waste = max(group_waste(layout, index) for index in range(len(groups)))
         assert layout.num_pages < 1000 or waste < 0.02
-        is_odd = "deepseek" in name or ranks == 3
+        # Sizes of which none is a multiple of another: a state of Jamba is 61.25 full blocks, and a page holds 61.
+        is_odd = "deepseek" in name or "jamba" in name or ranks == 3
         assert waste < 0.005 or is_odd or pool_gib < 3 or dtype != "bfloat16"
 
 

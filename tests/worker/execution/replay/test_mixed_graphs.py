@@ -40,8 +40,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=some_daily(["10", "5 and 10"], daily=["10"]))
-def recorded(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    """All graphs have room for three sequences, and those of mixed steps for one or two numbers of tokens."""
+def recorded(checkpoint: Path, plain: ModelRunner, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    """All graphs have room for three sequences, and those of mixed steps for one or two numbers of tokens.
+
+    It comes after `plain` and ends before it, so that both undo their changes in the reverse order.
+    """
     tokens = (5, MOST_TOKENS) if request.param == "5 and 10" else (MOST_TOKENS,)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_sizes, "_buckets", lambda most: (most,))

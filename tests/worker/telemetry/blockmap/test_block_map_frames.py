@@ -86,7 +86,7 @@ class Looks:
             self.others = Others(driver.scheduler.cache, self.rng)
             self.watch.look()
         rng, cache, is_idle = self.rng, driver.scheduler.cache, not driver.scheduler.has_work
-        if rng.random() < 0.2:
+        if rng.random() < 0.2 and driver.requests:
             self.others.act(list(rng.choice([*driver.requests.values()]).prompt_token_ids))
         if rng.random() < 0.01:
             cache.evict_all()
