@@ -226,10 +226,11 @@ QUANTISED: dict[str, Callable[[Path, Path], None]] = {
 ALL_CASES = DENSE | CASES
 
 
-# These differ from one of the others in what `Architecture` says alone.
+# These differ from others in what `Architecture` says, or have parts of several.
 RARELY = (
     *("qwen3_moe as it is in fp8 stacks", "deepseek_v3 in fp8 stacks, input first"),
-    *("olmoe", "hy_v3", "dots1", "mellum", "solar_open", "granitemoe", "granitemoeshared"),
+    *("olmoe", "hy_v3", "dots1", "mellum", "solar_open", "exaone_moe", "ernie4_5_moe", "flint"),
+    *("granitemoe", "granitemoeshared", "granitemoe_swa"),
 )
 ALL = [*CASES, *QUANTISED, "deepseek_v4"]
 
