@@ -228,7 +228,7 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
-    """Return the layers with a learned sink logit per head: all but of MiMo, where those with a window have them."""
+    """Return the layers with a learned sink logit per head: of MiMo those with a window, of some families all."""
     all_layers = family in ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
     window_layers = family == "mimo_v2_flash"
     return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))

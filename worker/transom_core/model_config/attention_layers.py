@@ -133,11 +133,7 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
             return layer
         case lfm2.CONVOLUTION if config.get("model_type") in lfm2.LFM2_FAMILIES:
             return lfm2.convolution_layer(config)
-        case recurrent.LINEAR if config.get("model_type") in (
-            *recurrent.DELTA_NET_FAMILIES,
-            recurrent.KIMI_LINEAR,
-            recurrent.OLMO_HYBRID,
-        ):
+        case recurrent.LINEAR if config.get("model_type") in recurrent.WITH_DELTA_NETS:
             return recurrent.delta_net_layer(config)
         case recurrent.LINEAR if config.get("model_type") in mamba.MAMBA_FAMILIES:
             return mamba.mamba_layer(config)
@@ -223,25 +219,22 @@ def _by_ratio(config: Config, index: int) -> str:
 
 
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
-LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
-    **dict.fromkeys(
-        (
-            *(
-                "llama",
-                "arcee",
-                "granite",
-                "seed_oss",
-                "olmo2",
-                "gemma",
-                "glm4_moe",
-                "solar_open",
-                "minimax_m2",
-                "olmoe",
-            ),
-            *("granitemoe", "granitemoeshared", "mellum", "glm", "glm4", "hy_v3", "ernie4_5", "ernie4_5_moe"),
-        ),
-        lambda _, index: FULL,
+_FULL_FAMILIES = (
+    *("llama", "arcee", "gemma", "glm", "glm4", "granite", "seed_oss", "olmo2", "ernie4_5"),
+    *(
+        "glm4_moe",
+        "minimax_m2",
+        "solar_open",
+        "olmoe",
+        "mellum",
+        "hy_v3",
+        "ernie4_5_moe",
+        "granitemoe",
+        "granitemoeshared",
     ),
+)
+LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
+    **dict.fromkeys(_FULL_FAMILIES, lambda _, index: FULL),
     **dict.fromkeys(MLA_FAMILIES, lambda _, index: FULL),
     **dict.fromkeys(
         ("mistral", "ministral", "ministral3", "phi3", "mixtral"),
@@ -252,9 +245,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(("olmo3", "cohere2"), _full_every_nth(4)),
     **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa"), _full_every_fourth_from_first),
     **dict.fromkeys(("exaone4", "exaone_moe"), _full_every_fourth_if_sliding),
-    **dict.fromkeys(
-        (*recurrent.DELTA_NET_FAMILIES, recurrent.KIMI_LINEAR, recurrent.OLMO_HYBRID), recurrent.layer_type
-    ),
+    **dict.fromkeys(recurrent.WITH_DELTA_NETS, recurrent.layer_type),
     **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
     "smollm3": _sliding_where_not_rotary,

@@ -85,14 +85,8 @@ _DEFAULTS: dict[str, Config] = {
         **{"n_shared_experts": 1, "first_k_dense_replace": 0},
     },
     "flint": {
-        **{
-            "mlp_only_layers": [0, 1],
-            "num_experts": 256,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 512,
-            "norm_topk_prob": True,
-        },
-        "shared_expert_intermediate_size": 1024,
+        **{"num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        **{"shared_expert_intermediate_size": 1024, "mlp_only_layers": [0, 1]},
     },
     "hy_v3": {
         **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1},

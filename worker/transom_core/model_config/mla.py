@@ -69,10 +69,8 @@ def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
     parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     plain, rotated = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    whole = (
-        rotated / (plain + rotated) if config.get("model_type") == "mistral4" else 1.0
-    )  # Mistral 4's is of a whole head
-    if share not in (1.0, whole):
+    # Mistral 4's is the share of a whole head.
+    if share != 1.0 and (config.get("model_type") != "mistral4" or share != rotated / (plain + rotated)):
         raise ValueError("partial_rotary_factor must be 1, since qk_rope_head_dim says how much of a head rotates")
     # YaRN stretches positions; queries and keys are each multiplied by this magnitude, so scores by its square.
     all_dim = float(parameters.get("mscale_all_dim") or 0.0) if rope is not None and rope.kind != "default" else 0.0

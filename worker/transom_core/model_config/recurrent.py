@@ -18,6 +18,7 @@ Config = Mapping[str, Any]
 DELTA_NET_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"  # the layer type
 KIMI_LINEAR, OLMO_HYBRID = "kimi_linear", "olmo_hybrid"
+WITH_DELTA_NETS = (*DELTA_NET_FAMILIES, KIMI_LINEAR, OLMO_HYBRID)
 # transformers' name of a field -> Kimi Linear's
 _KIMI_NAMES = {
     "max_position_embeddings": "model_max_length",

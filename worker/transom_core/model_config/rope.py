@@ -115,9 +115,8 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
     thetas = config.get("layer_rope_theta") if config.get("model_type") in _OWN_THETAS else None
     if thetas and not isinstance(thetas, list):
         raise ValueError("layer_rope_theta is no list")
-    own = {**config, "layer_rope_theta": None}
-    configs = [{**own, "layer_rope_theta": theta} for theta in thetas] if thetas else [own] * len(layers)
-    return tuple(_rope(configs[i], layer) if rotates[i] else None for i, layer in enumerate(layers))
+    own = thetas or [None] * len(layers)
+    return tuple(_rope(config, layer, own[i]) if rotates[i] else None for i, layer in enumerate(layers))
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
@@ -142,8 +141,8 @@ def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
     return [layer.convolution is None and layer.recurrent is None for layer in layers]
 
 
-def _rope(config: Config, layer: LayerAttention) -> Rope:
-    """Return the RoPE of a layer. Fields that the config lacks have transformers' defaults."""
+def _rope(config: Config, layer: LayerAttention, own_theta: float | None) -> Rope:
+    """Return the RoPE of a layer, with its own base if it has one. Fields that the config lacks have transformers' defaults."""
     parameters = _parameters(config, layer)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     short, long = (_factors(parameters.get(name)) for name in ("short_factor", "long_factor"))
@@ -168,7 +167,7 @@ def _rope(config: Config, layer: LayerAttention) -> Rope:
         )
     return Rope(
         kind=kind,
-        theta=float(parameters["rope_theta"]),
+        theta=float(own_theta or parameters["rope_theta"]),
         head_size=layer.head_size,
         size=size,
         interleaved=config.get("model_type") in INTERLEAVED_FAMILIES and config.get("rope_interleave") is not False,
@@ -206,14 +205,10 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
         found = {}
     if not windowed or family not in _SCALED_WITHOUT_WINDOW:
         found = {**found, **(config.get("rope_scaling") or {})}
-    theta = (
-        config.get("layer_rope_theta")
-        or found.get("rope_theta")
-        or (
-            (config.get("rope_local_base_freq") or 10_000.0)
-            if windowed and family == "gemma3_text"
-            else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
-        )
+    theta = found.get("rope_theta") or (
+        (config.get("rope_local_base_freq") or 10_000.0)
+        if windowed and family == "gemma3_text"
+        else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
     )
     return {**found, "rope_theta": theta}
 

@@ -96,10 +96,8 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
 
     def convolution(name: str, *rest: int) -> torch.Tensor:
         if is_kimi or architecture.family == OLMO_HYBRID:  # a tensor each
-            channels_of = zip("qkv", (keys, keys, values), (own_keys, own_keys, own_values), strict=True)
-            return torch.cat(
-                [load.tensor(f"{p}_{name}", shape=(rows, *rest), part=(own,)) for p, rows, own in channels_of]
-            )
+            tensors = (load.tensor(f"{part}_{name}", shape=(rows, *rest), part=(own,)) for part, rows, own in parts[:3])
+            return torch.cat(list(tensors))
         return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
 
     def by_head(name: str, shape: tuple[int, ...] = (layer.num_heads,), part: slice = heads.queries) -> torch.Tensor:

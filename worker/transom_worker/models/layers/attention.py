@@ -78,9 +78,9 @@ class Attention(TokenMixer):
         gates_of_head: int = 0,
     ) -> None:
         """`layer` counts the heads of this rank, and `most_kv_heads` the KV heads of the rank that has most. `norm` runs before
-        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. The last
-        `gates_of_head` rows of `qkv` for each head give the numbers whose sigmoids multiply the output: one for each number, or for
-        the whole head."""
+        `preparation`, which has the norms of single heads. `sink_logits` [H] are float32. The last rows of
+        `qkv`, `gates_of_head` for each head, give the numbers whose sigmoids multiply the output: one for each number of a head, or
+        one for the whole head."""
         super().__init__(output)
         self._qkv, self._layer = qkv, layer
         self._preparation, self._norm = preparation, norm
