@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.how_many import ALL_TESTS
+from tests.matrices import some_daily
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.launching import launch
@@ -97,7 +98,7 @@ def test_other_processors(processor: str) -> None:
 INSTRUCTIONS = {"neoverse-v1": (0x6E40FC00, 0xFFE0FC00), "neoverse-n1": (0x4F801000, 0xFFC0F400)}
 
 
-@pytest.mark.parametrize("processor", INSTRUCTIONS)
+@pytest.mark.parametrize("processor", some_daily(INSTRUCTIONS, daily=["neoverse-v1"]))
 def test_code_for_arm_is_compiled_ahead(processor: str) -> None:
     run_in_child(f"from {__name__} import products_are_one_instruction as test; test()", TRANSOM_CPU=processor)
 

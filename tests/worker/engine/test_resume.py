@@ -168,6 +168,17 @@ def test_cut_at_every_position(engines: tuple[Engine, Engine], name: str, num_pr
     assert rest.text == ""
 
 
+def test_an_answer_with_all_its_tokens_ends_as_its_grammar_says(engines: tuple[Engine, Engine]) -> None:
+    """A grammar that the last of `max_tokens` tokens completes ends the answer, not its length."""
+    params: dict[str, Any] = {"grammar": LIST, "temperature": 1.0}
+    (whole,) = run(engines[0], [make_request("whole", [7, 8, 9], max_tokens=100, **params)])
+    for cut, reason in ((whole.token_ids, "stop"), (whole.token_ids[:-1], "length")):
+        params["max_tokens"] = len(cut)
+        (alone,) = run(engines[0], [make_request("alone", [7, 8, 9], **params)])
+        (rest,) = run(engines[1], [make_request("rest", [7, 8, 9], resumed=cut, **params)])
+        assert (alone.finish_reason, rest.finish_reason, rest.token_ids, rest.text) == (reason, reason, [], "")
+
+
 PROMPT = list(range(5, 90))
 FETCHED = FetchReport(source="a", outcome="timeout")
 

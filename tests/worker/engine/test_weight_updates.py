@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoints import prompt
 from tests.engine_driver import Whole, drain, make_engine, make_request, num_active, run
+from tests.matrices import some_daily
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.errors import RequestError
 from transom_worker.engine.engine import Engine
@@ -33,7 +34,7 @@ def fresh(other_model: Path) -> Iterator[Engine]:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", some_daily([1, 2], daily=[2]))
 def test_an_updated_engine_answers_as_a_fresh_one(
     tiny_model: Path, other_model: Path, fresh: Engine, tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

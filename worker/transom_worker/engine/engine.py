@@ -232,6 +232,12 @@ class Engine:
             max_model_len=stream_limit(request, self.info.max_model_len),
             arrival_s=arrival_s,
         )
+        if running.finish_reason == "length" and request.grammar is not None:
+            # Its grammar tells whether the last token completed it, too; the scheduler has nothing to do.
+            self.grammars.check_room(request)
+            self.requests[request.request_id] = running
+            self.grammars.begin(running, request.grammar)
+            return
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
@@ -568,8 +574,9 @@ class Engine:
             self.grammars.num_failed += 1
             events.append(self._end_with_error(request_id, failure))
         else:
-            events.append(running.end_event())
-            self._report_end(self._remove(request_id), "stop")
+            event = running.end_event()
+            events.append(event)
+            self._report_end(self._remove(request_id), event.finish_reason or "stop")
         return True
 
     def _expire(self, events: list[OutputEvent]) -> None:

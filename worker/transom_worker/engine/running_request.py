@@ -36,7 +36,8 @@ class RunningRequest:
         max_model_len: int,
         arrival_s: float,
     ) -> None:
-        """Replay `resumed_output_ids`; `finish_reason` is set if these end the request already.
+        """Replay `resumed_output_ids`; `finish_reason` is set if these end the request already. A "length" may become a "stop" by
+        `hold_to`: the grammar is checked before the length.
 
         `arrival_s` is when the request arrived at this worker.
         """
