@@ -331,7 +331,7 @@ def recurrence_calls() -> Iterator[Callable[[], Any]]:
     mamba2 = (64, 8, 128, 64), (24, 1, 256, 128), (24, 1, 64, 32)
     sizes = (
         ("delta", (32, 16, 128, 128)),
-        ("kda", (32, 32, 128, 128)),
+        *(("kda", (32, 32, 128, 128)), ("bounded kda", (32, 32, 128, 128))),
         *product(("mamba2",), mamba2),
         ("mamba1", (128, 1, 16, 64)),
     )

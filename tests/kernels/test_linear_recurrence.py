@@ -27,7 +27,8 @@ from transom_kernels.linear_recurrence.reference import gated_rms_norm_reference
 
 Recurrence = Callable[[RecurrenceInputs], torch.Tensor]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-KINDS = ["delta", "kda", "mamba2", "mamba1"]
+KDA = ("kda", "bounded kda")
+KINDS = ["delta", "kda", "bounded kda", "mamba2", "mamba1"]
 LIMIT = {F32: 2e-6, BF16: 1e-2, F16: 2e-3}  # of the largest number
 SHAPES = [(3, 3, 16, 64, 4), (4, 2, 12, 20, 4), (6, 1, 33, 70, 2)]  # H, Hk, D, Dv, L
 STEPS = [(0, 1), (5, 1), (0, 7), (1, 2), (3, 0), (2, 70), (64, 130), (0, 64)]  # tokens before and in the step
@@ -42,11 +43,11 @@ def recurrence_case(
 ) -> RecurrenceInputs:
     """Inputs for tokens before and in the step, from which `step_of` takes those of a step."""
     heads, key_heads, width, value_width, length = shape
-    is_delta, by_column = kind in ("delta", "kda"), kind == "mamba1"
+    is_delta, by_column, by_row = kind in ("delta", *KDA), kind == "mamba1", kind in KDA
     key_heads, values = 1 if by_column else key_heads, heads * value_width
     tokens, keys = sum(map(sum, steps)), key_heads * width
     channels, num_blocks = values + (0 if by_column else 2 * keys), 2 * len(steps) + 1
-    num_steps = {"kda": heads * width, "mamba1": values}.get(kind, heads)
+    num_steps = heads * width if by_row else values if by_column else heads
     slab = torch.randn(tokens, channels + num_steps + heads + 2 * keys + 5).to(dtype)
     projected, step_size, strength, query, key, _ = torch.split(
         slab, [channels, num_steps, heads, keys, keys, 5], dim=1
@@ -67,6 +68,7 @@ def recurrence_case(
         rate=torch.exp(torch.randn(*((heads, width, value_width) if by_column else (heads,))) - 1),
         strength=strength if is_delta else None,
         most_strength=2.0 if kind == "delta" else 1.0,
+        most_decay=5.0 if kind == "bounded kda" else 0.0,
         skip=None if is_delta else torch.randn(num_steps),
         key_heads=key_heads,
         state=states.as_strided((num_blocks, heads, width, value_width), strides, 7),

@@ -7,6 +7,7 @@ from tests.kernels.test_linear_recurrence import (
     BF16,
     F16,
     F32,
+    KDA,
     KINDS,
     NORMS,
     SHAPES,
@@ -70,7 +71,8 @@ def test_tokens_that_pad_a_step_give_zeros_and_a_state_without_a_block_is_not_ke
 
 def test_decays_of_rows_in_chunks() -> None:
     """Every day in float16, where an error of more than its rounding shows."""
-    check(middle_step(recurrence_case("kda", SHAPES[1], STEPS, F16), STEPS), linear_recurrence_triton)
+    for kind in KDA:
+        check(middle_step(recurrence_case(kind, SHAPES[1], STEPS, F16), STEPS), linear_recurrence_triton)
 
 
 @NORMS

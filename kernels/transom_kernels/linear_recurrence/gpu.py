@@ -65,6 +65,7 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
     shape: dict[str, Any] = {
         "H": heads, "HK": inputs.key_heads, "D": width, "DV": value_width, "DELTA": inputs.is_delta_rule,
         "HAS_SKIP": inputs.skip is not None, "BLOCK_D": max(16, next_power_of_two(width)), "MOST": inputs.most_strength,
+        "BOUND": inputs.most_decay,
     }  # fmt: skip
     columns = min(COLUMNS, max(16, next_power_of_two(value_width)))
     uses_chunks = mixed.dtype != torch.float32 and tokens > sequences and by != "column"
@@ -82,8 +83,8 @@ def linear_recurrence_triton(inputs: RecurrenceInputs) -> torch.Tensor:
             solved = torch.empty(tokens, heads, CHUNK * (1 + (by == "row")), dtype=torch.float32, device=mixed.device)
             solve_chunks[(tokens // CHUNK + sequences + 1, heads)](
                 mixed, *gates[:4], solved, batch.query_offset, sequences, tokens, *numbers[:2],
-                H=heads, HK=inputs.key_heads, D=width, DV=value_width, BY=by, MOST=inputs.most_strength, BLOCK_D=shape["BLOCK_D"],
-                BLOCK_B=BLOCK_SEQUENCES, **kinds | {"num_warps": 4},
+                H=heads, HK=inputs.key_heads, D=width, DV=value_width, BY=by, MOST=inputs.most_strength, BOUND=inputs.most_decay,
+                BLOCK_D=shape["BLOCK_D"], BLOCK_B=BLOCK_SEQUENCES, **kinds | {"num_warps": 4},
             )  # fmt: skip
         recur_chunks[(sequences, heads, -(-value_width // columns))](
             mixed, *gates, solved, out, state, *blocks, *numbers, **shape, BY=by, BLOCK_V=columns, **kinds

@@ -78,6 +78,7 @@ class RecurrenceInputs:
     step_size: torch.Tensor
     step_bias: torch.Tensor  # [H], [H * D] or [H * Dv] float32, dt_bias: added before the softplus
     rate: torch.Tensor  # [H] float32, or with a step for each column [H, D, Dv], contiguous: exp(A_log)
+    most_decay: float = 0.0  # the bound of a row's -log(decay) (Ling 3: 5); 0: there is none
     strength: torch.Tensor | None = None  # [T, H]; its sigmoid, times the next field, is the delta rule's beta
     most_strength: float = 1.0  # with 2 (Olmo Hybrid) a change may turn a state's sign
     skip: torch.Tensor | None = None  # [H] float32, or with a step for each column [H * Dv]: D of Mamba
@@ -120,6 +121,8 @@ class RecurrenceInputs:
         wanted = {"step_size": (tokens, steps), "strength": (tokens, heads), "step_bias": (steps,)}
         wanted |= {"rate": tuple(self.state.shape[1:]) if by_column else (heads,)}
         _check_shapes(self, wanted | {"skip": (values if by_column else heads,)})
+        if self.most_decay and self.decays_by != "row":
+            raise ValueError("most_decay needs steps of rows.")
         if any(one.shape != (tokens, width) for one in self.selection or ()):
             raise ValueError(f"give a selection of {tokens} queries and keys of {width}.")
         alike = (self.projected, self.step_size, self.strength, *(self.selection or ()))

@@ -52,6 +52,15 @@ def _steps(step_size, step_bias, at, channel, inside):
     return tl.where(inside, softplus(x + tl.load(step_bias + channel)), 0.0)
 
 
+@triton.jit
+def _row_decays(step_size, step_bias, at, channel, inside, rate, BOUND: tl.constexpr):
+    """Return the logarithms of the decays of rows of a state; 0 for tokens that are not inside."""
+    if BOUND == 0:
+        return -rate * _steps(step_size, step_bias, at, channel, inside)
+    x = tl.load(step_size + at + channel, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, -BOUND * tl.sigmoid(rate * (x + tl.load(step_bias + channel))), 0.0)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def recur_tokens(
     query,  # [T, HK * D]
@@ -85,6 +94,7 @@ def recur_tokens(
     HAS_SKIP: tl.constexpr,
     BY: tl.constexpr,  # head, row or column
     MOST: tl.constexpr,  # `most_strength`
+    BOUND: tl.constexpr,  # `most_decay`
     ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -121,13 +131,12 @@ def recur_tokens(
                 q = tl.load(query + token * query_stride + key_head, mask=d < D, other=0.0).to(tl.float32)
                 k = tl.load(key + token * key_stride + key_head, mask=d < D, other=0.0).to(tl.float32)
                 x = tl.load(value + token * value_stride + head * DV + v, mask=v < DV, other=0.0).to(tl.float32)
-                step = _steps(step_size, step_bias, token * step_stride, channel, channel >= 0)
+                at = token * step_stride
                 if BY == "row":
-                    own *= tl.exp(-rates * step)[:, None]
-                elif BY == "column":
-                    own *= tl.exp(-rates * step[None, :])
+                    own *= tl.exp(_row_decays(step_size, step_bias, at, channel, channel >= 0, rates, BOUND))[:, None]
                 else:
-                    own *= tl.exp(-rates * step)
+                    step = _steps(step_size, step_bias, at, channel, channel >= 0)
+                    own *= tl.exp(-rates * (step[None, :] if BY == "column" else step))
                 if DELTA:
                     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * D**-0.5
                     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
@@ -169,6 +178,7 @@ def solve_chunks(
     DV: tl.constexpr,
     BY: tl.constexpr,  # head or row
     MOST: tl.constexpr,
+    BOUND: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -205,12 +215,14 @@ def solve_chunks(
             queries = first_key[None, :] - HK * D + t[:, None] * CHANNELS
             query = tl.load(queries, mask=has_key, other=0.0).to(tl.float32)
             channel, head_rate = head * D + tl.minimum(d, D - 1), tl.load(rate + head)
-            c = tl.cumsum(-head_rate * _steps(step_size, step_bias, at[:, None], channel[None, :], inside[:, None]), 0)
+            decays = _row_decays(step_size, step_bias, at[:, None], channel[None, :], inside[:, None], head_rate, BOUND)
+            c = tl.cumsum(decays, 0)
             own_c = tl.zeros([BLOCK_D], tl.float32)
             product, weight = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
             for j in range(0, BLOCK_T):
                 is_token = (d >= 0) & (j < count)
-                own_c -= head_rate * _steps(step_size, step_bias, (begin + j) * step_stride, channel, is_token)
+                place = (begin + j) * step_stride
+                own_c += _row_decays(step_size, step_bias, place, channel, is_token, head_rate, BOUND)
                 own_key = tl.load(first_key + j * CHANNELS, mask=is_token & (d < D), other=0.0).to(tl.float32)
                 decayed = tl.exp(tl.where(t[:, None] >= j, c - own_c[None, :], float("-inf"))) * own_key[None, :]
                 product = tl.where(t[None, :] == j, tl.sum(wide * decayed, 1)[:, None], product)
@@ -260,6 +272,7 @@ def recur_chunks(
     HAS_SKIP: tl.constexpr,
     BY: tl.constexpr,  # head or row
     MOST: tl.constexpr,
+    BOUND: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -290,8 +303,10 @@ def recur_chunks(
             # `known_factor` and `to_chunk` scale what keys and queries read from the state before, `to_end` what keys add to it.
             if BY == "row":
                 channel = head * D + tl.minimum(d, D - 1)
-                steps = _steps(step_size, step_bias, at[:, None], channel[None, :], inside[:, None])
-                c, last = tl.cumsum(-head_rate * steps, 0), tl.sum(-head_rate * steps, 0)
+                decays = _row_decays(
+                    step_size, step_bias, at[:, None], channel[None, :], inside[:, None], head_rate, BOUND
+                )
+                c, last = tl.cumsum(decays, 0), tl.sum(decays, 0)
                 weight = tl.load(solved_row + BLOCK_T, mask=inside[:, None], other=0.0)
                 key, query = key.to(tl.float32), query.to(tl.float32)
                 key_length = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)

@@ -11,7 +11,8 @@ S is a matrix [D, Dv]; a token's query q, key k and value v are parts of the con
     S = S + k (sigmoid(strength) * (v - S^T k))^T        S = S + k (step * v)^T
     out = S^T q                                          out = S^T q + skip * v
 
-In Kimi Linear's delta rule (KDA) each row of S has a step and a decay of its own. In Mamba-1 each column has a step, each number of
+In Kimi Linear's delta rule (KDA) each row of S has a step and a decay of its own; in Ling 3's the decay has a bound:
+exp(-most_decay * sigmoid(rate * (step_size + step_bias))). In Mamba-1 each column has a step, each number of
 S a decay, and q and k come from projections of the convolution's result: so the convolution is an operator of its own there.
 
 The cache keeps, in a block for each sequence, all heads' states in float32, and the convolution's inputs of the last L - 1 tokens

@@ -63,11 +63,14 @@ def _recur(
     if inputs.is_delta_rule:
         query, key = (x * torch.rsqrt((x * x).sum(2, keepdim=True) + 1e-6) for x in (query, key))
         query = query * width**-0.5
-    step = F.softplus(inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(query), heads, -1)
+    size = (inputs.step_size[own].to(wide) + inputs.step_bias.to(wide)).view(len(query), heads, -1)
+    step = F.softplus(size)
     # [count, H, D or 1, Dv or 1]
     steps = step[:, :, None] if inputs.decays_by == "column" else step[..., None]
     rate = inputs.rate.to(wide).view(heads, *(inputs.rate.shape[1:] or (1, 1)))
     decay = torch.exp(-rate * steps)
+    if inputs.most_decay:
+        decay = torch.exp(-inputs.most_decay * torch.sigmoid(rate * size[..., None]))
     results = torch.empty_like(value)
     for t in range(len(query)):
         state = state * decay[t]

@@ -289,6 +289,34 @@ def test_kimi_linear_as_published() -> None:
             read_architecture(published | wrong)
 
 
+def test_ling_3_as_published() -> None:
+    """Some sizes have low-rank queries; what rotates is a share of a delta net's head."""
+    published = CONFIGS["deepseek-v3"] | {
+        **{"model_type": "bailing_hybrid", "num_hidden_layers": 20, "layer_group_size": 4, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 640},
+        **{"num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4, "q_lora_rank": 256},
+        **{"head_dim": 128, "partial_rotary_factor": 0.5, "rotary_dim": 64, "kda_lower_bound": -5.0, "rope_theta": 1e4},
+        **{"no_kda_lora": True, "use_mla_nope": False, "gated_attention_proj_granularity_type": "head_wise"},
+        **{"score_function": "sigmoid", "use_qkv_bias": False, "moe_router_enable_expert_bias": True},
+    }
+    architecture = runnable(read_architecture(published))
+    assert [layer.recurrent for layer in architecture.layers] == [4, 4, 4, None] * 5
+    assert (architecture.layers[0].num_heads, architecture.layers[0].value_size) == (128, 128)
+    assert architecture.mla is not None
+    assert architecture.mixture is not None
+    assert (architecture.mla.query_rank, architecture.mla.gates_heads, architecture.most_decay) == (256, True, 5.0)
+    assert (architecture.mixture.shared_size, architecture.mixture.num_groups) == (640, 8)
+    assert read_architecture(published | {"kda_safe_gate": False}).most_decay == 0
+    for wrong, message in (
+        ({"kda_lower_bound": 1.0}, "kda_lower_bound 1.0"),
+        ({"no_kda_lora": False}, "no_kda_lora False; supported is True"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor must be 1"),
+        ({"score_function": "softmax"}, "scoring_func 'softmax'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(published | wrong)
+
+
 def test_families_that_run_have_a_class() -> None:
     assert set(LAYER_TYPES) == set(FAMILIES)
     assert runnable(read_architecture(SMALL)).num_layers == 6

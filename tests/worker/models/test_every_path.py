@@ -16,7 +16,9 @@ from transom_worker.scheduling import fair_preemption
 
 WHICH = (3, 3, 2, 3, 3, 1)  # prompts, by length
 # Longest requests that the pool has room for: 1.25, unless blocks of a group are large beside a request.
-ROOM = {"deepseek_v4": 2.6} | dict.fromkeys(("granitemoehybrid", "jamba", "kimi_linear", "nemotron_h"), 1.7)
+ROOM = {"deepseek_v4": 2.6} | dict.fromkeys(
+    ("granitemoehybrid", "jamba", "kimi_linear", "bailing_hybrid", "nemotron_h"), 1.7
+)
 
 
 @pytest.fixture(scope="module", params=some_daily([*ALL_CASES, "deepseek_v4"], daily=["deepseek_v32"]))

@@ -78,6 +78,13 @@ _CASES = {
         KIMI | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
         each(norm_topk_prob=False, routed_scaling_factor=1.0, rms_norm_eps=1e-1),
     ),
+    "bailing_hybrid": FamilyCase(
+        KIMI
+        | GROUPS
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+        | {"head_dim": 16, "qk_rope_head_dim": 16, "short_conv_kernel_size": 3, "first_k_dense_replace": 1, "seed": 1},
+        each(kda_safe_gate=False, kda_lower_bound=-1.0, topk_group=1, routed_scaling_factor=1.0),
+    ),
     "kimi_k2": FamilyCase(
         MLA | EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8},
         each(norm_topk_prob=False),

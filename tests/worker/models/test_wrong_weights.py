@@ -46,7 +46,7 @@ FAMILIES = (
         "gpt_oss",
         "llama4",
     ),
-    *("falcon_h1 with norms and biases", "deepseek_v3", "glm_moe_dsa", "kimi_linear"),
+    *("falcon_h1 with norms and biases", "deepseek_v3", "glm_moe_dsa", "kimi_linear", "bailing_hybrid"),
 )
 NAMES = [*FAMILIES, "llama3 in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
 DAILY = ["deepseek_v3", "llama3 in gptq order", "llama4", "gpt_oss in MXFP4", "deepseek_v4 as published"]
@@ -76,6 +76,12 @@ KIMI_NAMES = (
     ".self_attn.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d}.weight}"
     " .self_attn.{q,k,v,b,o,f_a,f_b,g_a,g_b,kv_b}_proj.weight .block_sparse_moe.shared_experts.{gate,up,down}_proj.weight"
     " .block_sparse_moe.{gate.{weight,e_score_correction_bias},experts.N.{w1,w2,w3}.weight}"
+)
+LING = (
+    "model.{word_embeddings,norm}.weight lm_head.weight .{input,post_attention}_layernorm.weight"
+    " .attention.{A_log,dt_bias,{o_norm,kv_a_layernorm,kv_a_proj_with_mqa,{q,k,v}_conv1d,dense}.weight}"
+    " .attention.{q,k,v,b,f,g,kv_b}_proj.weight .mlp.shared_experts.{gate,up,down}_proj.weight"
+    " .mlp.{gate.{weight,expert_bias},experts.N.{gate,up,down}_proj.weight} "
 )
 JAMBA = (
     "model.{embed_tokens,final_layernorm}.weight lm_head.weight .{input_layernorm,pre_ff_layernorm,self_attn.{q,k,v,o}_proj}.weight"
@@ -120,6 +126,7 @@ MODELS = {
     "MiMo-V2-Flash": ("mimo_v2_flash", PLAIN, ATTENTION + MLP + EXPERT_NAMES + CORRECTED + SINKS),
     "Jamba": ("jamba", PLAIN, JAMBA),
     "Kimi Linear": ("kimi_linear", PLAIN, NORMS + "lm_head.weight " + MLP + KIMI_NAMES),
+    "Ling 3": ("bailing_hybrid", PLAIN, LING + MLP),
     "GLM-4.5": ("glm4_moe", PLAIN, ATTENTION + QK + MLP + EXPERT_NAMES + CORRECTED + GLM),
 }
 

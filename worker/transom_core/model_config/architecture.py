@@ -86,6 +86,7 @@ class Architecture:
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
     mla: Mla | None = None  # sizes of multi-head latent attention, which all attention layers or none have
     most_strength: float = 1.0  # of the delta rule of recurrent layers
+    most_decay: float = 0.0  # the bound of -log of their decays; 0: there is none
     mamba: Mamba | None = None  # what the recurrent layers have if they are Mamba-2's
     num_labels: int = 0  # of the head that a classifier has instead of one for tokens; 0: it writes text
 
@@ -166,6 +167,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
             mla=read_mla(config, ropes[0]),
             most_strength=2.0 if config.get("linear_allow_neg_eigval") else 1.0,
+            most_decay=recurrent.most_decay(config),
             mamba=read_mamba(config),
             activation=_activation(config),
             # A classifier's files have no head for tokens; the token that each request ends with means nothing.

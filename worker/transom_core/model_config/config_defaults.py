@@ -120,6 +120,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{**_MLA, "q_lora_rank": None, "rms_norm_eps": 1e-5},
         **{"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
     },
+    "bailing_hybrid": {
+        **{**_MLA, "q_lora_rank": None, "head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6},
+        "rope_theta": 6_000_000.0,
+    },
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": {
         **{**_INDEXED, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},

@@ -49,6 +49,9 @@ _DEFAULTS: dict[str, Config] = {
         **{"moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
         "routed_scaling_factor": 2.446,
     },
+    "bailing_hybrid": {
+        **{**_DEEPSEEK_V3, "num_experts": 512, "moe_intermediate_size": 768, "first_k_dense_replace": 2}
+    },
     "glm_moe_dsa": {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {
         **_DEEPSEEK_V3,
@@ -213,6 +216,10 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
             "deepseek_v2" | "deepseek_v3" | "deepseek_v32" | "kimi_k2" | "glm4_moe_lite" | "glm_moe_dsa" | "kimi_linear"
         ):
             return _deepseek(plain, config, num_layers)
+        case "bailing_hybrid":
+            shared = int(config.get("moe_shared_expert_intermediate_size") or plain.inner_size)
+            found = _deepseek(plain, {**config, "scoring_func": config.get("score_function", "sigmoid")}, num_layers)
+            return replace(found, shared_size=int(config["n_shared_experts"]) * shared)
         case "dots1":  # its config calls the function of scores as the method
             return _deepseek(plain, {**config, "scoring_func": "sigmoid"}, num_layers)
         case "solar_open":

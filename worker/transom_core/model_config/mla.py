@@ -1,5 +1,5 @@
-"""Reads the sizes of multi-head latent attention (MLA: DeepSeek V2 to V3.2, Kimi K2, Mistral 4, GLM-4.7-Flash, GLM-5, Youtu). This
-module imports no torch.
+"""Reads the sizes of multi-head latent attention (MLA: DeepSeek V2 to V3.2, Kimi K2, Mistral 4, GLM-4.7-Flash, GLM-5, Youtu, Ling
+3). This module imports no torch.
 
 A token's *latent row* is what its keys and values of all heads are computed from: `latent_rank` numbers, and `rope_size` rotated
 ones that all heads share. The cache keeps this row alone. Example, DeepSeek V3: 512 + 64 numbers a token and layer, where keys and
@@ -17,6 +17,7 @@ from transom_core.model_config.rope import Rope, yarn_magnitude
 INDEXED_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 MLA_FAMILIES = (
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite", "youtu", "kimi_linear"),
+    "bailing_hybrid",
     *INDEXED_FAMILIES,
 )
 _INDEX_FIELDS = (
@@ -51,6 +52,7 @@ class Mla:
     value_size: int
     scale: float  # of attention scores
     indexer: Indexer | None = None
+    gates_heads: bool = False  # the sigmoid of a projection multiplies each head's output
 
 
 def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
@@ -69,8 +71,9 @@ def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
     parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     plain, rotated = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    # Mistral 4's is the share of a whole head.
-    if share != 1.0 and (config.get("model_type") != "mistral4" or share != rotated / (plain + rotated)):
+    # Mistral 4's is the share of a whole head, Ling's of a head of its delta nets.
+    head = {"mistral4": plain + rotated, "bailing_hybrid": int(config.get("linear_head_dim") or 0)}
+    if share not in (1.0, rotated / (head.get(str(config["model_type"])) or rotated)):
         raise ValueError("partial_rotary_factor must be 1, since qk_rope_head_dim says how much of a head rotates")
     # YaRN stretches positions; queries and keys are each multiplied by this magnitude, so scores by its square.
     all_dim = float(parameters.get("mscale_all_dim") or 0.0) if rope is not None and rope.kind != "default" else 0.0
@@ -81,6 +84,7 @@ def read_mla(config: Mapping[str, Any], rope: Rope | None) -> Mla | None:
         plain_size=plain,
         rope_size=rotated,
         value_size=sizes["v_head_dim"],
+        gates_heads=config["model_type"] == "bailing_hybrid",
         scale=(plain + rotated) ** -0.5 * magnitude**2,
         indexer=_read_indexer(config, sizes),
     )

@@ -22,7 +22,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 INTERLEAVED_FAMILIES = (
     *("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
     *("deepseek_v32", "kimi_k2", "mistral4", "glm4_moe_lite", "glm_moe_dsa", "youtu", "glm", "glm4"),
-    *("ernie4_5", "ernie4_5_moe"),
+    *("ernie4_5", "ernie4_5_moe", "bailing_hybrid"),
 )
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_THETA = {

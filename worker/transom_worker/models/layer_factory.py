@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from transom_core.model_config.architecture import Architecture, LayerAttention
-from transom_core.model_config.recurrent import KIMI_LINEAR, OLMO_HYBRID
+from transom_core.model_config.recurrent import KDA_FAMILIES, LING, OLMO_HYBRID
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_kernels.kv_write import Preparation
@@ -66,7 +66,7 @@ def _short_convolution(architecture: Architecture, index: int, load: Loader) -> 
 def _recurrent(architecture: Architecture, index: int, load: Loader) -> RecurrentLayer:
     """Make the recurrent layer `index` with this rank's heads."""
     layer, hidden, mamba = architecture.layers[index], architecture.hidden_size, architecture.mamba
-    is_kimi = architecture.family == KIMI_LINEAR
+    is_kda, is_ling = architecture.family in KDA_FAMILIES, architecture.family == LING
     assert layer.recurrent is not None
     assert layer.value_size is not None
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
@@ -76,7 +76,9 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     parts = [("q", keys, own_keys), ("k", keys, own_keys), ("v", values, own_values), ("z", values, own_values)]
     parts += [(name, layer.num_heads, heads.queries) for name in ("ba" if mamba is None else "a")]
     twice = None
-    if is_kimi:  # gates and steps by way of a narrow row, which every rank has whole
+    if is_ling:
+        parts = [(name, values, own_values) if name == "a" else (name, rows, own) for name, rows, own in parts]
+    elif is_kda:  # gates and steps by way of a narrow row, which every rank has whole
         narrow = layer.value_size
         whole = narrow, slice(0, narrow)
         parts = [(name, *(whole if name in "za" else (rows, own))) for name, rows, own in parts]
@@ -95,7 +97,7 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
     channels = 2 * keys + values
 
     def convolution(name: str, *rest: int) -> torch.Tensor:
-        if is_kimi or architecture.family == OLMO_HYBRID:  # a tensor each
+        if is_kda or architecture.family == OLMO_HYBRID:  # a tensor each
             tensors = (load.tensor(f"{part}_{name}", shape=(rows, *rest), part=(own,)) for part, rows, own in parts[:3])
             return torch.cat(list(tensors))
         return torch.cat([load.tensor(name, shape=(channels, *rest), part=(own,)) for own in own_channels])
@@ -116,13 +118,15 @@ def _recurrent(architecture: Architecture, index: int, load: Loader) -> Recurren
         RecurrentWeights(
             convolution_LC=convolution("conv1d.weight", 1, layer.recurrent)[:, 0].T.contiguous(),
             bias_C=convolution("conv1d.bias") if mamba is not None and mamba.convolution_bias else None,
-            step_bias_H=by_head("dt_bias", (values,), own_values) if is_kimi else by_head("dt_bias"),
-            rate_H=by_head("A_log", (1, 1, layer.num_heads, 1) if is_kimi else (layer.num_heads,)).exp(),
+            step_bias_H=by_head("dt_bias", (values,), own_values) if is_kda else by_head("dt_bias"),
+            rate_H=by_head("A_log", (1, 1, layer.num_heads, 1) if is_kda and not is_ling else (layer.num_heads,)).exp(),
             skip_H=None if mamba is None else by_head("D"),
             norm=load.tensor("norm.weight", torch.float32, shape=own_norm[:1], part=own_norm[1:]) if has_norm else None,
             gates_first=mamba is not None and not mamba.norm_first,
             eps=_eps_of_gated_norm(architecture),
             most_strength=architecture.most_strength,
+            most_decay=architecture.most_decay,
+            by_sigmoid=is_kda,
             twice=twice,
             shared=shared,
         ),

@@ -18,6 +18,7 @@
     deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, mistral4, glm4_moe_lite, glm_moe_dsa
                     MLA (`mla.py`); a shared expert; some layers may be dense; V2 and Mistral 4 have softmax scores, the
                     others are routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
+    bailing_hybrid  gated delta nets, and MLA with a gate for each head; experts as deepseek_v3
     kimi_linear     gated delta nets and MLA without rotation, both under `self_attn`; experts as deepseek_v3
     qwen3_next, qwen3_5_moe_text
                     as qwen3_5_text, with experts as qwen2_moe
@@ -182,7 +183,7 @@ _lfm2 = partial(_mixtral, prefix="feed_forward.", score="sigmoid", correction="e
 
 MIXTURE_STYLES = {
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "solar_open"),
+        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "bailing_hybrid"),
         Style(feed_forward=_corrected),
     ),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), Style(feed_forward=_granite)),

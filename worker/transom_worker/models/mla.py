@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi, GLM-4.7-Flash, GLM-5 and Youtu.
+"""Multi-head latent attention (MLA) of DeepSeek V2 to V3.2, Kimi, GLM-4.7-Flash, GLM-5, Youtu and Ling 3.
 
 A token's cache row is [latent, rotated key], which all heads share. A head's key is [up_k latent, rotated key] and its value is
 up_v latent. A decode step computes neither, since both matrices can be *absorbed* into what it multiplies besides:
@@ -29,6 +29,7 @@ from transom_core.model_config.mla import LATENT_NORM_EPS, Indexer, Mla
 from transom_core.model_config.sharding import head_share
 from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
 from transom_kernels.latent_attention import LatentInputs, latent_attention, select_rows
+from transom_kernels.linear_recurrence import gated_rms_norm
 from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
 from transom_kernels.paged_attention.inputs import CAUSAL, PagedBatch
 from transom_worker.models.expanded_prompts import Piece, heads_at_once, pieces_of
@@ -100,6 +101,9 @@ class MlaAttention(TokenMixer):
         self._absorb, keys, self._expand = _matrices(mla, layer.num_heads, heads, load)
         self._keys = keys if mla.indexer is None else None
         self._mla, self._num_heads = mla, heads.stop - heads.start
+        self._gate = (
+            load.linear("g_proj", shapes=[(layer.num_heads, hidden)], rows=[heads]) if mla.gates_heads else None
+        )
         self._most_heads = head_share(
             architecture, index, 0, load.parallel.size
         ).num_queries  # the first ranks have most
@@ -110,12 +114,19 @@ class MlaAttention(TokenMixer):
             self._no_sinks_H = torch.full((self._num_heads,), float("-inf"), device=load.device)
             if index in mla.indexer.layers:
                 self._selector = RowSelector(mla.indexer, mla, hidden, load.under("indexer."))
-        matrices = (self._down, self._queries, self._absorb, self._keys, self._expand)
+        matrices = (self._down, self._queries, self._absorb, self._keys, self._expand, self._gate)
         parts = (*matrices, self._query_norm, self._latent_norm, self._selector)
         self.weight_bytes = self._output.weight_bytes + sum(part.weight_bytes for part in parts if part is not None)
 
     def _mix(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * V]; write this step's rows to the cache."""
+        out_TN = self._attend(x_TN, context)
+        if self._gate is None:
+            return out_TN
+        return gated_rms_norm(out_TN, self._gate(x_TN), None, 0.0, group=self._mla.value_size, by_sigmoid=True)
+
+    def _attend(self, x_TN: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """Return the outputs of all heads before their gates, [T, H * V]; write this step's rows to the cache."""
         q_THS, cache, batch = self._prepare(x_TN, context), context.cache, context.batch
         if self._no_sinks_H is not None:
             rows = LatentInputs(

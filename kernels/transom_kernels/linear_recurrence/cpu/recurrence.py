@@ -92,6 +92,7 @@ class RecurArguments(NamedTuple):
     value_width: int  # Dv
     query_scale: float
     most_strength: float
+    most_decay: float
 
 
 CONVOLVE, RECUR = numbers_of(ConvolveArguments), numbers_of(RecurArguments)
@@ -142,7 +143,14 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
     tokens, (query, key, value) = len(mixed), inputs.parts(mixed)
     out, sequences = empty((tokens, heads * value_width), mixed.dtype), len(inputs.batch.read_block)
     launch(
-        cpu_kernel(_MODULE, "make_recur", dtype=DTYPES[mixed.dtype], delta=inputs.is_delta_rule, by=by),
+        cpu_kernel(
+            _MODULE,
+            "make_recur",
+            dtype=DTYPES[mixed.dtype],
+            delta=inputs.is_delta_rule,
+            by=by,
+            bounded=inputs.most_decay > 0,
+        ),
         (sequences + 1) * heads * -(-value_width // COLUMNS),
         RecurArguments(
             batch=_batch(inputs.batch),
@@ -167,6 +175,7 @@ def linear_recurrence_cpu(inputs: RecurrenceInputs) -> torch.Tensor:
             value_width=value_width,
             query_scale=width**-0.5,
             most_strength=inputs.most_strength,
+            most_decay=inputs.most_decay,
         ),
         scratch_bytes=3 * 4 * _padded(width) + (2 * width + 2) * _STRIDE,
     )
@@ -241,10 +250,10 @@ def make_convolve(dtype: str) -> Any:
     return convolve
 
 
-def make_recur(dtype: str, delta: bool, by: str) -> Any:
-    """Build the kernel for a `decays_by`. A work item is COLUMNS columns of a head's state in a sequence.
+def make_recur(dtype: str, delta: bool, by: str, bounded: bool) -> Any:
+    """Build the kernel for a `decays_by`, with a bound of decays or without.
 
-    Sequence B has the tokens that pad the step.
+    A work item is COLUMNS columns of a head's state in a sequence. Sequence B has the tokens that pad the step.
     """
     (load, store, size), load_scalar = row_access(dtype), LOAD_SCALAR[dtype]
     by_row, by_column = by == "row", by == "column"
@@ -285,8 +294,12 @@ def make_recur(dtype: str, delta: bool, by: str) -> Any:
         given = row_address(arguments, RECUR.step_size, token) + first * size
         bias = argument(arguments, RECUR.step_bias) + 4 * first
         for d in range(0, width, 16):
-            step = softplus(load(given + d * size, width - d) + load_part_f32(bias + 4 * d, min(16, width - d)))
-            store_f32(out + 4 * d, decay_of(step, rate))
+            x = load(given + d * size, width - d) + load_part_f32(bias + 4 * d, min(16, width - d))
+            if bounded:
+                bound = splat(float_argument(arguments, RECUR.most_decay))
+                store_f32(out + 4 * d, decay_of(keep_nan(sigmoid(rate * x), x), bound))
+            else:
+                store_f32(out + 4 * d, decay_of(softplus(x), rate))
 
     @helper
     def store_column_decays(arguments, token, head, first, columns, width, out):

@@ -5,7 +5,7 @@ Gated delta nets (Qwen3-Next, Qwen3.5, Olmo Hybrid), whose norm is over each hea
     mixed, gate, strength, step = projections of x
     out = output projection of rms_norm(linear_recurrence(mixed, strength, step)) * silu(gate)
 
-In Kimi Linear's, two projections give the gate, a sigmoid, and a step for each row of a state.
+In Kimi Linear's and Ling's, the gate is a sigmoid, and each row of a state has a step; in Kimi Linear's, two projections give each.
 
 Mamba-2 (Granite 4, Nemotron-H), whose norm is over the heads that a key head serves; Falcon-H1 has none, or gates after it:
 
@@ -40,13 +40,15 @@ class RecurrentWeights:
 
     convolution_LC: torch.Tensor
     bias_C: torch.Tensor | None  # of the convolution
-    step_bias_H: torch.Tensor  # Kimi Linear's: [H * D]
+    step_bias_H: torch.Tensor  # Kimi Linear's and Ling's: [H * D]
     rate_H: torch.Tensor  # exp(A_log)
     skip_H: torch.Tensor | None  # Mamba-2's; None: a gated delta net
     norm: torch.Tensor | None  # [Dv] for all heads, or Mamba-2's [H * Dv]; None: gates alone
     gates_first: bool  # gates multiply what the norm reads
     eps: float
     most_strength: float  # of a delta rule
+    most_decay: float  # the bound of -log of decays; 0: there is none
+    by_sigmoid: bool  # the gate is a sigmoid, not silu
     twice: tuple[Linear, Linear] | None  # Kimi Linear's second projections of gates and steps
     shared: SharedGroups | None  # of the norm, if there are more ranks than groups of heads that it norms
 
@@ -74,8 +76,9 @@ class RecurrentLayer(TokenMixer):
         assert layer.value_size is not None
         self._projection, self._layer, self._weights = projection, layer, weights
         self._value_size, self._is_mamba = layer.value_size, weights.skip_H is not None
-        by_head = (layer.num_heads,) * (1 if self._is_mamba else 2)
-        self._widths = (weights.convolution_LC.shape[1], layer.num_heads * layer.value_size, *by_head)
+        by_head = () if self._is_mamba else (layer.num_heads,)
+        channels, values = weights.convolution_LC.shape[1], layer.num_heads * layer.value_size
+        self._widths = (channels, values, *by_head, len(weights.step_bias_H))
         if weights.twice is not None:
             self._widths = (self._widths[0], layer.value_size, layer.num_heads, layer.value_size)
         heads_of_norm = layer.num_heads // layer.num_kv_heads if self._is_mamba else 1
@@ -97,18 +100,17 @@ class RecurrentLayer(TokenMixer):
             rate=weights.rate_H,
             strength=strength[0] if strength else None,
             most_strength=weights.most_strength,
+            most_decay=weights.most_decay,
             skip=weights.skip_H,
             key_heads=layer.num_kv_heads,
             state=cache.k.view(len(cache.k), layer.num_heads, layer.head_size, self._value_size),
             batch=state_batch(context.batch),
         )
         out_TN, width = linear_recurrence(inputs), self._norm_width
-        first, by_sigmoid = weights.gates_first, weights.twice is not None
         if weights.shared is not None and weights.norm is not None:
             return self._norm_with_others(out_TN, gate, weights.norm, weights.shared)
-        return gated_rms_norm(
-            out_TN, gate, weights.norm, weights.eps, group=width, gates_first=first, by_sigmoid=by_sigmoid
-        )
+        how = {"gates_first": weights.gates_first, "by_sigmoid": weights.by_sigmoid}
+        return gated_rms_norm(out_TN, gate, weights.norm, weights.eps, group=width, **how)
 
     def _norm_with_others(
         self, out_TN: torch.Tensor, gate_TN: torch.Tensor, norm_N: torch.Tensor, shared: SharedGroups

@@ -10,7 +10,7 @@ from transom_core.model_config.jamba import JAMBA
 from transom_core.model_config.lfm2 import LFM2_FAMILIES
 from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_core.model_config.nemotron_h import NEMOTRON_H, blocks_of_layers
-from transom_core.model_config.recurrent import KIMI_LINEAR, OLMO_HYBRID
+from transom_core.model_config.recurrent import KIMI_LINEAR, LING, OLMO_HYBRID
 from transom_worker.models.weights.checkpoint import Weights, WeightsView
 
 # Name prefix in a text-only model -> prefix in a multimodal model's checkpoint, first in the older layout, then in the newer one.
@@ -41,6 +41,13 @@ _KIMI_LINEAR = {
     **{".linear_attn.out_proj.": ".self_attn.o_proj.", ".linear_attn.norm.": ".self_attn.o_norm."},
     ".linear_attn.": ".self_attn.",
 }
+_LING = {
+    **{f".linear_attn.in_proj_{part}.": f".attention.{part}_proj." for part in ("q", "k", "v", "b")},
+    **{".linear_attn.in_proj_z.": ".attention.g_proj.", ".linear_attn.in_proj_a.": ".attention.f_proj."},
+    **{".linear_attn.out_proj.": ".attention.dense.", ".linear_attn.norm.": ".attention.o_norm."},
+    **{".linear_attn.": ".attention.", ".self_attn.o_proj.": ".attention.dense.", ".self_attn.": ".attention."},
+    **{"model.embed_tokens.": "model.word_embeddings.", ".gate.e_score_correction_bias": ".gate.expert_bias"},
+}
 _OLMO_HYBRID = {
     **{f".linear_attn.in_proj_{part}.": f".linear_attn.{part}_proj." for part in ("q", "k", "v", "a", "b")},
     **{".linear_attn.in_proj_z.": ".linear_attn.g_proj.", ".linear_attn.out_proj.": ".linear_attn.o_proj."},
@@ -62,6 +69,7 @@ OWN_NAMES = {
     "hy_v3": {".mlp.gate.": ".mlp.router.gate.", ".shared_experts.": ".shared_mlp."},
     "afmoe": {".mlp.gate.": ".mlp.router.gate."},
     KIMI_LINEAR: _KIMI_LINEAR,
+    LING: _LING,
     OLMO_HYBRID: _OLMO_HYBRID,
     JAMBA: _JAMBA,
 }
