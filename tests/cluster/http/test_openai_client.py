@@ -61,11 +61,12 @@ def test_chat_logprobs(client):
 
 
 def test_completion_logprobs_with_echo(client):
-    choice = client.completions.create(model="stub", prompt="hi", max_tokens=2, echo=True, logprobs=1).choices[0]
-    assert (choice.text, choice.logprobs.tokens) == ("hiab", ["h", "i", "a", "b"])
-    assert choice.logprobs.text_offset == [0, 1, 2, 3]
-    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
-    assert choice.logprobs.top_logprobs == [None, {"i": -0.5}, {"a": -0.5}, {"b": -0.5}]
+    choice = client.completions.create(model="stub", prompt="hé", max_tokens=2, echo=True, logprobs=1).choices[0]
+    half, rest = "bytes:\\xc3", "bytes:\\xa9"
+    assert (choice.text, choice.logprobs.tokens) == ("héab", ["h", half, rest, "a", "b"])
+    assert choice.logprobs.text_offset == [0, 1, 1, 2, 3]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs == [None, {half: -0.5}, {rest: -0.5}, {"a": -0.5}, {"b": -0.5}]
 
 
 def test_vllm_fields_reach_the_contract(client, server):

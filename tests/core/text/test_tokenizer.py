@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import Tokenizer as RustTokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from tests.gguf_files import finish
@@ -174,6 +174,17 @@ def test_sentencepiece_is_gemmas_and_llamas(tmp_path: Path, space: bool) -> None
             want, skip_special_tokens=False
         )
     assert ours.encode("x").ids[0] == 2
+
+
+def test_added_runs_of_spaces_are_spaces() -> None:
+    """As in Gemma's files."""
+    vocabulary, merges = pieces()
+    oracle = GemmaTokenizer(vocab=vocabulary, merges=merges, eos_token="<eos>")
+    rust = oracle.backend_tokenizer
+    rust.add_tokens([AddedToken("▁" * 4, normalized=False, special=False)])
+    ours = Tokenizer(rust, named_tokens={}, chat_template=None, eos_token_ids=())
+    ids = [rust.token_to_id(token) for token in ("▁" * 4, "x", "▁" * 4)]
+    assert b"".join(map(ours.token_bytes, ids)).decode() == rust.decode(ids) == "    x    "
 
 
 def test_qwens_words(tmp_path: Path) -> None:

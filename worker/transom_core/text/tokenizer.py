@@ -281,7 +281,8 @@ class Tokenizer:
                 return bytes(_BYTE_OF_CHARACTER[character] for character in token)
             return str(token).encode()  # an added token, whose text is plain
         if token_id in self._added_texts:
-            return self._added_texts[token_id].encode()
+            # Gemma's runs of spaces are added tokens
+            return self._added_texts[token_id].replace(_SENTENCEPIECE_SPACE, " ").encode()
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return str(token).replace(_SENTENCEPIECE_SPACE, " ").encode()

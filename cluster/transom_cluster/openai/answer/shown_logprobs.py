@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from transom_cluster.openai.answer.json_pieces import LazyList
 from transom_cluster.openai.answer.response_types import ChosenToken, PromptTokenLogprob, TextLogprobs, TokenEntry
 from transom_core.contract import Logprob, TokenLogprobs
+from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity
@@ -46,23 +47,24 @@ def positions_of(tokens: Iterable[TokenLogprobs]) -> Iterator[Position]:
 
 class CompletionLogprobs:
     """Builds the parallel lists of one choice: by `next_tokens` for each chunk of a stream, or by `all_tokens` for a response in
-    one piece. `text_offset` counts characters from the start of the choice's text."""
+    one piece. `text_offset` counts characters of the choice's text before a token: a token within a character adds none, nor does
+    a special token, which the text leaves out."""
 
     def __init__(self, num_top: int, tokenizer: Tokenizer) -> None:
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._offset = 0
+        self._detokenizer = Detokenizer(tokenizer)
 
     def next_tokens(self, positions: Iterable[Position]) -> TextLogprobs:
         """Return the lists for the choice's next tokens."""
         tokens, offsets, chosen, tops = [], [], [], []
         for token_id, logprobs in positions:
-            token = _completion_token(token_id, self._tokenizer)
-            tokens.append(token)
+            tokens.append(_completion_token(token_id, self._tokenizer))
             offsets.append(self._offset)
             chosen.append(None if logprobs is None else _finite(logprobs.chosen.logprob))
             tops.append(None if logprobs is None else self._top(logprobs))
-            self._offset += len(token)
+            self._offset += len(self._detokenizer.push(token_id))
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
     def all_tokens(self, positions: Callable[[], Iterable[Position]]) -> TextLogprobs:
@@ -73,10 +75,10 @@ class CompletionLogprobs:
             return (_completion_token(token_id, self._tokenizer) for token_id, _ in positions())
 
         def offsets() -> Iterator[int]:
-            offset = 0
-            for token in tokens():
+            offset, detokenizer = 0, Detokenizer(self._tokenizer)
+            for token_id, _ in positions():
                 yield offset
-                offset += len(token)
+                offset += len(detokenizer.push(token_id))
 
         return {
             "tokens": LazyList(tokens),

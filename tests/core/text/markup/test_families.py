@@ -58,6 +58,10 @@ def _call(arguments: str, *, index: int = 0, name: str = "f", is_complete: bool 
 _SECOND = _call("{}", index=1, name="g")
 _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
     "hermes": [
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d x\\ude00\\ud83d\\ude00\\ud83d"}}\n</tool_call>',
+            _call('{"a": "\\ufffd x\\ufffd\\ud83d\\ude00\\ufffd"}'),
+        ),
         ('<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', _call('{"a": "x"}')),
         ('<tool_call>{"id": 1, "name": "f"}</tool_call>', _call("{}")),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', _call('{"a": 1}')),
@@ -122,6 +126,12 @@ _ANSWERS: dict[str, list[tuple[str, list[AnswerPart]]]] = {
         (
             '<｜DSML｜tool_calls><｜DSML｜invoke name="x<y"></｜DSML｜invoke></｜DSML｜tool_calls>',
             _call("{}", name="x<y"),
+        )
+    ],
+    "qwen3_coder": [
+        (
+            "<tool_call>\n<function=f>\n<parameter=c>\n{'x': ['\\/', \"\\/\"], 'y': True}\n</parameter>\n</function>\n</tool_call>",
+            _call('{"c": {"x": ["/", "/"], "y": true}}'),
         )
     ],
     "seed_oss": [

@@ -1,9 +1,10 @@
 r"""Reads JSON from an answer as its characters come, checks it, and passes it on piece by piece.
 
-Inside strings, three frequent errors of models are corrected:
+Inside strings, four errors of models are corrected:
 
 - A line end or another control character is escaped, as JSON requires.
 - `\'` becomes `'`: JSON does not escape this quote.
+- Half of a surrogate pair becomes U+FFFD.
 - A backslash before any other character that JSON does not escape is doubled (`"\d"` becomes `"\\d"`).
 
 Any other text that is not JSON raises `MalformedMarkupError` at the first wrong character (in a number or word: at its end).
@@ -19,7 +20,9 @@ _SPACES = re.compile(f"[{SPACE}]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR_CHARACTERS = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
+HEX_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]..")
+_SURROGATE_PAIR = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
 def copy_value(reader: MarkupReader, write: Write) -> Reading[None]:
@@ -74,29 +77,36 @@ def copy_string(reader: MarkupReader, write: Write) -> Reading[None]:
 
 
 def read_string(reader: MarkupReader) -> Reading[str]:
-    """Read one JSON string, and return its value. Half of a surrogate pair, which cannot be encoded, is malformed."""
+    """Read one JSON string, and return its value."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
-    text = str(json.loads("".join(pieces)))
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise MalformedMarkupError from None
-    return text
+    return str(json.loads("".join(pieces)))
 
 
 def _copy_escape(reader: MarkupReader, write: Write) -> Reading[None]:
     escaped = (yield from reader.need(2))[1]
     if escaped in '"\\/bfnrt':
         write(reader.take(2))
-    elif escaped == "u" and _HEX.fullmatch((yield from reader.need(6))[2:]):
-        write(reader.take(6))
+    elif escaped == "u" and HEX_ESCAPE.fullmatch((yield from reader.need(6))):
+        yield from copy_code(reader, write)
     elif escaped == "'":
         reader.take(1)
         write(reader.take(1))
     else:
         reader.take(1)
         write("\\\\")
+
+
+def copy_code(reader: MarkupReader, write: Write) -> Reading[None]:
+    """Read an escape with four hexadecimal digits, of a surrogate pair two, and write it. Half of a pair becomes U+FFFD: clients
+    cannot encode it."""
+    code = reader.take(6)
+    if not _SURROGATE.fullmatch(code):
+        write(code)
+    elif _SURROGATE_PAIR.fullmatch(code + (yield from reader.need_at_most(6))):
+        write(code + reader.take(6))
+    else:
+        write("\\ufffd")
 
 
 def _copy_scalar(reader: MarkupReader, write: Write) -> Reading[None]:

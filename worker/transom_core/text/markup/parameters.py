@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from transom_core.text.markup.json_reader import copy_value
-from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, MarkupReader, Reading, Write
+from transom_core.text.markup.python_literals import copy_literal
+from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, Reading, Write
 from transom_core.text.markup.schema_types import JSON_TYPES, json_type, property_types
 from transom_core.text.markup.tool_markup import CallReading
 
 ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
-CopyValue = Callable[[MarkupReader, Write], Reading[None]]
 
 _WORDS = {"null": ("null",), "boolean": ("true", "false")}  # JSON type -> its values
 _WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}  # word in lower case -> JSON
@@ -27,10 +26,10 @@ _WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "fal
 class ParameterWriter:
     """Writes the arguments of one call."""
 
-    def __init__(self, calls: CallReading, tool: str, copy: CopyValue = copy_value) -> None:
-        """`tool` is the name of the tool, which need not be one of the request's; `copy` reads objects and arrays."""
+    def __init__(self, calls: CallReading, tool: str) -> None:
+        """`tool` is the name of the tool, which need not be one of the request's."""
         self._reader = calls.reader
-        self._write, self._copy = calls.arguments, copy
+        self._write = calls.arguments
         self._parameters = calls.tools[tool].parameters if tool in calls.tools else {}
         self._names: set[str] = set()
 
@@ -66,16 +65,17 @@ class ParameterWriter:
             yield from self.read_json(read)
 
     def read_json(self, read: ReadText, types: frozenset[str] = JSON_TYPES) -> Reading[None]:
-        """Read a text that is JSON of one of `types`. An end marker inside the strings of an object or array is text.
+        """Read a text that is JSON of one of `types`. An end marker inside the strings of an object or array is text. Models
+        also write objects and arrays as Python does.
 
         A text that is not JSON becomes a string, unless it begins like an object or an array.
 
         Raises:
-            MalformedMarkupError: the text begins like an object or an array, but is not JSON.
+            MalformedMarkupError: the text begins like an object or an array, but is neither JSON nor Python's.
         """
         yield from self._reader.skip_space()
         if (yield from self._reader.peek()) in "{[":
-            yield from self._copy(self._reader, self._write)
+            yield from copy_literal(self._reader, self._write)
             rest: list[str] = []  # judged at the end: how much of it comes at a time depends on how the answer is cut
             yield from read(rest.append)
             if "".join(rest).strip(SPACE):

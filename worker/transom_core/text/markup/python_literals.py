@@ -3,14 +3,14 @@ r"""Reads Python literals as they come, and passes them on as JSON.
 Example: `{'city': 'LA', 'ok': True}` becomes `{"city": "LA", "ok": true}`.
 
 It reads strings (with all escapes except `\N{...}`), numbers, `True`, `False`, `None` and JSON's words for these, lists, tuples (as
-arrays) and dicts, of any depth, with or without a trailing comma. It also reads JSON, except `\/` in strings. Anything else raises
-`MalformedMarkupError`.
+arrays) and dicts, of any depth, with or without a trailing comma. It also reads JSON. Anything else raises `MalformedMarkupError`.
 """
 
 import json
 import re
 from functools import partial
 
+from transom_core.text.markup.json_reader import HEX_ESCAPE, copy_code
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading, Write
 
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
@@ -21,7 +21,7 @@ _LONGEST_NUMBER = 4000  # digits; Python refuses to convert integers of more tha
 _PLAIN = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": "", "\\": "\\", "'": "'",
-    '"': '"',
+    '"': '"', "/": "/",
 }  # fmt: skip
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _OCTAL = re.compile(r"[0-7]{1,3}")
@@ -92,6 +92,9 @@ def _copy_string(reader: MarkupReader, write: Write) -> Reading[None]:
 def _copy_escape(reader: MarkupReader, write: Write) -> Reading[None]:
     """Read an escape, and write its character as JSON. As in Python, the backslash of an unknown escape is text."""
     escaped = (yield from reader.need(2))[1]
+    if escaped == "u" and HEX_ESCAPE.fullmatch((yield from reader.need_at_most(6))):
+        yield from copy_code(reader, write)
+        return
     if escaped in _HEX_DIGITS:
         digits = (yield from reader.need(2 + _HEX_DIGITS[escaped]))[2:]
         code = _code(digits, 16)

@@ -16,8 +16,7 @@ An argument's text may itself contain these tags. So `</parameter>` ends the arg
 by `</tool_call>`, or with `<parameter=` and the name of one of the tool's other arguments. `<tool_call>` may be missing before
 `<function=...>` with a tool's name.
 
-`seed_oss`, of Seed-OSS: the block is `<seed:tool_call>`, no line ends are around an argument's text, and objects and arrays may be
-Python's.
+`seed_oss`, of Seed-OSS: the block is `<seed:tool_call>`, and no line ends are around an argument's text.
 """
 
 import re
@@ -25,11 +24,9 @@ from collections.abc import Sequence
 
 from transom_core.text.markup.call_object import read_call_object
 from transom_core.text.markup.context import ToolSpec
-from transom_core.text.markup.json_reader import copy_value
 from transom_core.text.markup.lark import LarkText, escaped
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
-from transom_core.text.markup.python_literals import copy_literal
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, Reading, Write
 from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
@@ -120,7 +117,7 @@ class _Function:
         self._calls.begin(name)
         tool = self._calls.tools.get(name)
         self._next_names = set(tool.parameters.get("properties") or ()) if tool else set()
-        arguments = ParameterWriter(self._calls, name, copy_value if self._line_end else copy_literal)
+        arguments = ParameterWriter(self._calls, name)
         while (argument := (yield from self._begin_argument())) is not None:
             arguments.begin(argument)
             self._next_names.discard(argument)
