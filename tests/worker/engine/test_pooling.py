@@ -47,14 +47,22 @@ def test_embeddings_of_two_ranks_and_after_a_preemption_are_those_of_one_engine(
     settings: dict[str, Any] = {"dtype": "float32", "window": 24, "window_pattern": "SF"}
     whole = make_engine(str(tiny_model), **settings, max_num_batched_tokens=1024)
     expected = [pytest.approx(event.embedding, abs=1e-4) for event in embeddings(whole, PROMPTS, pooling)]
-    engine, _ = make_sharded_engine(str(tiny_model), 2, **settings, max_num_batched_tokens=16)
+    swap = {"swap_space": "4MiB", "preemption_mode": "swap"}
+    engine, _ = make_sharded_engine(str(tiny_model), 2, **settings, **swap, max_num_batched_tokens=16)
     assert [event.embedding for event in embeddings(engine, PROMPTS, pooling)] == expected
     engine.add(make_request("preempted", PROMPTS[-1][::-1], max_tokens=1, pooling=pooling))
-    for _ in range(3):
+    for _ in range(2):
         engine.step()
     engine.scheduler.admission.preempt_all()
+    for _ in range(2):
+        engine.step()
+    sequence = engine.scheduler.by_request["preempted"]
+    engine.scheduler.admission.preempt(sequence)
+    assert sequence.swapped is not None
+    engine.scheduler.admission.preempt_all()  # the swapped blocks are lost
     (event,) = drain(engine)
     (alone,) = embeddings(whole, [PROMPTS[-1][::-1]], pooling)
     assert event.embedding == pytest.approx(alone.embedding, abs=1e-4)
-    assert engine.scheduler.work.num_preemptions == 1
+    work = engine.scheduler.work
+    assert (work.num_preemptions, work.num_swaps) == (1, 1)
     assert len(event.embedding or ()) == engine.info.hidden_size

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_core.contract import CONTRACT_VERSION, Request
 from transom_core.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.request_validation import check_tokens
@@ -189,4 +190,29 @@ def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pyt
     assert num_steps > 30
     assert len(tried) < num_steps / 3
     assert driver.scheduler.work.preemptions["recompute"] == 0
+    driver.run()
+
+
+def test_a_request_is_tried_again_when_a_read_of_many_blocks_has_ended() -> None:
+    """Beside a decoding sequence, which frees nothing."""
+    driver = Driver(layout(["full"], num_pages=60), max_model_len=1000, max_num_batched_tokens=64)
+    cached = request("cached", range(2000, 2400), 2)
+    driver.add(cached)
+    driver.run()
+    driver.add(request("a", range(200), 300))
+    while not driver.tokens["a"]:
+        driver.step()
+    chain: list[bytes] = []
+    extend_chain(chain, driver.scheduler.root_of(cached), cached.prompt_token_ids, BLOCK)
+    cache = driver.scheduler.cache
+    export = cache.tiers.exports.begin(chain, cache.find(chain, 401))
+    assert export is not None
+    driver.add(request("b", range(3000, 3400), 4))
+    for _ in range(20):
+        driver.step()
+    assert not driver.tokens["b"]
+    cache.tiers.exports.end(export)
+    for _ in range(10):
+        driver.step()
+    assert driver.tokens["b"]
     driver.run()

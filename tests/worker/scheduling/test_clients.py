@@ -5,7 +5,7 @@ import pytest
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_core.errors import Overloaded
 from transom_worker.scheduling.dividing import divide
-from transom_worker.scheduling.fair_preemption import SLICE_STEPS
+from transom_worker.scheduling.fair_preemption import RETRY_STEPS, SLICE_STEPS
 
 
 def several(*counts: int, weights: tuple[float, ...] = (1.0, 1.0), max_tokens: int = 60, **config: object) -> Driver:
@@ -48,6 +48,24 @@ def test_clients_get_tokens_in_the_ratio_of_their_weights(max_num_seqs: int) -> 
         driver.step()
     tokens = [sum(len(ids) for name, ids in driver.tokens.items() if name[0] == client) for client in "01"]
     assert tokens[1] / tokens[0] == pytest.approx(3.0, rel=0.15)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_clients_whose_requests_do_not_fit_side_by_side_wait_for_a_slice(steps_in_flight: int) -> None:
+    """A decoding sequence frees nothing without a window, so no news of free blocks comes when its slice is over."""
+    sizes = {"max_model_len": 1000, "max_num_batched_tokens": 64, "steps_in_flight": steps_in_flight}
+    driver = Driver(layout(["full"], num_pages=60), **sizes)  # type: ignore[arg-type]
+    driver.add(request("long", range(500), 400, client="a"))
+    while not driver.tokens["long"]:
+        driver.step()
+    driver.add(request("large", range(1000, 1600), 4, client="b"))
+    num_steps = 0
+    while "large" not in driver.finished:
+        driver.step()
+        num_steps += 1
+    assert num_steps < SLICE_STEPS + 600 // 64 + 4 + RETRY_STEPS
+    driver.run()
+    assert len(driver.tokens["long"]) == 400
 
 
 def test_a_prompt_that_fills_steps_leaves_another_client_its_share_of_each() -> None:

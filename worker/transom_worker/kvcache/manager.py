@@ -360,7 +360,7 @@ class KvCache:
     @property
     def num_releases(self) -> int:
         """A number that grows whenever blocks may have become free. If it has grown, what did not fit before may be tried again."""
-        return self._num_releases + self.tiers.exports.num_ended + self.tiers.imports.num_left_device
+        return self._num_releases + self.tiers.exports.num_left_device + self.tiers.imports.num_left_device
 
     def evict_all(self) -> None:
         """Evict every cached block of both tiers, and withdraw active blocks from the index. Blocks that running loads bring are

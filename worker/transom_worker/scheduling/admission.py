@@ -87,16 +87,18 @@ class AdmissionControl:
         return len(self.running) > 0 or self._num_awaiting_release > 0
 
     def is_blocked(self, client: Client) -> bool:
-        """Return whether a client's first sequence in the queue did not fit when it was last tried, and too few blocks were freed
-        since then.
+        """Return whether a client's first sequence in the queue did not fit when it was last tried, too few blocks were freed since
+        then, and it can claim no other client's.
 
         A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
         window. Each running sequence may have taken one freed block, so the sequence is tried again when more blocks were freed
-        than there are running sequences. Example: with 3 running sequences it is tried again after 4 freed blocks.
+        than there are running sequences. Example: with 3 running sequences it is tried again after 4 freed blocks. A claim that
+        failed may succeed later, when the slice of another client's sequence is over.
         """
         wait, blocked_at = self.blocked.get(client, (None, 0))
         is_same = self._is_busy and wait is client.queue.first.wait
-        return is_same and self.cache.num_releases - blocked_at <= len(self.running)
+        lacks_room = is_same and self.cache.num_releases - blocked_at <= len(self.running)
+        return lacks_room and not (self.fair.may_try_blocks and self._victim_for_blocks(client) is not None)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
@@ -289,10 +291,14 @@ class AdmissionControl:
     def claim_blocks(self, client: Client) -> bool:
         """Preempt a sequence of another client if `fair_preemption` gives its memory to this client; return whether the memory is
         free now."""
-        if len(self.clients) == 1 or self._num_awaiting_release:
-            return False
-        victim = self.fair.for_blocks(client)
+        victim = self._victim_for_blocks(client)
         return victim is not None and self._claim(victim)
+
+    def _victim_for_blocks(self, client: Client) -> Sequence | None:
+        """Return the sequence whose memory a client claims now; None if there is none, or a step in flight will free blocks."""
+        if len(self.clients) == 1 or self._num_awaiting_release:
+            return None
+        return self.fair.for_blocks(client)
 
     def _claim(self, victim: Sequence) -> bool:
         """Preempt a sequence now, or when its step in flight has answered; return whether it was preempted now."""

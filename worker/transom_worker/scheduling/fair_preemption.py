@@ -40,7 +40,7 @@ class FairPreemption:
     """Chooses the sequence to preempt. `block_bytes[group]` is the size of a block; `num_steps` counts the planned steps.
 
     A choice takes time in proportion to the number of running sequences. It is made only if slots or memory are short; a failed
-    claim of a slot is tried again only every `RETRY_STEPS` steps.
+    claim is tried again only every `RETRY_STEPS` steps.
     """
 
     def __init__(self, clients: Clients, block_bytes: Sequences[int]) -> None:
@@ -89,6 +89,11 @@ class FairPreemption:
             ):
                 return victim
         return self._overdue_head(client, others)
+
+    @property
+    def may_try_blocks(self) -> bool:
+        """Return whether claims of memory that have failed are tried again in this step."""
+        return self.num_steps % RETRY_STEPS == 0
 
     def for_blocks(self, client: Client) -> Sequence | None:
         """Return the sequence whose memory this client's first waiting sequence claims; None if it has to wait."""

@@ -81,6 +81,7 @@ class SequenceMoves:
         if isinstance(sequence.wait, InQueue) and sequence.wait.swapped is not None:
             self._cache.drop_swapped(sequence.wait.swapped)
             sequence.wait.swapped = sequence.history = sequence.prompt_logprobs = None
+            sequence.hidden_sum = []
 
     def lose_swapped(self, sequences: Iterable[Sequence]) -> None:
         """Drop the swapped blocks of these sequences, so that they are computed again, because the host tier's contents are

@@ -113,8 +113,10 @@ def take(made: RankTiers, ticket: int) -> None:
     raise AssertionError("the load did not end")
 
 
-def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, calls = block_copies(slabs()), []
+def test_what_the_cpu_does_in_the_host_tier_waits_for_spills_that_a_gpu_still_makes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made, calls = block_copies(slabs(), tmp_path), []
     stream = SimpleNamespace(synchronize=lambda: calls.append("waited"))
     monkeypatch.setattr(made, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -122,6 +124,11 @@ def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monk
     monkeypatch.setattr(rank_tiers, "block_copy", lambda *_: calls.append("copied"))
     made.run(plan_of([(1, 0, 2, 0, 3), (1, 0, 2, 1, 7), (1, 1, 7, 1, 8)]))
     assert calls == ["copied", "spilled", "waited", "copied"]
+    calls.clear()
+    made.write(TIER_HOST, 2, [3], bytes(STRIDES[2] - 12))
+    monkeypatch.setattr(disk_tier.DiskTier, "fetch", lambda *_: calls.append("fetched"))
+    made.run(fetches([(1, 7, 0)], ticket=5))
+    assert calls == ["waited", "waited", "fetched"]
     made.close()
 
 

@@ -134,6 +134,7 @@ class RankTiers:
                 f"{len(blocks)} blocks of group {group} take {wanted} bytes on this rank, not {len(data)}."
             )
         if blocks:
+            self._finish_spills()
             new = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), rows.shape[1])
             rows[ids] = new.to(rows.device)
 
@@ -210,6 +211,7 @@ class RankTiers:
             rows = self._contents(copy.target_tier, copy.group)
             _check_ids(rows, rows, [(copy.target, copy.target)])
             blocks.append(FetchedBlock(copy.group, digests[copy.source], rows[copy.target]))
+        self._finish_spills()  # which may go to the same blocks, whose contents nothing needs any more
         self._disk_tier().fetch(ticket, blocks)
 
     def _disk_tier(self) -> DiskTier:
@@ -222,7 +224,7 @@ class RankTiers:
         return self._rows(tier, group)[:, : self._memories[tier].layout.groups[group].block_bytes]
 
     def _finish_spills(self) -> None:
-        """Wait for copies from a GPU to the host, which may still run."""
+        """Wait for copies from a GPU to the host, which may still run, before the CPU reads or writes the host tier."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -45,7 +45,7 @@ class Exports:
     host: HostTier
     copies: CopyQueue
     opened: list[BlockExport] = field(default_factory=list)
-    num_ended: int = 0  # since start
+    num_left_device: int = 0  # blocks on the device that ended exports referenced, since start
 
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None, *, num_held: int = 0
@@ -80,8 +80,8 @@ class Exports:
     def end(self, opened: BlockExport) -> None:
         """Release the references of an export."""
         self.opened.remove(opened)
-        self.num_ended += 1
         on_device, in_host = _ids_by_group(opened.blocks)
+        self.num_left_device += sum(map(len, on_device.values()))
         for group, ids in on_device.items():
             self.registry.unref(group, ids)
         for group, ids in in_host.items():

@@ -96,7 +96,7 @@ class Imports:
     unlock: UnlockPrefix
     num_imported: Counter[int] = field(default_factory=Counter)  # blocks published by group, since start
     opened: list[BlockImport] = field(default_factory=list)
-    num_left_device: int = 0  # imports that have given blocks of the device back, since start
+    num_left_device: int = 0  # blocks of the device that imports have given back, since start
 
     def begin(
         self,
@@ -212,29 +212,29 @@ class Imports:
         The blocks stay taken until `end`, since bytes may still be written into them.
         """
         opened.is_void = True
-        self.num_left_device += any(opened.cached[DEVICE])
+        self.num_left_device += sum(map(len, opened.cached[DEVICE]))
         self._stop_keeping(opened.cached, opened.locked)
         opened.cached, opened.locked = ([], []), None
 
     def end(self, opened: BlockImport) -> None:
         """Give the blocks back: published ones may be evicted from now on, others are free."""
         self.opened.remove(opened)
+        self.num_left_device += _num_on_device(opened)
         give_back = self.registry.unref if opened.tier == DEVICE else self.host.release
         for group, blocks in opened.by_group().items():
             give_back(group, [one.block for one in blocks])
-        self.num_left_device += any(opened.cached[DEVICE]) or opened.tier == DEVICE
         self._stop_keeping(opened.cached, opened.locked)
 
     def leave_device(self) -> bool:
         """Give what published imports keep on the device back before their ends; return whether there was anything."""
-        kept = [one for one in self.opened if one.is_published and any(ids for _, ids in _on_device(one))]
+        kept = [one for one in self.opened if one.is_published and _num_on_device(one)]
         for opened in kept:
+            self.num_left_device += _num_on_device(opened)
             for group, ids in _on_device(opened):
                 self.registry.unref(group, ids)
             opened.cached = ([], opened.cached[HOST])
             if opened.tier == DEVICE:
                 opened.blocks = []
-        self.num_left_device += len(kept)
         return bool(kept)
 
     def on_device(self) -> Iterable[tuple[int, int]]:
@@ -280,6 +280,10 @@ def _on_device(opened: BlockImport) -> Iterable[tuple[int, list[int]]]:
     yield from enumerate(opened.cached[DEVICE])
     if opened.tier == DEVICE:
         yield from ((group, [one.block for one in blocks]) for group, blocks in opened.by_group().items())
+
+
+def _num_on_device(opened: BlockImport) -> int:
+    return sum(len(ids) for _, ids in _on_device(opened))
 
 
 @dataclass(slots=True)
