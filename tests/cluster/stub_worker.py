@@ -139,6 +139,7 @@ class StubWorker:
     identity: str = ""
     tokenizer_digest: str = ""
     loaded_at_s: float = 0.0
+    replaced: tuple[str, ...] = ()
     role: WorkerRole = "both"
     can_fetch: bool = False
     watch_failure: Exception | None = None
@@ -210,6 +211,7 @@ class StubWorker:
             cache=replace(CACHE_SHAPE, identity=self.identity),
             tokenizer=self.tokenizer_digest,
             loaded_at_s=self.loaded_at_s,
+            replaced=self.replaced,
             kv_groups=self.kv_groups,
             role=self.role,
             block_bytes=(64,),
@@ -267,7 +269,7 @@ class StubWorker:
 
     def replace_weights(self, identity: str) -> None:
         """Go on with other weights."""
-        self.identity = identity
+        self.replaced, self.identity = (*self.replaced, self.identity), identity
         self._send(WorkerMessage(identity=identity))
 
     def skip_index_updates(self) -> None:

@@ -53,6 +53,7 @@ logger = logging.getLogger("transom.worker")
 T = TypeVar("T")
 
 LAST_EVENTS_S = 1.0  # time for the event loop to send error events before a hung process exits
+MAX_REPLACED = 8  # identities of earlier weights that routers are told
 QUIET_POLL_S = 0.02  # between two looks at whether a pause has come into effect
 HUNG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: an internal error
 
@@ -83,6 +84,7 @@ class WorkerReplica:
         show_logs(config.log_format, f"worker/{worker}")
         keep_returning_freed_memory()
         begin_s, self._loaded_at_s = time.perf_counter(), time.time()
+        self._replaced: tuple[str, ...] = ()
         if config.ranks.size == 1:  # several ranks divide the cores among themselves
             keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
@@ -218,6 +220,7 @@ class WorkerReplica:
             cache=self.engine.scheduler.cache.shape,
             tokenizer=self.engine.tokenizer.digest,
             loaded_at_s=self._loaded_at_s,
+            replaced=self._replaced,
             kv_groups=tuple(
                 KvGroupInfo(name=group.name, dtype=group.dtype, bytes_per_token=group.bytes_per_token)
                 for group in info.plan.groups
@@ -250,6 +253,7 @@ class WorkerReplica:
         except TransomError as error:
             return ErrorInfo.of(error)
         self._loaded_at_s = begin_s
+        self._replaced = (*self._replaced, self.block_map.identity.identity)[-MAX_REPLACED:]
         self.block_map.identity = self.block_map.identity._replace(identity=self.engine.info.identity)
         for outbox in self._outboxes.values():
             outbox.put(WorkerMessage(identity=self.engine.info.identity))

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from transom_cluster.http import (
@@ -121,6 +122,12 @@ def _add_error_handlers(api: FastAPI) -> None:
         return error_response(error, request.scope)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):
+            raise error.__cause__
+        if isinstance(
+            error.__cause__, (HttpError, TransomError)
+        ):  # FastAPI's, of what was raised while the body was read
+            return await on_error(request, error.__cause__)
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = getattr(error, "headers", None) or {}
         if status == 405 and request.method == "OPTIONS":  # the path exists: list the methods that it allows

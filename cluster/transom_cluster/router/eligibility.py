@@ -4,7 +4,8 @@
   it is not known. While a redeploy replaces model v1 by v2, a router has workers of both.
 - One identity computes all of an answer: every token of every choice (`OutputStream.identity`).
 - A new request goes to the newest identity, unless all its workers are busy or in quarantine: while v2 has only its first worker,
-  v1's workers take the requests that this worker cannot.
+  v1's workers take the requests that this worker cannot. If an operator replaced A's weights by B's in place, B is newer, even if a
+  worker that starts later has A.
 - **strike**: the loss of a worker that counts against a request which ran there (`failover`).
 - **suspect**: a request with a strike. A worker has at most one suspect.
 - **on trial**: a suspect that the router stops after one more strike. It runs alone: its worker gets no other request, and it is
@@ -27,11 +28,14 @@ MODEL_GONE = (
 
 
 def by_identity(connections: Iterable[WorkerConnection]) -> dict[str, list[WorkerConnection]]:
-    """Group workers by identity, the newest identity first. The newest is that of the worker which began to load its model last."""
+    """Group workers by identity, the newest identity first. The newest is that of the worker which began to load its model last, of
+    the identities that no other worker's update has replaced."""
     groups: dict[str, list[WorkerConnection]] = {}
     for connection in connections:
         groups.setdefault(connection.identity, []).append(connection)
-    return dict(sorted(groups.items(), key=lambda item: -max(one.loaded_at_s for one in item[1])))
+    replaced = {old for group in groups.values() for one in group for old in one.replaced}
+    order = {name: (name in replaced, -max(one.loaded_at_s for one in group)) for name, group in groups.items()}
+    return dict(sorted(groups.items(), key=lambda item: order[item[0]]))
 
 
 def in_order_of_choice(willing: Iterable[WorkerConnection], pinned: str | None) -> list[list[WorkerConnection]]:
@@ -54,6 +58,11 @@ def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
     present = [one for one in connections.values() if not one.is_draining]
     may_come = any(one.info is None or one.identity == identity for one in present)
     return not may_come and any(one.is_open for one in present)
+
+
+def successor(identity: str, connections: Iterable[WorkerConnection]) -> str | None:
+    """Return the identity by which an operator has replaced this one in place; None if no connected worker tells."""
+    return next((one.identity for one in connections if one.is_open and identity in one.replaced), None)
 
 
 def _fill(group: Sequence[WorkerConnection]) -> float:

@@ -187,7 +187,7 @@ class InFlightRequest:
         self._admit()
 
     def weights_replaced(self, identity: str) -> None:
-        """Note that the request's worker goes on with other weights, of the identity `identity`, as an operator has chosen."""
+        """Note that the request goes on with other weights, of the identity `identity`, as an operator has chosen."""
         self.output.identity = identity
         self._num_weight_updates += bool(self.token_ids)
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.client_turns import TurnQueue, WaitingRequests, charge
-from transom_cluster.router.eligibility import MODEL_GONE, Quarantine, in_order_of_choice, is_gone
+from transom_cluster.router.eligibility import MODEL_GONE, Quarantine, in_order_of_choice, is_gone, successor
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
 from transom_cluster.router.timings import RouterTimings
@@ -206,6 +206,9 @@ class RequestQueue:
             charge(self._turns, request)
             return self._assign(request, [one.worker_id for one in allowed], available)
         if pinned is not None and is_gone(pinned, self._connections):
+            if (now := successor(pinned, self._connections.values())) is not None:
+                request.weights_replaced(now)
+                return self._place_one(request, available, refusing, has_choice=has_choice)
             self._waiting.discard(request)
             self.give_up(request, "gave_up", WorkerLost(MODEL_GONE))
         else:

@@ -49,7 +49,10 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The stream is open, so the worker takes requests from now on; `WorkerConnection.info` is up to date."""
+    """The stream is open, so the worker takes requests from now on; `WorkerConnection.info` is up to date. Not `is_new`: it was
+    open before, and the worker's weights were replaced."""
+
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,11 @@ class WorkerConnection:
     def loaded_at_s(self) -> float:
         """Return the time at which the worker began to load its model; 0 if that is not known."""
         return 0.0 if self.info is None else self.info.loaded_at_s
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Return the identities of the weights that the worker had before; none if that is not known."""
+        return () if self.info is None else tuple(old for old in self.info.replaced if old != self.identity)
 
     @property
     def max_num_seqs(self) -> int:
@@ -277,7 +285,7 @@ class WorkerConnection:
                     self.info = await self.client.info()
                     for request in self.in_flight.requests:
                         request.weights_replaced(self.identity)
-                    yield Opened()
+                    yield Opened(is_new=False)
                 if loop.time() >= shown_s + self._timings.presence_s:  # a heartbeat comes every 5 s
                     shown_s = loop.time()
                     self.abort_soon([])

@@ -66,7 +66,9 @@ class WorkerEvents:
     def handle(self, connection: WorkerConnection, event: Opened | Received | Lost) -> None:
         """Handle one event of a connection. Only a bug in handling `Opened` or an index update raises; the stream then ends."""
         match event:
-            case Opened():
+            case Opened(is_new):
+                if is_new:
+                    self.metrics.worker_changes.of("joined").inc()
                 self._opened(connection)
             case Received(message):
                 self._received(connection, message)
@@ -78,7 +80,6 @@ class WorkerEvents:
     def _opened(self, connection: WorkerConnection) -> None:
         assert connection.info is not None
         self.placer.add_worker(connection.worker_id, connection.info)
-        self.metrics.worker_changes.of("joined").inc()
         open_limits = [one.limits for one in self.connections.values() if one.takes_requests]
         self.limits.update(limits for limits in open_limits if limits is not None)
         if not connection.speaks_our_tokens:

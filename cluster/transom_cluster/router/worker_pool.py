@@ -7,6 +7,7 @@ worker disappears.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -102,7 +103,9 @@ class WorkerPool:
         if moved.requests:
             request_ids = [request.attempt.request_id for request in moved.requests]
             self.events.handle(connection, moved)
-            await connection.abort(request_ids)
+            with contextlib.suppress(TimeoutError):  # a call to a lost host never returns
+                async with asyncio.timeout(self.timings.last_call_timeout_s):
+                    await connection.abort(request_ids)
         has_drained = connection.is_open and await _answers(connection, timeout_s=self.timings.last_call_timeout_s)
         connection.is_closing = has_drained
         follower = self._followers.pop(connection.worker_id)

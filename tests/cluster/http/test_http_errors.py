@@ -194,7 +194,8 @@ async def test_body_limit_by_length_and_while_reading():
             for _ in range(20):
                 yield b" " * 100
 
-        assert problem(await api.client.post("/v1/completions", content=pieces()), 413)
+        for path in ("/v1/completions", "/v1/load_lora_adapter", "/update_weights_from_disk"):
+            assert problem(await api.client.post(path, content=pieces()), 413)["code"] == "request_body_too_large"
         for length in ("1025", "9" * 5000):
             headers = {"content-length": length}
             assert problem(await api.client.post("/v1/completions", content=b"{}", headers=headers), 413)

@@ -71,6 +71,36 @@ async def test_a_stream_whose_worker_is_lost_after_an_update_of_its_weights_goes
         assert (await api.complete(max_tokens=2)).json()["usage"].get("weight_updates") is None
 
 
+async def test_a_stream_that_waits_while_the_weights_are_replaced_goes_on() -> None:
+    """No worker has it when the news comes."""
+    first, other = v1("w0", max_events=2), v1("w1", max_running=0)
+    async with running_api(first, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=6))
+        await until(lambda: first.num_silent and first.is_read)
+        await add(api, other)
+        await lose(api, first)
+        await until(lambda: len(api.router.queue) == 1)
+        other.replace_weights("2" * 32)
+        await until(lambda: api.router.connections["w1"].identity == "2" * 32)
+        other.max_running = None
+        body = (await answer).json()
+        assert (body["choices"][0]["text"], body["usage"]["weight_updates"]) == ("abcdef", 1)
+        assert sample(api.router, "worker_changes_total", change="joined") == 2
+
+
+async def test_a_worker_that_starts_with_weights_that_were_replaced_is_not_the_newest() -> None:
+    updated = v1("w0")
+    async with running_api(updated, **PATIENT) as api:
+        updated.replace_weights("2" * 32)
+        restarted = v1("w1")
+        restarted.loaded_at_s = 9.0
+        await add(api, restarted)
+        await until(lambda: api.router.connections["w0"].identity == "2" * 32)
+        for _ in range(3):
+            await api.complete()
+        assert (len(updated.submitted), len(restarted.submitted)) == (3, 0)
+
+
 async def test_an_answer_that_has_not_begun_goes_to_the_newer_model() -> None:
     first = v1("w0", max_events=0)
     async with running_api(first, **PATIENT) as api:

@@ -86,6 +86,23 @@ async def test_a_worker_that_is_lost_while_it_drains_counts_as_lost() -> None:
         await until(lambda: not api.router.connections)
 
 
+async def test_a_drain_ends_although_calls_to_its_host_never_return() -> None:
+    old, new = stub_workers(2, max_events=2)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with running_api(old, timings=timings(drain_s=0.0, last_call_timeout_s=0.01), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=5))
+        await until(lambda: old.num_silent == 1)
+        old.abort = old.info = never  # type: ignore[method-assign, assignment]
+        new.go()
+        api.directory.add(new)
+        api.directory.remove(old)
+        assert await text(answer) == "abcde"
+        await until(lambda: set(api.router.connections) == {"w1"})
+
+
 async def test_a_directory_that_fails_is_asked_again() -> None:
     class Failing(StubDirectory):
         num_failures = 0

@@ -10,16 +10,19 @@ which the test lowers so that it is reached.
 """
 
 import gc
+import json
+import shutil
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.container_sizes import container_sizes, growth
-from tests.engine_driver import Whole, drain, make_request, run
+from tests.engine_driver import Whole, drain, make_engine, make_request, run
 from tests.how_many import num_examples
 from tests.memory_faults import OutOfMemoryExecutor, Place
 from tests.worker.conftest import Start
@@ -104,6 +107,25 @@ def test_many_aborts_publish_the_state_once(start: Start, monkeypatch: pytest.Mo
     assert drain(engine) == []
     assert len(states) == 1
     assert (states[0].load.num_running, states[0].load.num_waiting) == (0, 0)
+
+
+def test_before_min_tokens_no_end_of_text_is_sampled_of_the_models_files_or_the_tokenizer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Many fine-tuned models name one in their configs, and another in their tokenizers."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 7}))
+    engine = make_engine(str(folder))
+    ends = set(engine.info.eos_token_ids), set(engine.tokenizer.eos_token_ids)
+    assert ends[0] < ends[1]
+    for eos in ends[1]:
+        bias: dict[str, Any] = {"logit_bias": {eos: 100.0}, "ignore_eos": False, "max_tokens": 6, "min_tokens": 4}
+        (whole,) = run(engine, [make_request(f"{eos}", [10, 11, 12], **bias)])
+        assert whole.token_ids.index(eos) == len(whole.token_ids) - 1 == 4
+        assert (whole.finish_reason, whole.stop_reason) == ("stop", None)
+    engine.shutdown()
 
 
 def test_no_event_follows_an_abort(start: Start) -> None:

@@ -63,7 +63,8 @@ class WorkerInfo:
 
     `tokenizer` is the digest of the worker's tokenizer, empty if it is not known. `loaded_at_s` is the time (since the epoch) at
     which the worker began to load its model: where workers have different identities, the newest is that of the worker that began
-    last.
+    last. `replaced` has the last identities that the worker had before its weights were replaced in place; they are older than the
+    present one, even if another worker starts with one of them later.
     """
 
     worker: str
@@ -72,6 +73,7 @@ class WorkerInfo:
     cache: CacheShape
     tokenizer: str = ""
     loaded_at_s: float = 0.0
+    replaced: tuple[str, ...] = ()
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
     node: str = ""  # the host, if it is known

@@ -248,7 +248,7 @@ class Engine:
         if waits:
             self._held_by_pause.append(request.request_id)
         self.grammars.check_room(request)
-        self.scheduler.add(request, is_held=running.num_holds > 0)
+        self.scheduler.add(self._for_samplers(request), is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
         if request.adapter is not None:
             self.adapters.begin(running, request.adapter)
@@ -258,6 +258,14 @@ class Engine:
             self._end_hold(request.request_id)
         if request.time_left_s is not None:
             self._deadlines.watch(running, arrival_s + request.time_left_s)
+
+    def _for_samplers(self, request: Request) -> Request:
+        """Return a request whose stop tokens include the tokenizer's ends of text, since the ranks know those of the model's files
+        alone: before `min_tokens` the samplers forbid all that end a text."""
+        params, own = request.params, self._eos_token_ids.difference(self.info.eos_token_ids)
+        if not own or params.ignore_eos or not params.min_tokens:
+            return request
+        return replace(request, params=replace(params, stop_token_ids=(*params.stop_token_ids, *sorted(own))))
 
     def _check_runs(self) -> None:
         """Raise EngineDead or WorkerLost if the engine takes no requests now."""
