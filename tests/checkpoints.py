@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
+from tests import step_model
 from tests.expert_choices import ExpertChoices
 from tests.tiny_checkpoints import reference_greedy, tiny_tokenizer
 
@@ -32,6 +33,7 @@ SIZES: dict[str, Any] = {
 
 # transformers makes it by name only within a multimodal model
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+step_model.register()
 
 # Families that transformers has under another name -> that name.
 ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
@@ -96,7 +98,7 @@ def scale_weights(model: PreTrainedModel, *, looking: float = 1.5) -> None:
 
 def _holds_norms_less_one(model: PreTrainedModel) -> bool:
     gemma = ("gemma", "gemma2", "gemma3_text")
-    return model.config.model_type in (*gemma, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    return model.config.model_type in (*gemma, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "step3p5")
 
 
 def _spread_logits(model: PreTrainedModel, less: float) -> None:

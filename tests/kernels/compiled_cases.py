@@ -200,8 +200,8 @@ def small_calls() -> Iterator[Callable[[], Any]]:
     heads, tables = torch.empty(2, 40, 128, dtype=BF16), torch.empty(2, 1, 128, dtype=BF16)
     for interleaved in (False, True):
         yield partial(rotary_triton_, heads, tables, tables, interleaved=interleaved)
-    for activation, limit in (("silu", None), ("gelu_tanh", None), ("silu", 7.0), ("relu2", None)):
-        yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), activation, limit)
+    for activation, limits in (("silu", None), ("gelu_tanh", None), ("silu", (7.0, 7.0)), ("relu2", None)):
+        yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), activation, limits)
     blocks = torch.empty(4, 4096, dtype=torch.uint8)
     yield partial(copy_blocks_triton, blocks, blocks.clone(), [(0, 1), (2, 3)])
     for size, dtype in product((2, 3, 8), (BF16, F32)):

@@ -15,9 +15,10 @@ from tests.matrices import matrix
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
 from transom_kernels.moe.op import moe_reference
 
-PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
+PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limits=(1.5, 1.5), up_offset=1.0)
 RELU2 = GateRule(activation="relu2")
 RULES = {"silu": PLAIN, "gpt-oss": GPT_OSS, "gelu": GateRule(activation="gelu_tanh"), "relu2": RELU2}
+RULES["step3p5"] = GateRule(limits=(0.8, 0.5))
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 Kernel = Callable[..., torch.Tensor]
 Routes = tuple[torch.Tensor, torch.Tensor]

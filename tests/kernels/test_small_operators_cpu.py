@@ -125,12 +125,14 @@ def test_gated_activations(dtype: torch.dtype, activation: Activation, width: in
     assert_activated(activated_product(gate, other, activation), wanted)
 
 
-def test_limit_of_gates():
+def test_limits_of_gates_and_ups():
     gate_up = (torch.randn(3, 70) * 5).bfloat16()
     gate_up[1, 3] = gate_up[2, 60] = math.nan
     gate, up = gate_up.chunk(2, dim=1)
-    clamped = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
-    assert_activated(gated_activation(gate_up, "silu", 2.0), gated_mlp.activated_product_reference(*clamped, "silu"))
+    clamped = gate.clamp(max=2.0), up.clamp(-1.5, 1.5)
+    assert_activated(
+        gated_activation(gate_up, "silu", (2.0, 1.5)), gated_mlp.activated_product_reference(*clamped, "silu")
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

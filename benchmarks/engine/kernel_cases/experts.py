@@ -40,7 +40,7 @@ class Mixture:
 
 GPT_OSS = Mixture(
     name="gpt-oss", experts=32, chosen=4, width=2880, inner=2880,
-    rule=GateRule(gain=1.702, limit=7.0, up_offset=1.0), interleaved=True,
+    rule=GateRule(gain=1.702, limits=(7.0, 7.0), up_offset=1.0), interleaved=True,
 )  # fmt: skip
 MIXTRAL = Mixture(name="mixtral", experts=8, chosen=2, width=4096, inner=14_336)
 TINY = Mixture(name="tiny", experts=4, chosen=2, width=64, inner=32, rule=GPT_OSS.rule, interleaved=True)

@@ -20,13 +20,13 @@ from transom_kernels.cpu.work import argument, each_item, helper
 from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
+Limits = tuple[float, float]  # (g, u): gates are clamped to at most g, and ups to [-u, u]
 
 
-def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float | None = None) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: Activation, limits: Limits | None = None) -> torch.Tensor:
     """Return `activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2 N].
 
-    With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit]. With `relu2` return `relu(up) ** 2` [T, N]
-    of ups [T, N].
+    With `limits`, gates and ups are clamped first. With `relu2` return `relu(up) ** 2` [T, N] of ups [T, N].
 
     Raises:
         ValueError: the width of `gate_up` is odd.
@@ -36,9 +36,9 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; give an even width: a gate and an up of equal width.")
     if uses_triton(gate_up):
         by_triton: Callable[..., torch.Tensor] = implementation("gated_mlp.gpu", "gated_activation_triton")
-        return by_triton(gate_up, activation, limit)
+        return by_triton(gate_up, activation, limits)
     gate, up = gate_up.chunk(2, dim=-1) if has_gate else (gate_up, gate_up)
-    return _product(gate, up, activation, limit)
+    return _product(gate, up, activation, limits)
 
 
 def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -53,12 +53,12 @@ def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activati
 
 
 def activated_product_reference(
-    gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float | None = None
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation, limits: Limits | None = None
 ) -> torch.Tensor:
     """Compute both operators in torch, in float32 and rounded once: the specification."""
     wide_gate, wide_up = gate.float(), up.float()
-    if limit is not None:
-        wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
+    if limits is not None:
+        wide_gate, wide_up = wide_gate.clamp(max=limits[0]), wide_up.clamp(-limits[1], limits[1])
     if activation == "relu2":
         return wide_up.relu().square().to(up.dtype)
     if activation == "silu":
@@ -68,10 +68,10 @@ def activated_product_reference(
     return (wide_gate * share * wide_up).to(gate.dtype)
 
 
-def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float | None) -> torch.Tensor:
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limits: Limits | None) -> torch.Tensor:
     if uses_cpu_kernels(gate) and fits_cpu(gate, up):
-        return activated_product_cpu(gate, up, activation, limit)
-    return activated_product_reference(gate, up, activation, limit)
+        return activated_product_cpu(gate, up, activation, limits)
+    return activated_product_reference(gate, up, activation, limits)
 
 
 # --- the CPU kernel and its launch
@@ -85,9 +85,9 @@ def fits_cpu(gate: torch.Tensor, up: torch.Tensor) -> bool:
 
 
 def activated_product_cpu(
-    gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None = None
+    gate: torch.Tensor, up: torch.Tensor, activation: str, limits: Limits | None = None
 ) -> torch.Tensor:
-    """Return `activation(gate) * up` [T, N]; a `limit` first clamps gates to at most `limit`, and ups to [-limit, limit]."""
+    """Return `activation(gate) * up` [T, N], with gates and ups clamped first if there are `limits`."""
     rows, width = gate.shape
     out = empty((rows, width), gate.dtype)
     kernel = cpu_kernel(
@@ -95,11 +95,11 @@ def activated_product_cpu(
         "make_activate",
         dtype=DTYPES[gate.dtype],
         activation=activation,
-        limited=limit is not None,
+        limited=limits is not None,
     )
     strides = [part.stride(0) * part.element_size() for part in (gate, up)]
-    bound = 0.0 if limit is None else float(limit)
-    launch(kernel, rows * -(-width // ITEM_ELEMENTS), [gate, up, out, width, ITEM_ELEMENTS, *strides, bound])
+    bounds = map(float, limits or (0.0, 0.0))
+    launch(kernel, rows * -(-width // ITEM_ELEMENTS), [gate, up, out, width, ITEM_ELEMENTS, *strides, *bounds])
     return out
 
 
@@ -107,20 +107,21 @@ def make_activate(dtype: str, activation: str, limited: bool) -> Any:
     """Build the kernel. A work item is a part of one row.
 
     Argument words: 0 gate, 1 up, 2 out (contiguous), 3 N, 4 width of an item (a multiple of 16), 5 row stride of gate in bytes,
-    6 that of up, 7 limit.
+    6 that of up, 7 limit of gates, 8 limit of ups.
     """
     load, store, size = row_access(dtype)
     gated = make_gated(activation)
 
     @helper
-    def activated(gate, up, limit):
+    def activated(gate, up, gate_limit, up_limit):
         if limited:
-            gate, up = limited_gate(gate, limit), limited_up(up, limit)
+            gate, up = limited_gate(gate, gate_limit), limited_up(up, up_limit)
         return gated(gate, up)
 
     @each_item
     def activate(arguments, thread, item):
-        width, step, limit = argument(arguments, 3), argument(arguments, 4), float_of_bits(argument(arguments, 7))
+        width, step = argument(arguments, 3), argument(arguments, 4)
+        gate_limit, up_limit = float_of_bits(argument(arguments, 7)), float_of_bits(argument(arguments, 8))
         parts = (width + step - 1) // step
         row, first = item // parts, item % parts * step
         gate = argument(arguments, 0) + row * argument(arguments, 5)
@@ -129,6 +130,7 @@ def make_activate(dtype: str, activation: str, limited: bool) -> Any:
         last = min(first + step, width)
         for n in range(first, last, 16):
             at, count = n * size, last - n
-            store(out + at, activated(load(gate + at, count), load(up + at, count), limit), count)
+            gates, ups = load(gate + at, count), load(up + at, count)
+            store(out + at, activated(gates, ups, gate_limit, up_limit), count)
 
     return activate

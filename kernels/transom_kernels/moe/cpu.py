@@ -67,9 +67,10 @@ class GateUpArguments(NamedTuple):
     matrix: MatrixArguments
     activations: torch.Tensor  # [P, columns]
     columns: int  # I, padded
-    gain: float  # this and the next three are the fields of `GateRule`
-    has_limit: bool
-    limit: float
+    gain: float  # this and the next four are the fields of `GateRule`
+    has_limits: bool
+    gate_limit: float
+    up_limit: float
     up_offset: float
 
 
@@ -123,6 +124,7 @@ def _some_tokens(
 ) -> None:
     (tokens, num_chosen), num_experts, dtype = experts.shape, packed.num_experts, DTYPES[x.dtype]
     pairs, columns, inner = tokens * num_chosen, packed.gate_up.columns, packed.down.columns
+    gate_limit, up_limit = rule.limits or (0.0, 0.0)
     rows, activations = empty((pairs + SPARE_ROWS, columns), x.dtype), empty((pairs + SPARE_ROWS, inner), x.dtype)
     places = PlaceArguments(
         places=empty((pairs,), torch.int64),
@@ -170,8 +172,9 @@ def _some_tokens(
             activations=activations,
             columns=inner,
             gain=float(rule.gain),
-            has_limit=rule.limit is not None,
-            limit=float(rule.limit or 0.0),
+            has_limits=rule.limits is not None,
+            gate_limit=float(gate_limit),
+            up_limit=float(up_limit),
             up_offset=float(rule.up_offset),
         ),
         scratch_bytes=scratch_bytes,

@@ -151,7 +151,8 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
         expert, first, count = multiply_expert(arguments, slot, panel, scratch(thread), sums, False)
         bias = _bias_of(arguments, UP.matrix, expert, panel)
         gain, offset = splat(float_argument(arguments, UP.gain)), splat(float_argument(arguments, UP.up_offset))
-        has_limit, limit = argument(arguments, UP.has_limit) != 0, float_argument(arguments, UP.limit)
+        has_limits = argument(arguments, UP.has_limits) != 0
+        gate_limit, up_limit = float_argument(arguments, UP.gate_limit), float_argument(arguments, UP.up_limit)
         columns, column = argument(arguments, UP.columns), panel * most * LANES
         parts = most if has_gates else min(most, (columns - column) // LANES)
         out = argument(arguments, UP.activations) + (first * columns + column) * size
@@ -163,8 +164,8 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
                     gate, up = load_f32(at), load_f32(at + 64)
                     if bias != 0:
                         gate, up = gate + load_f32(of_bias), up + load_f32(of_bias + 64)
-                    if has_limit:
-                        gate, up = limited_gate(gate, limit), limited_up(up, limit)
+                    if has_limits:
+                        gate, up = limited_gate(gate, gate_limit), limited_up(up, up_limit)
                     store(place, active(gate, gain) * (up + offset))
                 else:
                     up = load_f32(sums + row * PANEL_BYTES + part * 64)

@@ -138,20 +138,21 @@ def _launches(
     scales_input: bool,
     is_spread: bool,
 ) -> _Launches:
-    sizes = _sizes(tile, is_spread)
+    sizes, (gate_limit, up_limit) = _sizes(tile, is_spread), rule.limits or (0.0, 0.0)
     into = {
         **dict(kinds[0]),
         "width": width,
         "inner": inner,
         "x_stride": x_stride,
-        "limit": rule.limit or 0.0,
+        "gate_limit": gate_limit,
+        "up_limit": up_limit,
         "gain": rule.gain,
         "up_offset": rule.up_offset,
         "NUM_CHOSEN": chosen,
         "INTERLEAVED": interleaved,
         "HAS_BIAS": has_bias[0],
         "SCALES_INPUT": scales_input,
-        "HAS_LIMIT": rule.limit is not None,
+        "HAS_LIMITS": rule.limits is not None,
         "ACTIVATION": rule.activation,
     }
     out_of = {

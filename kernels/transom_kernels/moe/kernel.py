@@ -105,7 +105,8 @@ def into_experts(
     width,
     inner,  # I
     x_stride,
-    limit,  # this and the next two are fields of `GateRule`
+    gate_limit,  # this and the next three are fields of `GateRule`
+    up_limit,
     gain,
     up_offset,
     NUM_CHOSEN: tl.constexpr,
@@ -118,7 +119,7 @@ def into_experts(
     IS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALES_INPUT: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -153,9 +154,9 @@ def into_experts(
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_N // 2, 2, BLOCK_M]), [0, 2, 1]))
-        if HAS_LIMIT:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
+        if HAS_LIMITS:
+            gate = tl.minimum(gate, gate_limit)
+            up = tl.minimum(tl.maximum(up, -up_limit), up_limit)
         active = gelu_tanh(gate) if ACTIVATION == "gelu_tanh" else gate * tl.sigmoid(gain * gate)
         result = active * (up + up_offset)
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

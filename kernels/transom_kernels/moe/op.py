@@ -76,9 +76,9 @@ def moe_reference(
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """Return the gated activation of `GateRule`: activation(gate) * (up + up_offset), with gate and up clamped to the limit."""
-    if rule.limit is not None:
-        gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    """Return the gated activation of `GateRule`: activation(gate) * (up + up_offset), with gate and up clamped to the limits."""
+    if rule.limits is not None:
+        gate, up = gate.clamp(max=rule.limits[0]), up.clamp(-rule.limits[1], rule.limits[1])
     active = gate * torch.sigmoid(rule.gain * gate) if rule.activation == "silu" else F.gelu(gate, approximate="tanh")
     return active * (up + rule.up_offset)
 

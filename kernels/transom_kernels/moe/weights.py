@@ -107,12 +107,12 @@ class ExpertTensors:
 class GateRule:
     """The gated activation of an expert: `activation(gate) * (up + up_offset)`, where silu is `gate * sigmoid(gain * gate)`.
 
-    `limit` clamps gates to at most `limit`, and ups to [-limit, limit]. `relu2` is for experts without gates: relu(up) ** 2.
+    `limits` (g, u) clamp gates to at most g, and ups to [-u, u]. `relu2` is for experts without gates: relu(up) ** 2.
     """
 
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     gain: float = 1.0
-    limit: float | None = None
+    limits: tuple[float, float] | None = None
     up_offset: float = 0.0
 
     @property

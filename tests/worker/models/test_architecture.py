@@ -21,7 +21,7 @@ from tests.present import present
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
-from transom_core.model_config.attention_layers import LAYER_TYPES
+from transom_core.model_config.attention_layers import FULL, LAYER_TYPES
 from transom_core.model_config.mixture import Mixture
 from transom_core.model_config.mla import MLA_FAMILIES, Indexer
 from transom_core.model_config.rank_shares import rank_lines, rank_shares
@@ -312,6 +312,41 @@ def test_ling_3_as_published() -> None:
         ({"no_kda_lora": False}, "no_kda_lora False; supported is True"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor must be 1"),
         ({"score_function": "softmax"}, "scoring_func 'softmax'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_architecture(published | wrong)
+
+
+def test_step_as_published() -> None:
+    """More query heads in windows. Layers for multi-token prediction are left out of all lists; rope is scaled in full layers."""
+    published = CONFIGS["step-3.5-flash"]
+    architecture = runnable(read_architecture(published))
+    saved = AutoConfig.for_model(**published).to_dict()
+    assert architecture == replace(read_architecture(saved), scales=architecture.scales)
+    assert read_architecture(saved).scales.query == 128**-0.5
+    assert read_architecture({"model_type": "step3p7", "text_config": published}) == architecture
+    assert {(layer.num_heads, layer.num_kv_heads, layer.window) for layer in architecture.layers} == {
+        (64, 8, None),
+        (96, 8, 512),
+    }
+    assert {(rope.kind, rope.theta, rope.size) for rope in map(present, architecture.ropes)} == {
+        ("llama3", 5e6, 64),
+        ("default", 1e4, 128),
+    }
+    mixture = present(architecture.mixture)
+    assert (mixture.layers, mixture.num_experts, mixture.scale) == (frozenset(range(3, 45)), 288, 3.0)
+    gate = torch.linspace(-30.0, 30.0, 601).double()
+    for limits, expected in ((mixture.limits, {43: 7.0, 44: 7.0}), (mixture.dense_limits, {44: 16.0})):
+        assert {index: up for index, (_, up) in limits} == expected
+        silu = torch.nn.functional.silu
+        for _, (most, up) in limits:
+            torch.testing.assert_close(silu(gate.clamp(max=most)), silu(gate).clamp(max=up))
+    for wrong, message in (
+        ({"sink": True}, "sink True; only False"),
+        ({"swiglu_limits": [7.0]}, "swiglu_limits is no list with a number"),
+        ({"swiglu_limits": [-7.0] * 45}, "a number from 0"),
+        ({"layer_types": [FULL] * 46}, "lists 46 layer_types for num_hidden_layers 45"),
+        ({"attention_bias": True}, "attention_bias, which is not supported"),
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(published | wrong)

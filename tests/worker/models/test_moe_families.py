@@ -44,6 +44,13 @@ MISTRAL4_ROPE = YARN | {
     "llama_4_scaling_beta": 0.1,
     "partial_rotary_factor": 0.4,
 }
+STEP_ROPES = {
+    "full_attention": {
+        **{"rope_type": "llama3", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "factor": 4.0},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
 LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 80}
 STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
 INDEXED = MLA | EXPERTS | {"index_n_heads": 17, "index_head_dim": 20, "index_topk": 40, "first_k_dense_replace": 1}
@@ -154,6 +161,19 @@ _CASES = {
         | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [0], "sliding_window": 20}
         | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
         each(sliding_window=21, norm_topk_prob=False),
+    ),
+    "step3p5": FamilyCase(
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.7,
+            "sliding_window": 20,
+            "rope_parameters": STEP_ROPES,
+        }
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"num_sliding_attention_heads": 6, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+        | {"swiglu_limits": [0.0, 0.3, None, 0.5], "swiglu_limits_shared": [0.4, 0.0, 0.3, 0.5]},
+        each(sliding_window=21, moe_router_scaling_factor=1.0, swiglu_limits=None, swiglu_limits_shared=None),
     ),
     "hy_v3": FamilyCase(EIGHT | {"router_scaling_factor": 1.7}, each(router_scaling_factor=1.0)),
     "ernie4_5_moe": FamilyCase(
@@ -269,7 +289,7 @@ def make_folder(folder: Path, name: str, cases: dict[str, FamilyCase]) -> Path:
 def draw_corrections(folder: Path) -> None:
     """Routers' corrections are no parameters, and so zero in a new model; here they change some choices."""
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "expert_bias"))]:
+    for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "expert_bias", "router_bias"))]:
         drawn = torch.linspace(-0.3, 0.3, tensors[name].numel()).roll(sum(map(ord, name)))
         tensors[name] = drawn.view_as(tensors[name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

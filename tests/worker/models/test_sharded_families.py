@@ -58,7 +58,7 @@ EVERY = [*CASES, *QUANTISED, "deepseek_v4"]
 DIVIDED = (
     "llama with nine heads", "olmo3", "cohere2", "gemma3", "gemma4", "gemma4 with experts", "mixtral", "gpt_oss", "llama4",
     "mimo_v2_flash", *QUANTISED, "deepseek_v4", "deepseek_v2", "deepseek_v3", "qwen3_next",
-    "granite4 with experts", "nemotron_h with experts", "falcon_h1", "glm_moe_dsa", "kimi_linear", "jamba",
+    "granite4 with experts", "nemotron_h with experts", "falcon_h1", "glm_moe_dsa", "kimi_linear", "jamba", "step3p5",
 )  # fmt: skip
 DAILY = {name: NUM_RANKS[at % 3] for at, name in enumerate(DIVIDED)}
 DAILY_DENSE = ("gpt_oss", "deepseek_v4")

@@ -46,7 +46,7 @@ FAMILIES = (
         "gpt_oss",
         "llama4",
     ),
-    *("falcon_h1 with norms and biases", "deepseek_v3", "glm_moe_dsa", "kimi_linear", "bailing_hybrid"),
+    *("falcon_h1 with norms and biases", "step3p5", "deepseek_v3", "glm_moe_dsa", "kimi_linear", "bailing_hybrid"),
 )
 NAMES = [*FAMILIES, "llama3 in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
 DAILY = ["deepseek_v3", "llama3 in gptq order", "llama4", "gpt_oss in MXFP4", "deepseek_v4 as published"]
@@ -92,6 +92,10 @@ LATENT = (
     ".self_attn.{q_a_layernorm,kv_a_layernorm,kv_a_proj_with_mqa,{q_a,q_b,kv_b,o}_proj}.weight .mlp.gate.weight "
     ".mlp.shared_experts.{gate,up,down}_proj.weight .mlp.experts.{gate_up,down}_proj"
 )
+STEP = (
+    ".self_attn.g_proj.weight .moe.{router_bias,{gate,{gate,up,down}_proj}.weight}"
+    " .share_expert.{gate,up,down}_proj.weight"
+)
 SINKS = ".self_attn.attention_sink_bias"
 GLM = ".self_attn.{q,k,v}_proj.bias .mlp.shared_experts.{gate,up,down}_proj.weight"
 
@@ -102,6 +106,7 @@ BESIDE = (
 )
 OWN_BESIDE = {
     "DeepSeek V3 stacked": "model.layers.4.eh_proj.weight",
+    "Step 3.5": "model.layers.4.{eh_proj,transformer.shared_head.output,mlp.up_proj}.weight",
     "GLM-4.5": "model.layers.4.{eh_proj,shared_head.norm,mlp.gate}.weight",
     "Gemma 4 E2B": "model.language_model.layers.7.self_attn.{k_proj,v_proj,k_norm}.weight",
 }
@@ -124,6 +129,7 @@ MODELS = {
     "MiniMax M2": ("minimax_m2", PLAIN, ATTENTION + QK + MIXTRAL + ".block_sparse_moe.e_score_correction_bias"),
     "DeepSeek V3 stacked": ("deepseek_v3", PLAIN, NORMS + "lm_head.weight " + MLP + CORRECTED + LATENT),
     "MiMo-V2-Flash": ("mimo_v2_flash", PLAIN, ATTENTION + MLP + EXPERT_NAMES + CORRECTED + SINKS),
+    "Step 3.5": ("step3p5", PLAIN, ATTENTION + QK + MLP + STEP),
     "Jamba": ("jamba", PLAIN, JAMBA),
     "Kimi Linear": ("kimi_linear", PLAIN, NORMS + "lm_head.weight " + MLP + KIMI_NAMES),
     "Ling 3": ("bailing_hybrid", PLAIN, LING + MLP),

@@ -53,6 +53,23 @@ _FALCON_H1_SMALL: Any = {
     **{"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
     **{"attn_layer_indices": None, "mamba_use_mlp": True},
 }
+# 45 layers, and 3 for multi-token prediction
+_STEP: Any = {
+    **{"num_hidden_layers": 45, "num_nextn_predict_layers": 3, "num_attention_groups": 8, "sliding_window": 512},
+    "attention_other_setting": {
+        **{"attention_type": SLIDING, "num_attention_heads": 96, "num_attention_groups": 8, "head_dim": 128},
+        "true_head_dim": 128,
+    },
+    **{"rope_theta": [5e6, 1e4, 1e4, 1e4] * 12, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12},
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131_072},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 32.0},
+    },
+    **{"moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_num_experts": 288, "moe_top_k": 8, "sink": False},
+    **{"moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0},
+    **{"swiglu_limits": [0.0] * 43 + [7.0] * 2 + [0.0] * 3, "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3},
+    **{"moe_router_activation": "sigmoid", "use_head_wise_attn_gate": True, "use_rope_layers": []},
+}
 _GLOBAL = {str(index).zfill(2): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -68,6 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-4-scout": _config(
         "llama4_text", [CHUNKED, CHUNKED, CHUNKED, FULL] * 12, 40, 8, 128, 1_048_576, attention_chunk_size=8192
     ),
+    "step-3.5-flash": _config("step3p5", [FULL, SLIDING, SLIDING, SLIDING] * 12, 64, 8, 128, 262_144, **_STEP),
     "lfm2-1.2b": _config(
         "lfm2", 16, 32, 8, 64, 128_000, full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12_288, conv_L_cache=3
     ),

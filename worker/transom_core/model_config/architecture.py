@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transom_core.errors import ConfigError, ModelError
-from transom_core.model_config import falcon_h1, jamba, lfm2, mamba, recurrent
+from transom_core.model_config import falcon_h1, jamba, lfm2, mamba, recurrent, step3p5
 from transom_core.model_config.attention_layers import attention_layers
 from transom_core.model_config.config_defaults import with_defaults
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
@@ -40,6 +40,7 @@ _TEXT_FAMILIES: dict[str, Mapping[str, Any]] = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "exaone4_5_text": {"model_type": "exaone4"},
+    "step3p7": {"model_type": "step3p5"},
 }
 
 _Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -49,7 +50,7 @@ _UNGATED_FAMILIES = ("nemotron_h", "arcee")  # whose feed-forward networks have 
 _LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
-_UNSUPPORTED_BIASES = {"use_bias": ("ernie4_5", "ernie4_5_moe"), "attention_bias": ("afmoe", "lfm3")}
+_UNSUPPORTED_BIASES = {"use_bias": ("ernie4_5", "ernie4_5_moe"), "attention_bias": ("afmoe", "lfm3", "step3p5")}
 _UNBIASED_OUTPUTS = (*_BIASED_INPUTS, "glm", "glm4", "glm4_moe", "solar_open", "mimo_v2_flash")
 
 
@@ -134,7 +135,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             )
     try:
         config = recurrent.with_common_names(mamba.with_common_names(lfm2.with_common_names(config)))
-        config = jamba.with_common_names(config)
+        config = step3p5.with_common_names(jamba.with_common_names(config))
         num_labels = _num_labels(config)
         layers = attention_layers(config)
         ropes = read_ropes(config, layers)

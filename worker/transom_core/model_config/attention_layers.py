@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_config import jamba, lfm2, mamba, recurrent
+from transom_core.model_config import jamba, lfm2, mamba, recurrent, step3p5
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_core.model_config.mla import INDEXED_FAMILIES, MLA_FAMILIES, index_sizes
 
@@ -114,9 +114,10 @@ def _plain_layer(config: Config, family: str) -> LayerAttention:
 
 
 def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
-    """Return the layer with KV heads, head size and the size of index keys from `sizes`, as far as these are given."""
+    """Return the layer with heads, head size and the size of index keys from `sizes`, as far as these are given."""
     return replace(
         layer,
+        num_heads=int(sizes.get("num_attention_heads") or layer.num_heads),
         num_kv_heads=int(sizes.get("num_key_value_heads") or layer.num_kv_heads),
         head_size=int(sizes.get("head_dim") or layer.head_size),
         index_size=int(sizes.get("index_head_dim") or 0),
@@ -248,6 +249,7 @@ LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(recurrent.WITH_DELTA_NETS, recurrent.layer_type),
     **dict.fromkeys((*mamba.MAMBA_FAMILIES, jamba.JAMBA), lambda _, index: recurrent.LINEAR),
     **dict.fromkeys(lfm2.LFM2_FAMILIES, lfm2.layer_type),
+    step3p5.STEP: lambda _, index: FULL,
     "smollm3": _sliding_where_not_rotary,
     "dots1": lambda config, index: (
         SLIDING if config.get("sliding_window") and index >= int(config.get("max_window_layers", 62)) else FULL

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transom_core.model_config.step3p5 import Limits, read_limits
+
 Config = Mapping[str, Any]
 
 
@@ -28,6 +30,9 @@ class Mixture:
     top_groups: int = 1
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
     clamp: float | None = None  # c: the gate projection is clamped to at most c, the up projection to [-c, c]
+    # In Step 3.5: (layer, limits of gates and ups) of routed experts; and of dense MLPs and shared experts
+    limits: tuple[tuple[int, Limits], ...] = ()
+    dense_limits: tuple[tuple[int, Limits], ...] = ()
 
 
 # Defaults of transformers' configuration classes, which configs may leave out.
@@ -94,6 +99,10 @@ _DEFAULTS: dict[str, Config] = {
     "hy_v3": {
         **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1},
         "router_scaling_factor": 2.826,
+    },
+    "step3p5": {
+        **{"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280},
+        "moe_router_scaling_factor": 1.0,
     },
     "ernie4_5_moe": {
         **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
@@ -200,6 +209,15 @@ def _read(family: str, config: Config, num_layers: int) -> Mixture:
                 layers=_mimo_layers(config, num_layers),
                 scale=float(config["router_scaling_factor"]),
                 shared_size=int(config["num_shared_experts"]) * plain.inner_size,
+            )
+        case "step3p5":
+            return replace(
+                plain,
+                layers=_step_layers(config, num_layers),
+                scale=float(config["moe_router_scaling_factor"]),
+                shared_size=int(config["share_expert_dim"]),
+                limits=read_limits(config, "swiglu_limits", num_layers),
+                dense_limits=read_limits(config, "swiglu_limits_shared", num_layers),
             )
         case "exaone_moe":
             return _deepseek(plain, {**config, "n_shared_experts": config["num_shared_experts"]}, num_layers)
@@ -309,6 +327,14 @@ def _ernie_layers(config: Config, num_layers: int) -> frozenset[int]:
     first, last, step = (int(config[f"moe_layer_{name}"]) for name in ("start_index", "end_index", "interval"))
     last = num_layers - 1 if last == -1 else last
     return frozenset(index for index in range(first, min(last + 1, num_layers)) if (index + 1) % step == 0)
+
+
+def _step_layers(config: Config, num_layers: int) -> frozenset[int]:
+    if config.get("mlp_layer_types"):
+        return _mimo_layers(config, num_layers)
+    given = config.get("moe_layers_enum")  # such as "3,4,5"
+    numbers = range(3, num_layers) if given is None else given.split(",") if isinstance(given, str) else given
+    return frozenset(range(num_layers)) & {int(number) for number in numbers if str(number).strip()}
 
 
 def _mimo_layers(config: Config, num_layers: int) -> frozenset[int]:

@@ -85,6 +85,8 @@ def read_scales(config: Mapping[str, Any]) -> Scales:
             )
         case "mistral4":
             return Scales(query_by_position=_ministral3_scale({"rope_parameters": config["rope_parameters"]}))
+        case "step3p5" if config.get("query_pre_attn_scalar"):
+            return Scales(query=float(config["query_pre_attn_scalar"]) ** -0.5)
         case "ministral3":
             return Scales(query_by_position=_ministral3_scale(config))
     return NO_SCALES

@@ -15,7 +15,7 @@ import torch
 
 from transom_core.model_config.scales import NO_SCALES, Scales
 from transom_core.model_config.sharding import width_share
-from transom_kernels.gated_mlp import Activation
+from transom_kernels.gated_mlp import Activation, Limits
 from transom_kernels.quantised_linear import GpuRows, StoredRows, concatenated
 from transom_worker.models.layers.adapters import AdaptedPart, Adapters
 from transom_worker.models.layers.embedding import Embedding, LmHead
@@ -148,14 +148,22 @@ class Loader:
         return self.adapters.adapt(layer, adapted)
 
     def mlp(
-        self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
+        self,
+        activation: Activation,
+        sizes: tuple[int, int],
+        *,
+        bias: bool = False,
+        prefix: str = "mlp.",
+        limits: Limits | None = None,
     ) -> GatedMlp:
-        """Load this rank's part of an MLP, with a gate unless the activation is `relu2`; `sizes` are its (hidden, inner) widths."""
+        """Load this rank's part of an MLP, with a gate unless the activation is `relu2`; `sizes` are its (hidden, inner) widths.
+        `limits` clamp gates and ups."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.share(inner)
         parts = ("up_proj",) if activation == "relu2" else ("gate_proj", "up_proj")
         gate_up: GateUp
-        if self.adapters is not None or len(parts) == 1:  # adapters change what the activation reads: it is apart
+        # Adapters change what the activation reads, and limits clamp it: the activation is apart.
+        if self.adapters is not None or limits is not None or len(parts) == 1:
             shapes, rows = [(inner, hidden)] * len(parts), [own] * len(parts)
             gate_up = load.linear(*parts, shapes=shapes, rows=rows, bias=bias)
         else:
@@ -167,7 +175,7 @@ class Loader:
             biases = [load.tensor(f"{part}.bias", shape=(inner,), part=(own,)) for part in parts] if bias else None
             gate_up = gate_and_up(weights, biases, self.quantization)
         down = load.row_parallel("down_proj", shape=(hidden, inner), columns=own, bias=bias)
-        return GatedMlp(gate_up, down, activation)
+        return GatedMlp(gate_up, down, activation, limits)
 
     def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Load a bias that must be added once to a sum over the ranks: the tensor on rank 0, None on the others.

@@ -12,6 +12,8 @@
     exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
     afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP,
                     QK norm of each head, a gate on attention's output, NoPE in layers without a window
+    step3p5         routed as mimo_v2_flash; a shared expert; the first layers are dense; norm weights minus 1, QK norm of each
+                    head, a gate on each head's output, other query heads in layers with a window; some layers limit gates and ups
     glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
     minimax_m2      routed as mimo_v2_flash; QK norm over all heads
     dots1           routed as deepseek_v3; a shared expert; QK norm of each head
@@ -38,8 +40,8 @@
                     expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
 
 Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss, granitemoe* and (unless quantised) llama4_text all
-experts in two stacks. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device
-computes with MXFP4.
+experts in two stacks, and for step3p5 in three. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors,
+or as MXFP4 if the device computes with MXFP4.
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`); model cards of gpt-oss and Llama 4.
 
@@ -98,8 +100,9 @@ def _routed_or_dense(
     # Qwen3-VL, which is a qwen3_moe in texts, is published with the input axis first; transformers may write it rows first.
     is_qwen = architecture.family == "qwen3_moe"
     weights = experts_by_stack_or_name(load, names, mixture, width, takes_input_first=is_qwen)
-    experts = make_experts(weights, GateRule(activation=architecture.gate_activation), quantization=load.quantization)
-    return Moe(router, experts, _shared(architecture, load), latent=_latent(architecture, load), comm=load.comm)
+    rule = GateRule(activation=architecture.gate_activation, limits=dict(mixture.limits).get(index))
+    experts = make_experts(weights, rule, quantization=load.quantization)
+    return Moe(router, experts, _shared(architecture, index, load), latent=_latent(architecture, load), comm=load.comm)
 
 
 def _latent(architecture: Architecture, load: Loader) -> tuple[Linear, Linear] | None:
@@ -112,15 +115,16 @@ def _latent(architecture: Architecture, load: Loader) -> tuple[Linear, Linear] |
     return into, load.partial().row_parallel("fc2_latent_proj", shape=(hidden, width), columns=columns, bias=bias)
 
 
-def _shared(architecture: Architecture, load: Loader) -> GatedMlp | WeightedExpert | None:
+def _shared(architecture: Architecture, index: int, load: Loader) -> GatedMlp | WeightedExpert | None:
     """Load the expert that every token uses, if there is one. Qwen 2's is an expert with a router of its own, of one sigmoid."""
     mixture, hidden_size = _mixture(architecture), architecture.hidden_size
     if not mixture.shared_size:
         return None
     if architecture.family not in ("qwen2_moe", *DELTA_NET_FAMILIES):
         sizes = (hidden_size, mixture.shared_size)
-        bias = architecture.mlp_bias
-        return load.partial().mlp(architecture.gate_activation, sizes, bias=bias, prefix="shared_experts.")
+        bias, limits = architecture.mlp_bias, dict(mixture.dense_limits).get(index)
+        load, prefix = load.partial(), "shared_experts."
+        return load.mlp(architecture.gate_activation, sizes, bias=bias, prefix=prefix, limits=limits)
     alone = replace(mixture, num_experts=1, inner_size=mixture.shared_size)
     names = [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
     rule = GateRule(activation=architecture.gate_activation)
@@ -138,7 +142,7 @@ def _gpt_oss(architecture: Architecture, index: int, load: Loader) -> FeedForwar
         bias_E=load.tensor("router.bias", torch.float32, shape=(mixture.num_experts,)),
     )
     weights = experts_by_stack(load.under("experts."), mixture, architecture.hidden_size, interleaved=True, biased=True)
-    rule = GateRule(limit=mixture.clamp, gain=mixture.gate_gain, up_offset=1.0)
+    rule = GateRule(limits=(mixture.clamp, mixture.clamp), gain=mixture.gate_gain, up_offset=1.0)
     return Moe(router, make_experts(weights, rule, quantization=load.quantization), comm=load.comm)
 
 
@@ -209,6 +213,9 @@ MIXTURE_STYLES = {
     "qwen3_next": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
     "qwen3_5_moe_text": replace(DENSE_STYLES["qwen3_5_text"], feed_forward=_routed_or_dense),
     **dict.fromkeys(("glm4_moe", "dots1"), Style(qk_norm="each", feed_forward=_corrected)),
+    "step3p5": Style(
+        norm_plus_one=True, qk_norm="each", output_gate="g_proj", gates_heads=True, feed_forward=_corrected
+    ),
     "minimax_m2": Style(
         qk_norm="all", feed_forward=partial(_mixtral, score="sigmoid", correction="e_score_correction_bias")
     ),

@@ -13,6 +13,7 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.mamba import MAMBA_FAMILIES
 from transom_core.model_config.mixture import GRANITE_MIXTURES
 from transom_core.model_config.recurrent import DELTA_NET_FAMILIES
+from transom_core.model_config.step3p5 import STEP
 from transom_worker.models.adapter_loading import load_adapter
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
@@ -25,6 +26,7 @@ from transom_worker.models.model import Model
 from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.style import DENSE_STYLES
 from transom_worker.models.weights.checkpoint import Weights, WeightsView
+from transom_worker.models.weights.gguf_experts import PerExpertNames
 from transom_worker.models.weights.renamed_weights import renaming, text_decoder
 from transom_worker.models.weights.scaled_weights import ScaledWeights
 from transom_worker.models.weights.split_projections import FUSED_MLPS, SplitProjections
@@ -85,6 +87,9 @@ def _by_own_names(architecture: Architecture, rename: Callable[[str], str] | Non
     """Return a checkpoint's weights under the names by which the model reads them, apart and with their factors."""
     if rename is not None:
         weights = WeightsView(weights, rename)
+    if architecture.family == STEP and architecture.mixture is not None:
+        stacks = {part: part for part in ("gate_proj", "up_proj", "down_proj")}
+        weights = PerExpertNames(weights, stacks, num_experts=architecture.mixture.num_experts)
     if architecture.family in (*DELTA_NET_FAMILIES, *MAMBA_FAMILIES, *GRANITE_MIXTURES, *FUSED_MLPS):
         weights = SplitProjections(weights, architecture)
     factors = architecture.scales.projections

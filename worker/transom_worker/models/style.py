@@ -59,7 +59,8 @@ def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> 
     inner = architecture.intermediate_size if mixture is None else mixture.dense_size
     # In some Gemma 4 models, the MLP of a layer without its own KV cache is twice as wide.
     sizes = (architecture.hidden_size, inner * (2 if reads and architecture.readers_are_wide else 1))
-    return load.mlp(architecture.gate_activation, sizes, bias=architecture.mlp_bias)
+    limits = None if mixture is None else dict(mixture.dense_limits).get(index)
+    return load.mlp(architecture.gate_activation, sizes, bias=architecture.mlp_bias, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.residual import Residual
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
-CLAMPED = GateRule(limit=0.4, gain=1.702, up_offset=1.0)
+CLAMPED = GateRule(limits=(0.4, 0.4), gain=1.702, up_offset=1.0)
 SHAPES = {
     "gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER),
     "gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, HIDDEN),

@@ -37,7 +37,8 @@ class ExpertLayer:
         correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
         gate_EN = load.tensor("gate.weight", torch.float32, shape=(experts, hidden))
         self._router = ExpertRouter(gate_EN, routing, correction_E=correction)
-        self._rule = GateRule(limit=mixture.clamp)  # for w1 and w3 within an expert; `gate.weight` is the router's
+        # for w1 and w3 within an expert; `gate.weight` is the router's
+        self._rule = GateRule(limits=(mixture.clamp, mixture.clamp))
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)
         self._comm = load.comm

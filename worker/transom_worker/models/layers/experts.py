@@ -170,7 +170,7 @@ class SequentialExperts(Experts):
 def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Return the activation [P, I] of `gate_up` [P, 2I], gates before ups, or of ups [P, I]; `rule` has the formula."""
     if rule.gain == 1.0 and rule.up_offset == 0.0:
-        return gated_activation(gate_up, rule.activation, rule.limit)
+        return gated_activation(gate_up, rule.activation, rule.limits)
     gate, up = gate_up.chunk(2, dim=-1)
     return gated(gate, up, rule)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.gated_mlp import Activation, gated_activation
+from transom_kernels.gated_mlp import Activation, Limits, gated_activation
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, can_pack, gated_linear, heads_linear, linear, pack_weight
 from transom_kernels.linear.gpu import GpuWeight, gpu_weight
@@ -154,9 +154,10 @@ class GatedMlp:
     """A feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the activation
     and multiplies the two. The activation `relu2` has no gate."""
 
-    def __init__(self, gate_up: GateUp, down: Linear, activation: Activation) -> None:
-        """`gate_up` is fused: gates before ups, or ups alone if the activation has no gate. `down` sums over the ranks."""
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+    def __init__(self, gate_up: GateUp, down: Linear, activation: Activation, limits: Limits | None = None) -> None:
+        """`gate_up` is fused: gates before ups, or ups alone if the activation has no gate. `down` sums over the ranks. With
+        `limits`, which clamp gates and ups, `gate_up` is a `Linear`."""
+        self._gate_up, self._down, self._activation, self._limits = gate_up, down, activation, limits
         self.weight_bytes = gate_up.weight_bytes if isinstance(gate_up, Linear) else gate_up.nbytes
         self.weight_bytes += down.weight_bytes
 
@@ -177,7 +178,7 @@ class GatedMlp:
         """Return activation(gate(x)) * up(x), or relu(up(x)) ** 2, [T, I]."""
         if isinstance(self._gate_up, PackedWeight | PackedPanels):  # to ask for Linear, an abstract class, takes longer
             return gated_linear(x_TN, self._gate_up, self._activation)
-        return gated_activation(self._gate_up(x_TN), self._activation)
+        return gated_activation(self._gate_up(x_TN), self._activation, self._limits)
 
 
 def gate_and_up(weights: Sequence[Weight], biases: Sequence[torch.Tensor] | None, quantization: Quantization) -> GateUp:

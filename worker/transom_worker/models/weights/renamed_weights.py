@@ -68,6 +68,10 @@ OWN_NAMES = {
     "flint": {".shared_experts.": ".shared_expert."},
     "hy_v3": {".mlp.gate.": ".mlp.router.gate.", ".shared_experts.": ".shared_mlp."},
     "afmoe": {".mlp.gate.": ".mlp.router.gate."},
+    "step3p5": {
+        **{".mlp.gate.weight": ".moe.gate.weight", ".mlp.gate.e_score_correction_bias": ".moe.router_bias"},
+        **{".mlp.shared_experts.": ".share_expert.", ".mlp.experts.": ".moe."},
+    },
     KIMI_LINEAR: _KIMI_LINEAR,
     LING: _LING,
     OLMO_HYBRID: _OLMO_HYBRID,
