@@ -107,8 +107,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "solar_open": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
     "ernie4_5": _ERNIE | {"head_dim": 128},
     "ernie4_5_moe": _ERNIE,
-    # its published configs name no number format, and the weights are bfloat16
     "step3p5": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
+    # its published configs name no number format, and the weights are bfloat16
     "hy_v3": {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "torch_dtype": "bfloat16"},
     "flint": {"rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 513},
     "dots1": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
