@@ -106,7 +106,8 @@ class GrammarCompiler(Generic[Owner]):
     @property
     def is_busy(self) -> bool:
         """Return whether a grammar is being compiled, waits to be compiled, or is ready to be taken."""
-        return bool(self._jobs or self._running or self._ready)
+        with self._changed:  # between two of these a grammar is in none of them
+            return bool(self._jobs or self._running or self._ready)
 
     def check_room(self, client: str, text: str) -> None:
         """Check that one more text of this client may wait; raises `Overloaded`."""

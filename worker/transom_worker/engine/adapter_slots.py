@@ -63,6 +63,9 @@ class AdapterSlots:
         self._waiting: dict[User, Adapter] = {}  # in the order in which they came
         self._used: dict[User, int] = {}  # user -> number of its slot
         self._finding: dict[str, Future[AdapterFiles]] = {}  # an adapter's identity -> its files
+        self._reading: set[Future[AdapterFiles]] = (
+            set()
+        )  # those of `_finding` that have no result yet, and perhaps older ones
         self._has_changed = False  # since the last `take`, so that a waiting user may get a slot
         self._time = 0
         self._num_loads, self._load_s = 0, 0.0
@@ -72,7 +75,9 @@ class AdapterSlots:
         """Whether `take` may find something to do: a slot may be free for a waiting user, or an adapter's files are read."""
         if not self._waiting:
             return False
-        return self._has_changed or not all(found.done() for found in self._finding.values())
+        return (
+            bool(self._reading) or self._has_changed
+        )  # in this order: `_note_end` sets the second before it changes the first
 
     def check(self, adapter: Adapter | None) -> None:
         """Raise RequestError if a request has an adapter, and this worker takes none."""
@@ -181,14 +186,16 @@ class AdapterSlots:
         found = self._finding.get(adapter.identity)
         if found is None and len(self._finding) < MAX_FINDING:
             found = self._finding[adapter.identity] = Future()
-            found.add_done_callback(self._note_change)
+            self._reading.add(found)
+            found.add_done_callback(self._note_end)
             # A thread of its own, since a download may take minutes, or hang.
             args = (found, adapter, self._max_rank)
             threading.Thread(target=_find, args=args, name="transom-adapter", daemon=True).start()
         return found if found is not None and found.done() else None
 
-    def _note_change(self, _: Future[AdapterFiles]) -> None:
+    def _note_end(self, found: Future[AdapterFiles]) -> None:
         self._has_changed = True
+        self._reading.discard(found)
 
     def _load(self, number: int, adapter: Adapter, found: Future[AdapterFiles]) -> RequestError | None:
         """Load an adapter into an idle slot; return the error if that fails, which leaves the slot empty."""
