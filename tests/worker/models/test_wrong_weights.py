@@ -34,18 +34,8 @@ from transom_worker.models.weights.quantisation_scheme import read_scheme
 FILE = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
 FAMILIES = (
-    *(
-        "llama3",
-        "qwen3",
-        "cohere2",
-        "olmo3",
-        "qwen3_moe",
-        "lfm2_moe",
-        "nemotron_h with experts",
-        "jamba",
-        "gpt_oss",
-        "llama4",
-    ),
+    *("llama3", "qwen3", "cohere2", "olmo3", "qwen3_moe", "lfm2_moe", "nemotron_h with experts", "jamba", "gpt_oss"),
+    "llama4",
     *("falcon_h1 with norms and biases", "step3p5", "deepseek_v3", "glm_moe_dsa", "kimi_linear", "bailing_hybrid"),
 )
 NAMES = [*FAMILIES, "llama3 in gptq order", "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]

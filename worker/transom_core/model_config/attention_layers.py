@@ -222,17 +222,8 @@ def _by_ratio(config: Config, index: int) -> str:
 _LATENT_FAMILIES = (*MLA_FAMILIES, "deepseek_v4")
 _FULL_FAMILIES = (
     *("llama", "arcee", "gemma", "glm", "glm4", "granite", "seed_oss", "olmo2", "ernie4_5"),
-    *(
-        "glm4_moe",
-        "minimax_m2",
-        "solar_open",
-        "olmoe",
-        "mellum",
-        "hy_v3",
-        "ernie4_5_moe",
-        "granitemoe",
-        "granitemoeshared",
-    ),
+    *("glm4_moe", "minimax_m2", "solar_open", "olmoe", "mellum", "hy_v3", "ernie4_5_moe"),
+    *("granitemoe", "granitemoeshared"),
 )
 LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     **dict.fromkeys(_FULL_FAMILIES, lambda _, index: FULL),

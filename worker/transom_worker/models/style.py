@@ -103,21 +103,8 @@ _NORMS_AFTER = Style(
 )
 _OLMO = replace(_NORMS_AFTER, norm_wide=True, qk_norm="all")
 _PLAIN = (
-    "llama",
-    "smollm3",
-    "mistral",
-    "ministral",
-    "ministral3",
-    "granite",
-    "phi3",
-    "seed_oss",
-    "qwen2",
-    "youtu",
-    "falcon_h1",
-    "cwm",
-    "arcee",
-    "glm",
-    "ernie4_5",
+    *("llama", "smollm3", "mistral", "ministral", "ministral3", "granite", "phi3"),
+    *("seed_oss", "qwen2", "youtu", "falcon_h1", "cwm", "arcee", "glm", "ernie4_5"),
 )
 _LFM2 = Style(norm_before_attention="operator_norm", norm_before_mlp="ffn_norm", qk_norm="each")
 DENSE_STYLES = {
