@@ -43,7 +43,7 @@ NOW = [
         or_zero(rate("transom_kv_evicted_blocks_total", GROUP)),
         "ops",
         shows="Blocks evicted, a second.",
-        act="High with misses for `full_evicted`, `window_evicted` or `state_not_kept`: the cache is too small for the traffic.",
+        act="High with misses for `full_evicted` or `window_evicted`: the cache is too small for the traffic.",
     ),
     number(
         "Preempted",

@@ -140,6 +140,7 @@ class StubWorker:
     tokenizer_digest: str = ""
     loaded_at_s: float = 0.0
     replaced: tuple[str, ...] = ()
+    is_scaled: bool = True
     role: WorkerRole = "both"
     can_fetch: bool = False
     watch_failure: Exception | None = None

@@ -259,9 +259,13 @@ class Router:
             events.report(Ended())
 
     def _desired_workers(self, config: AutoscalingConfig) -> int:
+        """Return how many workers should run: those that Serve's autoscaler wants, and those of the further groups, which it leaves
+        as they are."""
         present = [connection for connection in self.connections.values() if not connection.is_draining]
-        loads = [connection.load for connection in present if connection.load is not None]
-        return wanted_replicas(loads, num_unplaced=len(self.queue), num_target=len(present), config=config)
+        scaled = [connection for connection in present if connection.client.is_scaled]
+        loads = [connection.load for connection in scaled if connection.load is not None]
+        wanted = wanted_replicas(loads, num_unplaced=len(self.queue), num_target=len(scaled), config=config)
+        return wanted + len(present) - len(scaled)
 
 
 def _num_tasks() -> int:

@@ -17,6 +17,8 @@ class WorkerClient(Protocol):
     worker is lost.
     """
 
+    is_scaled: bool  # whether the worker is of the deployment whose size autoscaling changes
+
     def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
         """Open the event stream, and yield the worker's messages for this router."""
 

@@ -35,7 +35,8 @@ class ServeWorkerDirectory:
         async with contextlib.aclosing(running_replicas(self._handles)) as changes:
             async for present in changes:
                 clients = {
-                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, replica)
+                    worker_id: clients.get(worker_id)
+                    or ServeWorkerClient(handle, worker_id, replica, is_scaled=handle is self._handle)
                     for worker_id, (handle, replica) in present.items()
                 }
                 yield cast(dict[str, WorkerClient], dict(clients))
@@ -62,7 +63,8 @@ class ServeWorkerClient:
     (`ReplicaRequestRouter`).
     """
 
-    def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
+    def __init__(self, handle: Any, worker_id: str, replica: object, *, is_scaled: bool = True) -> None:
+        self.is_scaled = is_scaled
         self._handle = handle.options(session_id=worker_id)
         self._streaming = self._handle.options(stream=True)
         self._replica = replica

@@ -145,6 +145,12 @@ async def test_desired_workers_follow_the_loads_and_the_line() -> None:
         directory.add(busy)
         await until(lambda: sample(router, "workers", state="open") == 1)
         assert sample(router, "desired_workers") == 3
+        fixed = StubWorker(worker="prefill", is_scaled=False, load=busy.load)
+        directory.add(fixed)
+        await until(lambda: sample(router, "workers", state="open") == 2)
+        assert sample(router, "desired_workers") == 4
+        directory.remove(fixed)
+        await until(lambda: sample(router, "workers", state="open") == 1)
         router.connections["w0"].load = replace(busy.load, num_running=0)
         assert sample(router, "desired_workers") == 0
 

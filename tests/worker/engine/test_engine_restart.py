@@ -3,6 +3,7 @@
 A thread that hangs in a step is given up in the step timeout: restarts, compilers and late looks are no hangs.
 """
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -110,9 +111,13 @@ def test_every_request_gets_an_error_and_can_run_again(engine: Engine) -> None:
     for request in requests:
         engine.add(request)
     executor_of(engine).lose_after = 2
-    events = []
+    events = engine.step()
+    engine.publish()
     while not engine.is_restarting:
         events = engine.step()
+    page = engine.metrics.text().decode()  # which is not published again before the ranks have started
+    for state in ("running", "waiting"):
+        assert re.search(rf"^transom_requests_{state}(\{{.*\}})? 0(\.0)?$", page, re.MULTILINE)
     errors = {event.request_id: event.error for event in events if event.error}
     assert set(errors) == {"r0", "r1", "r2", "r3"}
     assert {error.kind for error in errors.values()} == {"WorkerLost"}

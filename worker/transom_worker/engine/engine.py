@@ -652,7 +652,9 @@ class Engine:
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
         self.adapters.forget(lost)
-        return events + self._end_all_with_error(lost)
+        events += self._end_all_with_error(lost)
+        self.publish()  # the next step starts the ranks, which may take minutes
+        return events
 
     def _restart_ranks(self) -> None:
         """Start all ranks again. Raises EngineDead if the model's files have changed, so that cached prefixes would differ."""

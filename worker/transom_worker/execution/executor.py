@@ -213,7 +213,7 @@ class Executor(ABC):
         """Return the contents of a group's blocks in a tier, as they are after all plans that were submitted so far.
 
         The list has the bytes of every rank, in order of rank: one block after the other, `block_bytes` each of that rank's own
-        layout. A call reads at most `PIECE_BYTES` per rank. If a plan fails meanwhile, `receive` reports it.
+        layout. A call reads one block, or at most `PIECE_BYTES` per rank. If a plan fails meanwhile, `receive` reports it.
 
         Raises:
             ValueError: there is no such tier, group or block, or the piece is too large.  StepFailed: the executor does not run.

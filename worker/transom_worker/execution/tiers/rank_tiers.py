@@ -2,7 +2,7 @@
 
     tier     the device's slab, the host's slab (the same groups and blocks, but another number of them), or the files on disk
     ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which runs beside this step and later ones
-    piece    the blocks that one `read` or `write` moves: at most `PIECE_BYTES`, so that steps wait only a moment
+    piece    the blocks that one `read` or `write` moves: one, or at most `PIECE_BYTES`, so that steps wait only a moment
 
 A plan's copies are made once, even if the plan fails or is dropped: `run` may be called again for the same plan.
 """
@@ -240,7 +240,7 @@ class RankTiers:
         """Return the group's blocks as rows of `block_bytes`, and the ids of the piece's blocks."""
         rows = self._contents(tier, group)
         _check_ids(rows, rows, [(block, block) for block in blocks])
-        if len(blocks) * rows.shape[1] > PIECE_BYTES:
+        if len(blocks) > 1 and len(blocks) * rows.shape[1] > PIECE_BYTES:
             raise ValueError(
                 f"{len(blocks)} blocks of {rows.shape[1]} bytes are more than a piece of {PIECE_BYTES} bytes; move them in pieces."
             )
