@@ -16,8 +16,9 @@ HITS = [
         "short",
         shows="Every prompt token, a second: hit, repaired, or missed with its reason. "
         "They add up to all prompt tokens. Red and orange: more memory would have hit.",
-        act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. `state_not_kept`: prompts part at a new place. "
-        "`below_alignment`, `last_token`: normal in small amounts. `policy`: a client or setting turned the cache off.",
+        act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. "
+        "`state_not_kept`: prompts part at a new place. `below_alignment`, `last_token`: normal in small amounts. "
+        "`policy`: a client or setting turned the cache off.",
         colors=OUTCOMES,
         width=12,
     ),

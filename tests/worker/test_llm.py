@@ -72,6 +72,17 @@ def test_chat_uses_the_template(llm: LLM) -> None:
 def test_wrong_arguments_are_refused(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate(["a"], [SamplingParams(), SamplingParams()])
+    for wrong, message in (
+        ({"prompts": {"prompt_token_ids": ["a"]}}, "give a list of numbers"),
+        ({"prompts": {"prompt_token_ids": None}}, "give a list of numbers"),
+        ({"sampling_params": {"max_tokens": 3}}, "give a SamplingParams"),
+        ({"lora_request": "x"}, "give LoRARequest objects"),
+        ({"kv_policy": "window"}, "give 'default', 'full' or a policy"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(**({"prompts": "a"} | wrong))
+    with pytest.raises(RequestError, match=r"give a list of \{'role', 'content'\}"):
+        llm.chat(["hi"])  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt_token_ids"):
         llm.generate({"text": "a"})
     with pytest.raises(RequestError, match=r"A prompt is 5; .*prompt_token_ids"):

@@ -149,6 +149,8 @@ class LLM:
         params = self._params_per_prompt(sampling_params, len(batch))
         outputs = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
         policy = self._kv_policy if kv_policy == "default" else kv_policy
+        if policy not in (None, "full") and not isinstance(policy, KvPolicy):
+            raise RequestError(f"kv_policy is {kv_policy!r}; give 'default', 'full' or a policy.", param="kv_policy")
         adapters = self._adapter_per_prompt(lora_request, len(batch))
         requests = [
             self._request(out, one, index, policy, kv_quality, grammar, adapter)
@@ -169,6 +171,8 @@ class LLM:
         """Generate the outputs of one conversation (a list of {"role", "content"}) or many, through the model's chat template."""
         single = not messages or isinstance(messages[0], Mapping)
         many = cast("Sequence[Messages]", [messages] if single else messages)
+        if any(isinstance(one, str) or not all(isinstance(message, Mapping) for message in one) for one in many):
+            raise RequestError(f"messages is {messages!r}; give a list of {{'role', 'content'}}, or several.")
         rendered = [self.engine.tokenizer.apply_chat_template([dict(m) for m in one]) for one in many]
         prompts = [{"prompt_token_ids": prompt.token_ids, "prompt": prompt.text} for prompt in rendered]
         return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
@@ -184,16 +188,21 @@ class LLM:
             params = SamplingParams()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
-        if len(params) != num_prompts:
+        many = list(params)
+        if not all(isinstance(one, SamplingParams) for one in many):
+            raise RequestError(f"sampling_params is {params!r}; give a SamplingParams, or one for each prompt.")
+        if len(many) != num_prompts:
             raise RequestError(
-                f"There are {len(params)} sampling_params for {num_prompts} prompts; give one, or one each."
+                f"There are {len(many)} sampling_params for {num_prompts} prompts; give one, or one each."
             )
-        return list(params)
+        return many
 
     def _adapter_per_prompt(
         self, given: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[Adapter | None]:
         many = [given] * num_prompts if given is None or isinstance(given, LoRARequest) else list(given)
+        if wrong := [one for one in many if one is not None and not isinstance(one, LoRARequest)]:
+            raise RequestError(f"lora_request has {wrong[0]!r}; give LoRARequest objects.", param="lora_request")
         if len(many) != num_prompts:
             raise RequestError(f"There are {len(many)} lora_requests for {num_prompts} prompts; give one, or one each.")
         config = self.engine.config.lora
@@ -217,7 +226,12 @@ class LLM:
                     param="prompt",
                 )
             text = prompt.get("prompt")
-            token_ids = [int(i) for i in prompt["prompt_token_ids"]]
+            try:
+                token_ids = [int(i) for i in prompt["prompt_token_ids"]]
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"prompt_token_ids is {prompt['prompt_token_ids']!r}; give a list of numbers.", param="prompt"
+                ) from None
         return RequestOutput(
             request_id=str(next(self._ids)),
             prompt=text,

@@ -59,13 +59,21 @@ def precompile(model: str, **settings: Any) -> Compiled:
         ConfigError, ModelError: a setting or the checkpoint is wrong.
     """
     before = (statistics.num_compiled, statistics.compile_s)
-    with LLM(model, device="cpu", kv_cache_memory_bytes="64MiB", max_model_len=256, **settings) as llm:
+    # Few sequences, so that their pool is small; states of recurrent layers may take 80 MB each.
+    with LLM(model, device="cpu", max_num_seqs=len(_SAMPLING), max_model_len=256, **settings) as llm:
         prompts = [{"prompt_token_ids": [1 + i % 7 for i in range(_PROMPT_TOKENS)]} for _ in _SAMPLING]
+        if llm.engine.info.num_labels:  # a classifier writes no text
+            llm.generate(prompts, SamplingParams(pooling="last", max_tokens=1), use_tqdm=False)
+            return _compiled_since(*before)
         llm.generate(prompts, _SAMPLING, use_tqdm=False)
         if not llm.engine.scheduler.kv_policy_obstacle:
             for policy in _POLICIES:
                 llm.generate(prompts, _POLICY_SAMPLING, use_tqdm=False, kv_policy=policy, kv_quality=True)
-    return Compiled(statistics.num_compiled - before[0], statistics.compile_s - before[1], cache_directory())
+    return _compiled_since(*before)
+
+
+def _compiled_since(num_compiled: int, seconds: float) -> Compiled:
+    return Compiled(statistics.num_compiled - num_compiled, statistics.compile_s - seconds, cache_directory())
 
 
 _GPU_STEP_TOKENS = 8192  # the tokens of a step on the largest GPUs, so that all tile sizes occur

@@ -41,9 +41,11 @@ def offline(
 
     try:
         sizes = tuple(int(size) for size in batches.split(","))
+        if min(sizes) < 1:
+            raise ValueError(batches)
     except ValueError:
         raise typer.BadParameter(
-            f"{batches!r} is not a list of numbers such as 1,8,32.", param_hint="--batches"
+            f"{batches!r} is not a list of numbers from 1 on, such as 1,8,32.", param_hint="--batches"
         ) from None
     with usage_errors():
         settings = Settings.parse(

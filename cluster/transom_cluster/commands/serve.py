@@ -50,11 +50,12 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
     cluster = LocalRay(settings)
     try:
         with StartupProgress() as progress:
-            check_start(settings)
+            architecture = check_start(settings)
             cluster.start(given, progress)
             progress.stage("first response")
-            workers = _wait_for_first_response(cluster, settings.server_config())
-        _print_welcome(cluster, settings, workers, time.perf_counter() - begin_s)
+            writes_text = not architecture.num_labels
+            workers = _wait_for_first_response(cluster, settings.server_config(), writes_text=writes_text)
+        _print_welcome(cluster, settings, workers, time.perf_counter() - begin_s, writes_text=writes_text)
         is_serving = True
         cluster.wait()
         typer.echo("transom: a process of Ray has ended unexpectedly; start the server again.", err=True)
@@ -82,9 +83,11 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
-    """Wait for a router, then for one generated token of the model and of each LoRA adapter, and return the workers' descriptions
-    of themselves.
+def _wait_for_first_response(cluster: LocalRay, config: ServerConfig, *, writes_text: bool) -> list[dict[str, Any]]:
+    """Wait for a router, then for one generated token (an embedding, if the model is a classifier) of the model and of each LoRA
+    adapter, and return the workers' descriptions of themselves.
+
+    These requests count against the limits of the first key: if they exceed them, the other adapters are not tried.
 
     The router queues the request until there is a worker, and starts one if autoscaling has already stopped all idle workers.
 
@@ -101,12 +104,15 @@ def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[di
             if time.monotonic() > deadline_s:
                 raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
-        body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        path, body = ("/v1/completions", body) if writes_text else ("/v1/embeddings", {"input": "Hello"})
         for model in (config.served_model_name, *(name for name, _ in config.lora_modules)):
             try:
-                response = client.post("/v1/completions", json={"model": model, **body})
+                response = client.post(path, json={"model": model, **body})
             except httpx.TransportError as error:
                 raise StartFailed(f"The first request got no response: {type(error).__name__}: {error}") from error
+            if response.status_code == 429:
+                break
             if response.status_code != 200:
                 raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
         workers: list[dict[str, Any]] = client.get("/").json()["workers"]
@@ -121,16 +127,20 @@ def _router_answers(client: httpx.Client) -> bool:
         return False
 
 
-def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str, Any]], start_s: float) -> None:
+def _print_welcome(
+    cluster: LocalRay, settings: Settings, workers: list[dict[str, Any]], start_s: float, *, writes_text: bool
+) -> None:
     config = settings.server_config()
     url, key = cluster.local_url, ' -H "Authorization: Bearer $TRANSOM_API_KEY"' if current_keys(config) else ""
-    message = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    path, message = "chat/completions", '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    if not writes_text:
+        path, message = "embeddings", '{"input": "Why is the sky blue?"}'
     for line in (
         f"Transom serves {config.served_model_name} at {url} after {start_s:.1f} s.",
         *([f"{len(workers)} workers, each of them:"] if len(workers) > 1 else []),
         *(workers[0]["report"].splitlines() if workers else []),
         "",
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{message}'",
         "",
         *([HALF_SENT] if key and not config.haproxy else []),
         "Press Ctrl-C to stop.",

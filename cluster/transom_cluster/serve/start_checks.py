@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transom_core.model_config.architecture import Architecture
 
 
-def check_start(settings: Settings) -> None:
+def check_start(settings: Settings) -> Architecture:
     """Check the API keys, the address, the machine's GPUs and memory, the LoRA adapters' configs, and the model: its files,
-    architecture, tokenizer, chat template and markup.
+    architecture, tokenizer, chat template and markup. Return the architecture.
 
     Raises:
         RequestError: an adapter is missing or not supported.
@@ -75,6 +75,7 @@ def check_start(settings: Settings) -> None:
     tokenizer.check_chat_template()
     config = settings.server_config()
     AnswerMarkup.choose(tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
+    return architecture
 
 
 def check_machine(settings: Settings, driver: GpuDriver) -> None:

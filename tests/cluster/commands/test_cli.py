@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from transom_cluster.cli import app
 from transom_cluster.commands import local_ray, serve as serve_command
 from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
 from transom_core import __version__
+from transom_core.config import ServerConfig
 from transom_core.errors import ConfigError
 from transom_core.settings.settings import Settings
 
@@ -187,10 +190,30 @@ def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(of_a_terminal, mo
     cluster.wait.side_effect = wait
     monkeypatch.setattr(serve_command, "LocalRay", lambda _: cluster)
     for name in ("check_start", "_wait_for_first_response", "_print_welcome"):
-        monkeypatch.setattr(serve_command, name, lambda *_: [])
+        monkeypatch.setattr(serve_command, name, Mock())
     monkeypatch.setattr("typer.echo", Mock(side_effect=OSError("Input/output error")))
     assert serve_command.run_server(Settings.parse(model="m"), {}) == 0
     assert [name for name, *_ in cluster.method_calls] == ["start", "wait", "drain", "write_caches", "stop"]
+
+
+@pytest.mark.parametrize("writes_text", [True, False])
+def test_first_requests_fit_the_model_and_the_clients_limit(monkeypatch, writes_text):
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            asked.append((request.url.path, json.loads(request.content)["model"]))
+            return httpx.Response(200 if len(asked) < 3 else 429)
+        return httpx.Response(200, json={"status": "ok", "workers": [{"state": "open"}]})
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(serve_command.httpx, "Client", client)
+    adapters = tuple((name, f"/{name}") for name in "abc")
+    config = ServerConfig(served_model_name="m", lora_modules=adapters)
+    cluster = Mock(local_url="http://localhost")
+    assert serve_command._wait_for_first_response(cluster, config, writes_text=writes_text) == [{"state": "open"}]
+    path = "/v1/completions" if writes_text else "/v1/embeddings"
+    assert asked == [(path, "m"), (path, "a"), (path, "b")]
 
 
 def test_a_server_under_nohup_outlives_its_terminal(of_a_terminal, monkeypatch):

@@ -61,6 +61,7 @@ def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"device": torch.device("cuda"), "max_useful_bytes": 2**40, "run_worst_case": lambda: None}
     assert memory.pool_bytes(cache, **options) == 900 - 100 - 300  # type: ignore[arg-type]
     assert memory.pool_bytes(cache, graph_bytes=200, **options) == 300  # type: ignore[arg-type]
+    assert memory.pool_bytes(cache, made_bytes=50, **options) == 550  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="CUDA graphs will take 500; raise it, lower"):
         memory.pool_bytes(cache, graph_bytes=500, **options)  # type: ignore[arg-type]
     # Workers that share the GPU take a part of the 900, whether the others hold theirs already or not.

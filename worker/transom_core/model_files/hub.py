@@ -83,6 +83,11 @@ def download_model(hub_id: str) -> Path:
     download(hub_id, [SINGLE_FILE], revision=commit)
     if not (folder / SINGLE_FILE).exists():  # the weights have other names; only the repository's top folder counts
         download(hub_id, ["*.safetensors"], revision=commit, ignore_patterns=["*/*", "consolidated*"])
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{hub_id} has no .safetensors file, or this machine is offline and its cache has none: pickled weights are never "
+            "loaded; download the weights where there is a network."
+        )
     return folder
 
 

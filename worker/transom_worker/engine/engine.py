@@ -140,7 +140,9 @@ class Engine:
         self._disk: EngineDiskTier | None = None
         if config.cache.disk_cache is not None:
             space_bytes = config.cache.disk_space_bytes
-            folder = BlockFolder(Path(config.cache.disk_cache), info.disk_fingerprint, space_bytes=space_bytes)
+            folder = BlockFolder(
+                Path(config.cache.disk_cache).expanduser(), info.disk_fingerprint, space_bytes=space_bytes
+            )
             self._disk = EngineDiskTier(
                 self.scheduler, folder, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
             )

@@ -23,12 +23,14 @@ def pool_bytes(
     max_useful_bytes: int,
     run_worst_case: Callable[[], None],
     graph_bytes: int = 0,
+    made_bytes: int = 0,
     ranks_on_host: int = 1,
 ) -> int:
     """Return the bytes of a rank's KV pool: the configured number, else what the device has free, up to `max_useful_bytes`.
 
-    On CUDA, `run_worst_case` runs the step that needs the most memory; the pool leaves room for that step's peak, and for
-    `graph_bytes` of CUDA graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
+    On CUDA, `run_worst_case` runs the step that needs the most memory, with a pool of `made_bytes`; the pool leaves room for that
+    step's peak besides, and for `graph_bytes` of CUDA graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory
+    equally.
 
     Raises:
         ConfigError: no memory is left for a pool.
@@ -36,7 +38,7 @@ def pool_bytes(
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if device.type == "cuda":
-        free_bytes = _cuda_free_bytes(cache, device, run_worst_case, graph_bytes)
+        free_bytes = _cuda_free_bytes(cache, device, run_worst_case, graph_bytes, made_bytes)
     else:
         free_bytes = int(available_host_bytes() * DEFAULT_CPU_KV_SHARE) // ranks_on_host
     return min(free_bytes, max_useful_bytes)
@@ -95,7 +97,7 @@ def process_memory_bytes(device: torch.device) -> int:
 
 
 def _cuda_free_bytes(
-    cache: CacheConfig, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
+    cache: CacheConfig, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int, made_bytes: int
 ) -> int:
     """Return the bytes of the device that this process may use, minus its peak in a step and the bytes of CUDA graphs.
 
@@ -106,7 +108,7 @@ def _cuda_free_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     run_worst_case()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device) - made_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

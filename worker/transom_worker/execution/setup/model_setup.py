@@ -108,6 +108,7 @@ class ModelSetup:
             device=loaded.device,
             max_useful_bytes=self._cache.max_useful_bytes,
             ranks_on_host=self._ranks_on_host,
+            made_bytes=small.pool_bytes,
             run_worst_case=lambda: self._run_worst_case(small),
             # The worst case has no long context; with one, an eager step also has partial results of attention and expanded rows.
             graph_bytes=MAX_PARTIAL_BYTES

@@ -272,7 +272,7 @@ def open_disk_folder(cache: CacheConfig, layout: ArenaLayout, fingerprint: bytes
             f"--disk-space is {cache.disk_space_bytes} bytes; the file of one KV block of this model takes up to {least}. Give "
             "at least that, or leave out --disk-cache."
         )
-    return BlockFolder(Path(cache.disk_cache), fingerprint, space_bytes=cache.disk_space_bytes)
+    return BlockFolder(Path(cache.disk_cache).expanduser(), fingerprint, space_bytes=cache.disk_space_bytes)
 
 
 def _copies_of(plan: StepPlan) -> Iterator[_Copy]:
