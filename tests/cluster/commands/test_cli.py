@@ -207,7 +207,7 @@ def test_first_requests_fit_the_model_and_the_clients_limit(monkeypatch, writes_
         return httpx.Response(200, json={"status": "ok", "workers": [{"state": "open"}]})
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(serve_command.httpx, "Client", client)
+    monkeypatch.setattr("transom_cluster.commands.serve.httpx.Client", client)
     adapters = tuple((name, f"/{name}") for name in "abc")
     config = ServerConfig(served_model_name="m", lora_modules=adapters)
     cluster = Mock(local_url="http://localhost")
