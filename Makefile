@@ -23,7 +23,7 @@ setup: $(DEV) ## Install everything, tests and checks included
 test: $(DEV) ## Run the daily tests (ARGS='-k sampling')
 	@OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too; those that cannot run here say why
+test-all: $(DEV) ## Run the daily and the exhaustive tests, and the groups interpreter, compile, browser, gpu and cluster; those that cannot run here say why
 	@scripts/test_all $(ARGS)
 
 test-processors: $(DEV) ## Run the numeric tests as other processors and numbers of threads would (ARGS='tests/kernels -k route')

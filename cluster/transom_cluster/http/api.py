@@ -38,7 +38,7 @@ from transom_core.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
 
-STATUSES = (200, 400, 401, 404, 408, 413, 429, 431, CLIENT_DISCONNECTED_STATUS, 500, 503)
+STATUSES = (200, 400, 401, 403, 404, 408, 413, 429, 431, CLIENT_DISCONNECTED_STATUS, 500, 503, 529)
 """The statuses of POST requests whose series are on the metrics page, with 0, from the start."""
 
 # FastAPI's own spans would duplicate Transom's, and its records of exceptions have their messages, which may quote prompts.

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster.openai.answer.response_types import Health, ModelCard, ModelList
@@ -22,7 +23,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
 def _add_status_routes(api: FastAPI, router: Router) -> None:
     @api.get("/", summary="What is here")
     async def index() -> dict[str, Any]:
-        paths = sorted(path for path in api.openapi()["paths"] if path != "/")
+        paths = sorted({route.path for route in api.routes if isinstance(route, APIRoute)} - {"/"})
         return {
             "name": "transom",
             "version": __version__,

@@ -39,6 +39,7 @@ TEXT = {
     "generation_config.json": b'{"top_k": 5}',
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b'{"eos_token": "x"}',
+    "hf_quant_config.json": b'{"quantization": {}}',
     "chat_template.jinja": b"x",
     "additional_chat_templates/tool_use.jinja": b"y",
 }
@@ -157,7 +158,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name, fill in (("a.safetensors", b"a"), ("b.safetensors", b"b"), ("other.safetensors", b"c")):
         (folder / name).write_bytes(fill * SIZE)
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "hf_quant_config.json"):
         (folder / name).write_text("{}")
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
     return folder
@@ -184,7 +185,7 @@ def test_a_byte_that_changes_in_place_is_found_whatever_the_times_say(folder: Pa
             file.write(b"x")
         os.utime(folder / name, ns=times)
         found.add(digest(folder))
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "hf_quant_config.json"):
         (folder / name).write_text('{"a": 1}')
         found.add(digest(folder))
     assert len(found) == 7

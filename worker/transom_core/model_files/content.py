@@ -22,13 +22,13 @@ from pathlib import Path
 
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import ModelFiles
-from transom_core.model_files.text_files import weight_files
+from transom_core.model_files.text_files import MODELOPT_FILE, weight_files
 
 PIECE_BYTES = 16 << 20
 MAX_THREADS = 8  # one reads about 1 GB/s
 _BUFFER_BYTES = 1 << 20
-# These decide which text an id stands for, and which id ends a text.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tiktoken.model")
+# These decide how weights are read, which text an id stands for, and which id ends a text.
+_SMALL_FILES = (MODELOPT_FILE, "tokenizer.json", "tokenizer_config.json", "tekken.json", "tiktoken.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def join_parts(parts: Sequence[ContentPart]) -> bytes:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return the files of a folder that decide what is computed, besides the configs, whose contents `ModelFiles` already has."""
-    return [*weight_files(folder), *(path for name in _TOKENIZER_FILES if (path := folder / name).exists())]
+    return [*weight_files(folder), *(path for name in _SMALL_FILES if (path := folder / name).exists())]
 
 
 def _status(path: Path) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from transom_core.errors import ModelError
-from transom_core.model_files.text_files import INDEX_FILE, SINGLE_FILE, read_weight_index
+from transom_core.model_files.text_files import INDEX_FILE, MODELOPT_FILE, SINGLE_FILE, read_weight_index
 
 logger = logging.getLogger("transom.worker")
 
@@ -29,6 +29,7 @@ CONFIG_FILE = "config.json"
 TEXT_FILES = (
     *(CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tekken.json"),
     *("tiktoken.model", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    MODELOPT_FILE,
 )
 LOG_PERIOD_S = 10.0
 

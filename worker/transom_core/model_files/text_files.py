@@ -12,6 +12,7 @@ from typing import Any
 
 from transom_core.errors import ModelError
 
+MODELOPT_FILE = "hf_quant_config.json"  # where older versions of ModelOpt say how weights are quantised
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a model whose weights are in one file
 _MAX_BYTES = 256 << 20  # an index of 100,000 tensors has 10 MiB, a tokenizer 35 MiB

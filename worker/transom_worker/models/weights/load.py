@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from transom_core.model_files.resolve import ModelFiles
-from transom_core.model_files.text_files import read_json
+from transom_core.model_files.text_files import MODELOPT_FILE, read_json
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.gguf_experts import with_hf_experts
 from transom_worker.models.weights.gguf_file import GgufWeights
 from transom_worker.models.weights.quantised_checkpoint import open_quantised
 from transom_worker.models.weights.renamed_weights import text_decoder
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
-
-_MODELOPT_FILE = "hf_quant_config.json"  # where older versions of ModelOpt say how weights are quantised
 
 
 def load_weights(
@@ -33,8 +31,8 @@ def load_weights(
         return with_hf_experts(GgufWeights(files), family, num_experts=experts)
     plain = SafetensorsWeights(files.path, in_memory=in_memory, without_data=without_data)
     config = _quantization_config(files.config)
-    if config is None and (files.path / _MODELOPT_FILE).exists():
-        config = read_json(files.path / _MODELOPT_FILE)
+    if config is None and (files.path / MODELOPT_FILE).exists():
+        config = read_json(files.path / MODELOPT_FILE)
     return text_decoder(
         plain
         if config is None
