@@ -173,7 +173,7 @@ def digest(folder: Path, num_ranks: int = 1) -> str:
 def test_ranks_share_the_pieces_and_find_the_same_digest(folder: Path, num_ranks: int) -> None:
     assert digest(folder, num_ranks) == digest(folder)
     parts = [ContentReading(resolve_model(str(folder)), index=r, count=num_ranks).finish() for r in range(num_ranks)]
-    assert sum(len(part.digests) for part in parts) == 2 * 3 + 1  # pieces of both files of weights, and the tokenizer
+    assert sum(len(part.digests) for part in parts) == 2 * 3 + 2  # pieces of both files of weights, and two small files
 
 
 def test_a_byte_that_changes_in_place_is_found_whatever_the_times_say(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_byte_that_changes_in_place_is_found_whatever_the_times_say(folder: Pa
     for name in ("config.json", "generation_config.json", "tokenizer.json", "hf_quant_config.json"):
         (folder / name).write_text('{"a": 1}')
         found.add(digest(folder))
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def test_a_copy_is_equal_and_files_that_are_not_loaded_do_not_count(folder: Path, tmp_path: Path) -> None:
