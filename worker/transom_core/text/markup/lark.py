@@ -64,6 +64,11 @@ class LarkText:
         before, token, after = self._parts(text)
         return " ".join([*map(self.literal, filter(None, [before])), *token, *map(self.literal, filter(None, [after]))])
 
+    def argument_name(self) -> str:
+        """Return an expression for the name of an argument that no schema names. A call may have several such arguments, and a
+        grammar cannot say that their names differ: where they do not, the parser ends the call as malformed."""
+        return self.terminal("name", "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
+
     def has_marker(self, text: str) -> bool:
         """Return whether the vocabulary has this marker as one token."""
         return self._tokenizer.marker_id(text) is not None

@@ -59,9 +59,8 @@ def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], marku
     for name, value in schema.properties.items():
         rule = _argument(lark, lark.literal(name), value, root, markup)
         rules.append(rule if name in schema.required else f"{rule}?")
-    if not rules and schema.additional is not False:  # only one, because a grammar cannot say that two names differ
-        name = lark.terminal("name", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
-        rules.append(_argument(lark, name, schema.additional, root, markup) + "?")
+    if not rules and schema.additional is not False:
+        rules.append(_argument(lark, lark.argument_name(), schema.additional, root, markup) + "*")
     return " ".join(rules)
 
 

@@ -32,7 +32,6 @@ _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
 _NAME_ENDS = Markers(["{", _CALL_END, _CALL])
 _STRING_ENDS = Markers([_QUOTE])
 _KEYS = re.compile(r'[^:{}\[\],"<>\s]+')
-_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BARE = re.compile(r"[^,:{}\[\]]+")
 _BARE_KEY = re.compile(r"[^:{}]+")
 
@@ -186,7 +185,9 @@ class _Notation:
         if not schema.properties:
             if schema.additional is False:
                 return ""
-            return f"({self._lark.terminal('name', _KEY)} {self._lark.literal(':')} {self.value(schema.additional)})?"
+            name, value = self._lark.argument_name(), self.value(schema.additional)
+            member = self._lark.rule("member", f"{name} {self._lark.literal(':')} {value}")
+            return f'({member} ("," {member})*)?'
         names = sorted(schema.properties, key=lambda name: (name.lower(), name))
         members = [f"{self._lark.literal(name + ':')} {self.value(schema.properties[name])}" for name in names]
         # From the last member to the first. `heads` has an expression for each member that can be the first one written: a member
