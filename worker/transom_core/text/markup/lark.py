@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transom_core.errors import RequestError
 from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
 
 # Arguments are written as most chat templates write them: one space after a comma and a colon. With free whitespace, a model that
@@ -16,6 +17,8 @@ from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
 _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+_MAX_CHARACTERS = 1 << 20  # as `compile_grammar.MAX_GRAMMAR_BYTES`; more is not even written
+_MAX_SCHEMAS = 20_000  # a small schema may refer to its parts so often that to read all would take seconds
 _REGEX_PIECES = re.compile(r"\\.|.", re.DOTALL)  # an escape, or a character
 _ANYTHING = r"(.|\n)*"
 _ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
@@ -33,7 +36,7 @@ class LarkText:
         self._tokenizer = tokenizer
         self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
         self._rules: list[str] = []
-        self._num_names = 0
+        self._num_names = self._num_characters = self._num_schemas = 0
         self._has_free_text = False
 
     def rule(self, hint: str, body: str, *, options: str = "") -> str:
@@ -48,8 +51,23 @@ class LarkText:
         return f"{hint}_{self._num_names}"
 
     def define(self, name: str, body: str, *, options: str = "") -> None:
-        """Add the rule of this name."""
+        """Add the rule of this name. Raises RequestError if the grammar gets too long."""
         self._rules.append(f"{name}{options}: {body}")
+        self._num_characters += len(self._rules[-1])
+        if self._num_characters > _MAX_CHARACTERS:
+            raise RequestError(
+                f"The grammar of the answer has more than {_MAX_CHARACTERS:,} characters; send a smaller schema."
+            )
+
+    def count_schemas(self, num_schemas: int) -> None:
+        """Count schemas, or parts of schemas, that are read for the grammar. Raises RequestError if these are too many."""
+        self._num_schemas += num_schemas
+        if self._num_schemas > _MAX_SCHEMAS:
+            raise RequestError(
+                f"The tools' schemas have more than {_MAX_SCHEMAS:,} parts, each counted as often as it is referred to; send "
+                "smaller ones.",
+                param="tools",
+            )
 
     def terminal(self, hint: str, body: str) -> str:
         """Add a terminal, which is one regular expression, and return its name, which begins with `hint`."""
@@ -106,7 +124,8 @@ class LarkText:
         if schema is False:
             return "%json false"  # the grammar library refuses this, because nothing is valid
         settings = {"x-guidance": _WHITESPACE if escapes is None else {**_WHITESPACE, "json_allowed_escapes": escapes}}
-        return f"%json {json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)}"
+        text = json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)
+        return self.rule("json", f"%json {text}")
 
     def list_of(self, item: str, *, has_several: bool) -> str:
         """Return an expression for a list in brackets: of one item, or of several if `has_several`."""

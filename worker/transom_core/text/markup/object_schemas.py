@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from transom_core.errors import RequestError
-from transom_core.text.markup.schema_types import resolved, schema_types
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.schema_types import referenced, schema_types
 
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
 _MAX_ALTERNATIVES = 32  # kinds of objects of one schema; nested choices multiply, and each kind becomes a rule
-_MAX_DEPTH = 8  # how deeply choices may be inside choices
+_MAX_PARTS = 2_000  # schemas of all kinds of values of one schema, each counted in every kind that it is a part of
+_MAX_DEPTH = 16  # how deeply choices and references may be inside each other
+_COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
+_NEVER_HELD = ("not", "if", "$dynamicRef", "$recursiveRef")
 _NOT_HELD = (
-    "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+    *_NEVER_HELD, "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties",
 )  # fmt: skip
 
@@ -51,33 +55,32 @@ class ObjectSchema:
         return ObjectSchema(properties, self.required, self.additional if properties or not names else False)
 
 
-def object_schemas(schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
+def object_schemas(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
     """Return the kinds of objects that `schema` allows.
 
     Raises:
         RequestError: the schema has a keyword that a grammar of this markup cannot enforce, or too many alternatives.
     """
-    found = []
-    for parts in _alternatives(schema, root, 0):
-        found.append(_merged(parts))
-        if len(found) > _MAX_ALTERNATIVES:
-            raise RequestError(
-                f"A tool's schema is a choice between more than {_MAX_ALTERNATIVES} kinds of objects; name fewer."
-            )
-    return found
+    kinds = [
+        parts
+        for parts in _alternatives(lark, schema, root)
+        if all("object" in schema_types(part, root) for part in parts)
+    ]
+    if len(kinds) > _MAX_ALTERNATIVES:
+        raise RequestError(
+            f"A tool's schema is a choice between {len(kinds)} kinds of objects and {_MAX_ALTERNATIVES} are allowed; name fewer.",
+            param="tools",
+        )
+    return [_merged(parts) for parts in kinds]
 
 
-def value_choices(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas that `schema` is a choice between; `schema` itself if it is not a choice."""
-    schema = resolved(schema, root)
-    refuse_keywords(schema, ("not", "if", "allOf"))
-    choices = _choices(schema)
-    if not choices:
-        yield schema
-    if depth > _MAX_DEPTH:
-        raise RequestError(f"A tool's schema has choices in choices, deeper than {_MAX_DEPTH}; make it flatter.")
-    for choice in choices:
-        yield from value_choices(choice, root, depth + 1)
+def value_choices(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemas that `schema` is a choice between; `schema` itself if it is not a choice.
+
+    Raises:
+        RequestError: as `object_schemas` does.
+    """
+    return [_folded(parts) for parts in _alternatives(lark, schema, root)]
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -140,36 +143,59 @@ def refuse_keywords(schema: Mapping[str, Any], keywords: tuple[str, ...] = _NOT_
     if found:
         raise RequestError(
             f"A tool's schema has {found[0]!r}, which this model's markup for calls cannot be held to; leave it out, or set strict "
-            "to false."
+            "to false.",
+            param="tools",
         )
 
 
-def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    return [choice for name in ("anyOf", "oneOf") for choice in schema.get(name) or ()]
+def _alternatives(
+    lark: LarkText, schema: Any, root: Mapping[str, Any], depth: int = 0
+) -> list[list[Mapping[str, Any]]]:
+    """Return, for each kind of value that `schema` allows, the schemas that such a value must all satisfy.
 
-
-def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield, for each kind of object, the schemas that such an object must all satisfy."""
-    schema = resolved(schema, root)
-    refuse_keywords(schema)
-    own = [schema]
-    for part in schema.get("allOf") or ():
-        part = resolved(part, root)
-        refuse_keywords(part, (*_NOT_HELD, "anyOf", "oneOf", "allOf"))
-        own.append(part)
-    choices = _choices(schema)
+    These have no references and combinations. Example: the two kinds of `{"maxLength": 9, "anyOf": [A, {"$ref": B}]}` are
+    `[{"maxLength": 9}, A]` and `[{"maxLength": 9}, {}, B]`.
+    """
     if depth > _MAX_DEPTH:
-        raise RequestError(f"A tool's schema has choices in choices, deeper than {_MAX_DEPTH}; make it flatter.")
-    if not choices:
-        yield own
-    for choice in choices:
-        for parts in _alternatives(choice, root, depth + 1):
-            if all("object" in schema_types(part, root) for part in parts):
-                yield own + parts
+        raise RequestError(
+            f"A tool's schema has choices or references in each other, deeper than {_MAX_DEPTH}; make it flatter.",
+            param="tools",
+        )
+    lark.count_schemas(1)
+    if not isinstance(schema, Mapping):
+        return [[{}]]
+    groups = [[part] for part in schema.get("allOf") or ()]  # of each group, a value satisfies one schema
+    if isinstance(reference := schema.get("$ref"), str):
+        groups.append([referenced(reference, root)])
+    groups += [choices for name in ("anyOf", "oneOf") if (choices := schema.get(name))]
+    own = {keyword: value for keyword, value in schema.items() if keyword not in _COMBINATIONS}
+    kinds: list[list[Mapping[str, Any]]] = [[own]]
+    for group in groups:
+        others = [parts for choice in group for parts in _alternatives(lark, choice, root, depth + 1)]
+        num_parts = len(others) * sum(map(len, kinds)) + len(kinds) * sum(map(len, others))
+        if num_parts > _MAX_PARTS:
+            raise RequestError(
+                f"A tool's schema is a choice that has more than {_MAX_PARTS:,} parts when it is written out; name fewer.",
+                param="tools",
+            )
+        kinds = [parts + more for parts in kinds for more in others]
+    return kinds
+
+
+def _folded(parts: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return one schema for the values that satisfy all `parts`."""
+    refuse_keywords(parts[0], _NEVER_HELD)
+    folded = dict(parts[0])
+    for part in parts[1:]:
+        refuse_keywords(part, _NEVER_HELD)
+        folded |= part
+    return folded
 
 
 def _merged(schemas: list[Mapping[str, Any]]) -> ObjectSchema:
     """Return the kind of object that satisfies all `schemas`."""
+    for schema in schemas:
+        refuse_keywords(schema)
     required = frozenset(name for schema in schemas for name in schema.get("required") or ())
     properties: dict[str, Any] = {}
     for schema in schemas:

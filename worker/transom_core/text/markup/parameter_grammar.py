@@ -49,7 +49,9 @@ def parameter_rules(lark: LarkText, schema: Mapping[str, Any], markup: Parameter
     Raises:
         RequestError: as `object_schemas` does.
     """
-    objects = [_object(lark, each.with_names(markup.names), schema, markup) for each in object_schemas(schema, schema)]
+    objects = [
+        _object(lark, each.with_names(markup.names), schema, markup) for each in object_schemas(lark, schema, schema)
+    ]
     return lark.rule("arguments", " | ".join(each or '""' for each in objects))
 
 
@@ -71,7 +73,7 @@ def _argument(lark: LarkText, name: str, schema: Any, root: Mapping[str, Any], m
 
 def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> Iterator[tuple[str, str]]:
     """Yield (JSON type, expression) of the values that a schema allows; an expression includes the end marker."""
-    for choice in value_choices(schema, root):
+    for choice in value_choices(lark, schema, root):
         listed = listed_values(choice)
         if listed is not None:
             for value in listed:

@@ -8,6 +8,7 @@ from typing import Any
 
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # "number" stands for "integer", too
 _MAX_DEPTH = 16  # references and combinations that are followed; a schema may refer to itself
+_MAX_VISITED = 1_000  # schemas that are read to find one schema's types
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -18,31 +19,34 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     return schema_types(parameters.get("additionalProperties", True), parameters)
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that `schema` allows: those that its own keywords, its `$ref`, each of `anyOf` and `oneOf` (in any branch)
-    and all parts of `allOf` allow. If these contradict each other, return all types. References point into the document `root`."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return JSON_TYPES
-    types = _own_types(schema)
-    if isinstance(reference := schema.get("$ref"), str):
-        types &= schema_types(_referenced(reference, root), root, depth + 1)
-    for combination in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(combination), list) and choices:
-            types &= frozenset().union(*(schema_types(choice, root, depth + 1) for choice in choices))
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= schema_types(part, root, depth + 1)
-    return types or JSON_TYPES
+    and all parts of `allOf` allow. If these contradict each other, return all types. References point into the document `root`.
 
+    Each reference is followed once. A reference inside its own target, and what is too deep or too much to read, allows all types.
+    """
+    of_reference: dict[str, frozenset[str]] = {}  # reference -> its types; all types while it is followed
+    num_visited = 0
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that `schema` refers to, or `schema` itself if it is not a reference; {} allows anything."""
-    for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping):
-            return {}
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        schema = _referenced(reference, root)
-    return {}
+    def visit(schema: Any, depth: int) -> frozenset[str]:
+        nonlocal num_visited
+        num_visited += 1
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or num_visited > _MAX_VISITED:
+            return JSON_TYPES
+        types = _own_types(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in of_reference:
+                of_reference[reference] = JSON_TYPES
+                of_reference[reference] = visit(referenced(reference, root), depth + 1)
+            types &= of_reference[reference]
+        for combination in ("anyOf", "oneOf"):
+            if isinstance(choices := schema.get(combination), list) and choices:
+                types &= frozenset().union(*(visit(choice, depth + 1) for choice in choices))
+        for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            types &= visit(part, depth + 1)
+        return types or JSON_TYPES
+
+    return visit(schema, 0)
 
 
 def json_type(value: Any) -> str:
@@ -71,12 +75,12 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     return types or JSON_TYPES
 
 
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference like `#/$defs/city` points to; True, which allows anything, if `root` has no such part."""
-    found: Any = root
-    for step in reference.removeprefix("#").strip("/").split("/") if reference.startswith("#") else ("",):
+def referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference like `#/$defs/city` points to; None if `root` has no such part."""
+    found: Any = root if reference.startswith("#") else None
+    for step in reference.removeprefix("#").strip("/").split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
         if not isinstance(found, Mapping) or (name and name not in found):
-            return True
+            return None
         found = found[name] if name else found
     return found

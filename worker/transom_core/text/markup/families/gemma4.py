@@ -141,7 +141,7 @@ class _Notation:
 
     def object(self, schema: Any) -> str:
         """Return an expression for an object."""
-        kinds = [self._members(kind) for kind in object_schemas(schema, self._root)]
+        kinds = [self._members(kind) for kind in object_schemas(self._lark, schema, self._root)]
         return "({})".format(" | ".join(f'"{{" {members} "}}"' for members in kinds))
 
     def value(self, schema: Any) -> str:
@@ -149,7 +149,9 @@ class _Notation:
         key = json.dumps(schema, sort_keys=True, default=str)
         if key not in self._rules:
             self._rules[key] = self._lark.rule_name("value")
-            choices = [choice for each in value_choices(schema, self._root) for choice in self._choices(each)]
+            choices = [
+                choice for each in value_choices(self._lark, schema, self._root) for choice in self._choices(each)
+            ]
             self._lark.define(self._rules[key], " | ".join(choices))
         return self._rules[key]
 

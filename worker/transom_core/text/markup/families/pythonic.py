@@ -133,7 +133,8 @@ def _calls_rule(lark: LarkText, tools: Sequence[ToolSpec]) -> str:
 
 def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
     objects = [
-        _arguments_rule(lark, schema, tool.parameters) for schema in object_schemas(tool.parameters, tool.parameters)
+        _arguments_rule(lark, schema, tool.parameters)
+        for schema in object_schemas(lark, tool.parameters, tool.parameters)
     ]
     arguments = lark.rule("arguments", " | ".join(objects))
     return f"{lark.literal(tool.name + '(')} {arguments} {lark.literal(')')}"
