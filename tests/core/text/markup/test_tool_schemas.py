@@ -1,10 +1,12 @@
 """Tools' schemas in notations other than JSON: what they cost to read, which are refused, and what the others allow."""
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.core.text.markup.grammar_walks import WalkTokenizer
+from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
+from tests.core.text.markup.grammar_walks import WalkTokenizer, with_texts
 from tests.present import present
 from transom_core.errors import RequestError
 from transom_core.text.markup import schema_types
@@ -88,3 +90,57 @@ def nested(levels: int, branches: int) -> dict[str, Any]:
 def test_a_schema_that_is_small_and_means_much_is_refused(parser: str, schema: dict[str, Any], words: str) -> None:
     """Regression: a schema of 1.2 kB made a grammar of 3.2 MB."""
     assert words in refusal(parser, schema)
+
+
+def test_references_that_make_a_deep_value_are_refused() -> None:
+    chain = {f"d{i}": of({"$ref": f"#/$defs/d{i + 1}"}) for i in range(300)}
+    assert "deeper than 64" in refusal("gemma4", of({"$ref": "#/$defs/d0"}, **{"$defs": {**chain, "d300": STRING}}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        *(({"properties": wrong}, "'properties'") for wrong in (5, ["a"], "ab")),
+        *(({"properties": {"a": STRING}, "required": wrong}, "'required'") for wrong in (True, 5, [1], [["a"]])),
+        *(({key: wrong}, f"'{key}'") for key in ("anyOf", "oneOf", "allOf") for wrong in (5, {"a": 1})),
+        ({"anyOf": [5]}, "has 5"),
+        ({"$ref": 5}, "'$ref'"),
+        ({"$ref": "#/$defs/b"}, "'$ref'"),
+        ({"$ref": "other.json"}, "'$ref'"),
+    ],
+)
+@pytest.mark.parametrize("parser", NOTATIONS)
+def test_a_malformed_schema_is_refused(parser: str, schema: dict[str, Any], words: str) -> None:
+    """Regression: most of these were errors of the server."""
+    assert words in refusal(parser, schema)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({key: wrong} for key in ("anyOf", "oneOf", "allOf") for wrong in (5, {"a": 1})),
+        *({"type": "string", "minLength": wrong} for wrong in ("x", -1, True)),
+        *({"type": "string", "maxLength": wrong} for wrong in ("x", 1.5)),
+        *({"type": "string", "pattern": wrong} for wrong in (5, [])),
+        {"type": "string", "enum": 5},
+        {"$ref": "#/$defs/b"},
+    ],
+)
+@pytest.mark.parametrize("parser", TEXTS)
+def test_a_malformed_value_is_refused(parser: str, value: dict[str, Any]) -> None:
+    assert repr(list(value)[-1]) in refusal(parser, of(value))
+
+
+@pytest.mark.parametrize("wrong", [{"minItems": "x"}, {"maxItems": -1}, {"properties": 7}])
+def test_a_malformed_value_inside_a_value_is_refused(wrong: dict[str, Any]) -> None:
+    kind = "object" if "properties" in wrong else "array"
+    assert repr(next(iter(wrong))) in refusal("gemma4", of({"type": kind, **wrong}))
+
+
+@pytest.mark.parametrize("properties", [5, ["a"], None])
+def test_a_malformed_schema_that_nothing_holds_does_not_break_the_answer(properties: Any) -> None:
+    tokenizer = WalkTokenizer(markers=())
+    context = AnswerContext((ToolSpec("f", {"type": "object", "properties": properties}),), parses_tools=True)
+    answer = tokenizer(b"<tool_call>\n<function=f>\n<parameter=a>\nls\n</parameter>\n</function>\n</tool_call>")
+    parts = read_answer(answer_format("qwen3_coder").parser(tokenizer, context), with_texts(tokenizer, answer))
+    assert json.loads(call_arguments(parts, 0)) == {"a": "ls"}

@@ -11,6 +11,7 @@ from typing import Any
 
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
+from transom_core.text.markup.schema_types import keyword_value
 
 # Arguments are written as most chat templates write them: one space after a comma and a colon. With free whitespace, a model that
 # the grammar constrains could write spaces for ever.
@@ -188,13 +189,14 @@ def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, wi
     The string satisfies `minLength`, `maxLength` and `pattern` of `schema`. No part of it matches the regular expression `without`,
     if that is not "".
     """
-    least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
-    if not (least or without) and most is None and not isinstance(pattern, str):
+    least, most = keyword_value(schema, "minLength", int), keyword_value(schema, "maxLength", int)
+    pattern = keyword_value(schema, "pattern", str)
+    if not (least or without) and most is None and pattern is None:
         return lark.text_until(end)
     conditions = []
-    if least or most is not None or not isinstance(pattern, str):
+    if least or most is not None or pattern is None:
         conditions.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
-    if isinstance(pattern, str):
+    if pattern is not None:
         conditions.append(lark.regex(_whole_text(pattern)))
     return lark.text_of(conditions, end, without=without)
 

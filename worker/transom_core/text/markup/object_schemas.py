@@ -7,6 +7,7 @@ that no answer satisfies less than its schema demands.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from transom_core.errors import RequestError
 from transom_core.text.markup.lark import LarkText
-from transom_core.text.markup.schema_types import referenced, schema_types
+from transom_core.text.markup.schema_types import keyword_value, referenced, schema_types
 
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
@@ -71,7 +72,7 @@ def object_schemas(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list
             f"A tool's schema is a choice between {len(kinds)} kinds of objects and {_MAX_ALTERNATIVES} are allowed; name fewer.",
             param="tools",
         )
-    return [_merged(parts) for parts in kinds]
+    return [_merged(lark, parts) for parts in kinds]
 
 
 def value_choices(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -87,8 +88,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that `schema` lists (`const`, `enum`); None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else None
+    return keyword_value(schema, "enum", list)
 
 
 def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -162,12 +162,19 @@ def _alternatives(
             param="tools",
         )
     lark.count_schemas(1)
+    if isinstance(schema, bool):
+        return [[{}]] if schema else []
     if not isinstance(schema, Mapping):
-        return [[{}]]
-    groups = [[part] for part in schema.get("allOf") or ()]  # of each group, a value satisfies one schema
-    if isinstance(reference := schema.get("$ref"), str):
+        raise RequestError(
+            f"A tool's schema has {json.dumps(schema)[:80]} instead of a schema, or a '$ref' to a part that it does not have.",
+            param="tools",
+        )
+    groups = [
+        [part] for part in keyword_value(schema, "allOf", list) or ()
+    ]  # of each group, a value satisfies one schema
+    if (reference := keyword_value(schema, "$ref", str)) is not None:
         groups.append([referenced(reference, root)])
-    groups += [choices for name in ("anyOf", "oneOf") if (choices := schema.get(name))]
+    groups += [choices for name in ("anyOf", "oneOf") if (choices := keyword_value(schema, name, list))]
     own = {keyword: value for keyword, value in schema.items() if keyword not in _COMBINATIONS}
     kinds: list[list[Mapping[str, Any]]] = [[own]]
     for group in groups:
@@ -192,15 +199,24 @@ def _folded(parts: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     return folded
 
 
-def _merged(schemas: list[Mapping[str, Any]]) -> ObjectSchema:
+def _merged(lark: LarkText, schemas: list[Mapping[str, Any]]) -> ObjectSchema:
     """Return the kind of object that satisfies all `schemas`."""
+    required: set[str] = set()
     for schema in schemas:
         refuse_keywords(schema)
-    required = frozenset(name for schema in schemas for name in schema.get("required") or ())
+        required.update(_required(schema))
+    declared = [keyword_value(schema, "properties", dict) or {} for schema in schemas]
     properties: dict[str, Any] = {}
-    for schema in schemas:
-        properties |= schema.get("properties") or {}
+    for names in declared:
+        properties |= names
     properties |= {name: True for name in sorted(required - properties.keys())}
     extras = [schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema]
     additional = False if False in extras else next((extra for extra in extras if isinstance(extra, Mapping)), True)
-    return ObjectSchema(properties, required, additional)
+    return ObjectSchema(properties, frozenset(required), additional)
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    names = keyword_value(schema, "required", list) or []
+    if not all(isinstance(name, str) for name in names):
+        raise RequestError("A tool's schema has 'required' that is not an array of names; mend it.", param="tools")
+    return names

@@ -4,11 +4,16 @@ Markup that writes arguments as plain text needs this: only the tool's schema sa
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from transom_core.errors import RequestError
 
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})  # "number" stands for "integer", too
 _MAX_DEPTH = 16  # references and combinations that are followed; a schema may refer to itself
 _MAX_VISITED = 1_000  # schemas that are read to find one schema's types
+_KINDS = {dict: "an object", list: "an array", str: "a string", int: "a whole number of at least 0"}
+
+_Value = TypeVar("_Value")
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -47,6 +52,19 @@ def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         return types or JSON_TYPES
 
     return visit(schema, 0)
+
+
+def keyword_value(schema: Mapping[str, Any], name: str, kind: type[_Value]) -> _Value | None:
+    """Return the value of the keyword `name`; None if `schema` does not have it, or has null.
+
+    Raises:
+        RequestError: the value is not of `kind`, which is one of `_KINDS`.
+    """
+    value = schema.get(name)
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is None or (is_number if kind is int else isinstance(value, kind)):
+        return value
+    raise RequestError(f"A tool's schema has {name!r} that is not {_KINDS[kind]}; mend it.", param="tools")
 
 
 def json_type(value: Any) -> str:
