@@ -12,6 +12,7 @@ from typing import Any
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
 from transom_core.text.markup.schema_types import keyword_value
+from transom_core.text.markup.string_formats import format_pattern
 
 # Arguments are written as most chat templates write them: one space after a comma and a colon. With free whitespace, a model that
 # the grammar constrains could write spaces for ever.
@@ -183,22 +184,26 @@ def escaped(text: str) -> str:
     return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
 
 
-def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "") -> str:
+def string_expression(
+    lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "", unlike: Sequence[str] = ()
+) -> str:
     """Return an expression for a string without quotes or escapes, and for `end`, the marker after it.
 
-    The string satisfies `minLength`, `maxLength` and `pattern` of `schema`. No part of it matches the regular expression `without`,
-    if that is not "".
+    The string satisfies `minLength`, `maxLength`, `pattern` and `format` of `schema`. No part of it matches the regular expression
+    `without`, if that is not "", and the whole of it matches none of `unlike`.
+
+    Raises:
+        RequestError: one of these keywords is malformed, or the format is unknown.
     """
-    least, most = keyword_value(schema, "minLength", int), keyword_value(schema, "maxLength", int)
-    pattern = keyword_value(schema, "pattern", str)
-    if not (least or without) and most is None and pattern is None:
-        return lark.text_until(end)
-    conditions = []
-    if least or most is not None or pattern is None:
-        conditions.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
-    if pattern is not None:
+    least, most = keyword_value(schema, "minLength", int) or 0, keyword_value(schema, "maxLength", int)
+    conditions = [f"~/{text}/" for text in unlike]
+    if (pattern := keyword_value(schema, "pattern", str)) is not None:
         conditions.append(lark.regex(_whole_text(pattern)))
-    return lark.text_of(conditions, end, without=without)
+    if (name := keyword_value(schema, "format", str)) is not None:
+        conditions.append(lark.regex(format_pattern(name)))
+    if not (least or without or conditions) and most is None:
+        return lark.text_until(end)
+    return lark.text_of([f"/(.|\\n){{{least},{'' if most is None else most}}}/", *conditions], end, without=without)
 
 
 def _whole_text(pattern: str) -> str:

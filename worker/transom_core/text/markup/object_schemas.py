@@ -1,8 +1,9 @@
 """Reads objects and choices from a JSON schema, for grammars of markup whose arguments are not JSON.
 
-Such a grammar enforces types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and patterns of
-strings. A schema with a keyword that the grammar cannot enforce (`_NOT_HELD`) is refused by an error that names the keyword, so
-that no answer satisfies less than its schema demands.
+Such a grammar enforces types, properties, listed values, choices (`anyOf`, `oneOf`), `allOf`, references, and the lengths, patterns
+and formats of strings. A schema with a keyword that the grammar cannot enforce (`_NOT_HELD`) is refused by an error that names the
+keyword, so that no answer satisfies less than its schema demands. Whatever stands beside a choice or a reference holds for each
+choice (`_alternatives`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from transom_core.errors import RequestError
 from transom_core.text.markup.lark import LarkText
-from transom_core.text.markup.schema_types import keyword_value, referenced, schema_types
+from transom_core.text.markup.schema_types import (
+    JSON_TYPES,
+    json_type,
+    keyword_value,
+    referenced,
+    schema_types,
+    type_names,
+)
 
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
@@ -28,6 +37,15 @@ _NOT_HELD = (
     *_NEVER_HELD, "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties",
 )  # fmt: skip
+_NOT_FOLDED = ("prefixItems", "additionalItems", "unevaluatedItems", "contains")
+KEYWORDS_OF = {
+    "string": ("maxLength", "minLength", "pattern", "format"),
+    "number": ("multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    "array": ("items", "minItems", "maxItems", "uniqueItems", "minContains", "maxContains", *_NOT_FOLDED),
+    "object": ("properties", "required", "additionalProperties", *_NOT_HELD[len(_NEVER_HELD):], "allOf"),
+}  # fmt: skip
+"""JSON type -> the keywords that say which of its values are allowed. Other keywords, such as `title`, are annotations."""
+_CONSTRAINTS = ("const", "enum", *chain.from_iterable(KEYWORDS_OF.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +99,34 @@ def value_choices(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[
     Raises:
         RequestError: as `object_schemas` does.
     """
-    return [_folded(parts) for parts in _alternatives(lark, schema, root)]
+    choices = [folded for parts in _alternatives(lark, schema, root) if (folded := _folded(parts)) is not None]
+    choices = [choice for choice in choices if listed_values(choice) != []]
+    if not choices:
+        raise RequestError("A tool's schema has a part that no value satisfies; mend it.", param="tools")
+    return choices
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that `schema` lists (`const`, `enum`); None if it lists none."""
+    """Return the values that `schema` lists (`const`, `enum`) and its `type` allows; None if it lists none."""
+    values = keyword_value(schema, "enum", list)
     if "const" in schema:
-        return [schema["const"]]
-    return keyword_value(schema, "enum", list)
+        const = schema["const"]
+        values = [
+            each
+            for each in ([const] if values is None else values)
+            if each == const and json_type(each) == json_type(const)
+        ]
+    if values is None:
+        return None
+    names = type_names(schema) or JSON_TYPES
+    values = [value for value in values if json_type(value) in names or ("integer" in names and _is_integer(value))]
+    for kind in sorted(set(map(json_type, values))):
+        refuse_keywords(schema, KEYWORDS_OF.get(kind, ()))
+    return values
+
+
+def _is_integer(value: Any) -> bool:
+    return json_type(value) == "number" and (isinstance(value, int) or value.is_integer())
 
 
 def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -165,10 +203,7 @@ def _alternatives(
     if isinstance(schema, bool):
         return [[{}]] if schema else []
     if not isinstance(schema, Mapping):
-        raise RequestError(
-            f"A tool's schema has {json.dumps(schema)[:80]} instead of a schema, or a '$ref' to a part that it does not have.",
-            param="tools",
-        )
+        raise _not_a_schema(schema)
     groups = [
         [part] for part in keyword_value(schema, "allOf", list) or ()
     ]  # of each group, a value satisfies one schema
@@ -189,30 +224,83 @@ def _alternatives(
     return kinds
 
 
-def _folded(parts: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return one schema for the values that satisfy all `parts`."""
-    refuse_keywords(parts[0], _NEVER_HELD)
-    folded = dict(parts[0])
-    for part in parts[1:]:
+def _folded(parts: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return one schema for the values that satisfy all `parts`; None if their types exclude each other.
+
+    What `parts` say about objects stays apart, in `allOf`. Any other keyword may differ in no two of them.
+    """
+    for part in parts:
         refuse_keywords(part, _NEVER_HELD)
-        folded |= part
-    return folded
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    of_arrays = [part for part in parts if not part.keys().isdisjoint(KEYWORDS_OF["array"])]
+    for part in of_arrays if len(of_arrays) > 1 else ():  # the meaning of these depends on the others, such as `items`
+        refuse_keywords(part, _NOT_FOLDED)
+    folded: dict[str, Any] = {}
+    of_objects: list[dict[str, Any]] = []
+    for part in parts:
+        own = {keyword: value for keyword, value in part.items() if keyword not in KEYWORDS_OF["object"]}
+        others = {keyword: value for keyword, value in part.items() if keyword in KEYWORDS_OF["object"]}
+        refuse_keywords(
+            own, tuple(name for name in _CONSTRAINTS if name in own and folded.get(name, own[name]) != own[name])
+        )
+        names = _common_types(type_names(folded), type_names(part))
+        if names == frozenset():
+            return None
+        folded |= own if names is None else {**own, "type": sorted(names), "nullable": False}
+        of_objects += [others] if others and others not in of_objects else []
+    return {**folded, **(of_objects[0] if len(of_objects) == 1 else {"allOf": of_objects} if of_objects else {})}
+
+
+def _common_types(names: frozenset[str] | None, more: frozenset[str] | None) -> frozenset[str] | None:
+    """Return the types that both allow; None stands for all types."""
+    if names is None or more is None:
+        return more if names is None else names
+    numbers = {"integer", "number"}
+    are_integers = "integer" in names | more and names & numbers and more & numbers
+    return names & more | ({"integer"} if are_integers else set())
 
 
 def _merged(lark: LarkText, schemas: list[Mapping[str, Any]]) -> ObjectSchema:
-    """Return the kind of object that satisfies all `schemas`."""
+    """Return the kind of object that satisfies all `schemas`.
+
+    Raises:
+        RequestError: one schema requires a property that another forbids.
+    """
     required: set[str] = set()
     for schema in schemas:
         refuse_keywords(schema)
         required.update(_required(schema))
     declared = [keyword_value(schema, "properties", dict) or {} for schema in schemas]
-    properties: dict[str, Any] = {}
-    for names in declared:
-        properties |= names
-    properties |= {name: True for name in sorted(required - properties.keys())}
-    extras = [schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema]
-    additional = False if False in extras else next((extra for extra in extras if isinstance(extra, Mapping)), True)
-    return ObjectSchema(properties, frozenset(required), additional)
+    extras = [
+        True if schema.get("additionalProperties") is None else schema["additionalProperties"] for schema in schemas
+    ]
+    names = dict.fromkeys([*chain.from_iterable(declared), *sorted(required)])
+    lark.count_schemas(len(names) * len(schemas))
+    properties = {
+        name: _all_of([own.get(name, extra) for own, extra in zip(declared, extras, strict=True)]) for name in names
+    }
+    if forbidden := [name for name in sorted(required) if properties[name] is False]:
+        raise RequestError(
+            f"A tool's schema requires {forbidden[0][:80]!r}, which its 'additionalProperties' or 'properties' forbid; mend it.",
+            param="tools",
+        )
+    properties = {name: schema for name, schema in properties.items() if schema is not False}
+    return ObjectSchema(properties, frozenset(required), _all_of(extras))
+
+
+def _all_of(schemas: list[Any]) -> Any:
+    """Return one schema for the values that satisfy all `schemas`."""
+    if any(schema is False for schema in schemas):
+        return False
+    distinct: list[Any] = []
+    for schema in schemas:
+        if not isinstance(schema, Mapping | bool):
+            raise _not_a_schema(schema)
+        if schema is not True and schema not in distinct:
+            distinct.append(schema)
+    return {"allOf": distinct} if len(distinct) > 1 else distinct[0] if distinct else True
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
@@ -220,3 +308,10 @@ def _required(schema: Mapping[str, Any]) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise RequestError("A tool's schema has 'required' that is not an array of names; mend it.", param="tools")
     return names
+
+
+def _not_a_schema(value: Any) -> RequestError:
+    return RequestError(
+        f"A tool's schema has {json.dumps(value)[:80]} instead of a schema, or a '$ref' to a part that it does not have.",
+        param="tools",
+    )

@@ -85,12 +85,17 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset({json_type(schema["const"])})
     if isinstance(values := schema.get("enum"), list) and values:
         return frozenset(map(json_type, values))
+    return frozenset("number" if name == "integer" else name for name in type_names(schema) or JSON_TYPES)
+
+
+def type_names(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the types that the keyword `type` names, "integer" among them; None if it names none."""
     named = schema.get("type")
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    types = frozenset("number" if name == "integer" else name for name in names if isinstance(name, str)) & JSON_TYPES
-    if types and schema.get("nullable") is True:
-        types |= {"null"}
-    return types or JSON_TYPES
+    known = frozenset(name for name in names if isinstance(name, str)) & {*JSON_TYPES, "integer"}
+    if not known:
+        return None
+    return known | {"null"} if schema.get("nullable") is True else known
 
 
 def referenced(reference: str, root: Mapping[str, Any]) -> Any:

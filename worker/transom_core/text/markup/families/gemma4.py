@@ -181,7 +181,9 @@ class _Notation:
             yield self._lark.json(with_definitions(of_type(schema, kind), self._root))
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        refuse_keywords(schema, ("prefixItems", "contains", "uniqueItems", "unevaluatedItems"))
+        refuse_keywords(schema, ("prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems"))
+        if isinstance(schema.get("items"), list):  # a schema for each place, of which this grammar knows nothing
+            refuse_keywords(schema, ("items",))
         least, most = keyword_value(schema, "minItems", int) or 0, keyword_value(schema, "maxItems", int)
         if most == 0:
             return '"[]"'
