@@ -58,6 +58,20 @@ def test_a_reference_that_is_used_twice_keeps_its_type() -> None:
     assert schema_types.property_types(of(twice, **{"$defs": {"s": STRING}}), "a") == {"string"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"allOf": [of({"type": ["string", "null"]}), of({"type": ["string", "number"]})]}, {"string"}),
+        ({"anyOf": [of(STRING), {"$ref": "#/$defs/n"}], "$defs": {"n": of({"type": "number"})}}, {"string", "number"}),
+        ({"$ref": "#/$defs/s", "$defs": {"s": of(STRING)}}, {"string"}),
+        ({"$ref": "#", "additionalProperties": STRING}, {"string"}),
+    ],
+)
+def test_an_argument_has_its_type_from_all_parts_of_the_schema(schema: dict[str, Any], types: set[str]) -> None:
+    """Regression: `5` was a number for a string that only a part of the schema names."""
+    assert schema_types.property_types(schema, "a") == types
+
+
 def test_a_reference_into_another_document_allows_all_types() -> None:
     assert schema_types.schema_types({"$ref": "other.json"}, STRING) == schema_types.JSON_TYPES
 

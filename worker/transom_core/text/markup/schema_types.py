@@ -17,11 +17,29 @@ _Value = TypeVar("_Value")
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types that a tool's schema `parameters` allows for the argument `name`; all types if it does not say."""
-    properties = parameters.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        return schema_types(properties[name], parameters)
-    return schema_types(parameters.get("additionalProperties", True), parameters)
+    """Return the types that a tool's schema `parameters` allows for the argument `name`; all types if it does not say.
+
+    Of several parts that name it (`$ref`, `allOf`, `anyOf`, `oneOf`), these are the types that all of them allow, if there are any.
+    """
+    found: list[Any] = []
+    todo: list[Any] = [parameters]
+    references: set[str] = set()
+    for _ in range(_MAX_VISITED):
+        if not todo:
+            break
+        if not isinstance(part := todo.pop(), Mapping):
+            continue
+        if isinstance(properties := part.get("properties"), Mapping) and name in properties:
+            found.append(properties[name])
+        if isinstance(reference := part.get("$ref"), str) and reference not in references:
+            references.add(reference)
+            todo.append(referenced(reference, parameters))
+        for combination in ("allOf", "anyOf", "oneOf"):
+            todo += part[combination] if isinstance(part.get(combination), list) else []
+    if not found:
+        return schema_types(parameters.get("additionalProperties", True), parameters)
+    types = schema_types({"allOf": found}, parameters)
+    return types if types != JSON_TYPES or len(found) == 1 else schema_types({"anyOf": found}, parameters)
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
