@@ -92,14 +92,26 @@ def nested(levels: int, branches: int) -> dict[str, Any]:
         ({"$ref": "#"}, "deeper than 16"),
         (
             {
-                "properties": {f"p{i}": {"$ref": "#/$defs/d", "title": f"{i}"} for i in range(200)},
-                "$defs": {"d": {"allOf": [STRING] * 200}},
+                "properties": {f"p{i}": {"$ref": "#/$defs/d", "title": f"{i}"} for i in range(35)},
+                "$defs": {"d": {"allOf": [STRING] * 800}},
             },
-            "20,000 parts",
+            "50,000 keywords",
         ),
+        (
+            {
+                "properties": {f"p{i}": {"$ref": "#/$defs/d", "title": f"{i}"} for i in range(25)},
+                "$defs": {"d": {"type": "integer", "enum": ["x"] * 5000 + [1]}},
+            },
+            "50,000 keywords",
+        ),
+        ({"allOf": [{"$ref": "#/$defs/d"}] * 25, "$defs": {"d": {"required": ["a"] * 5000}}}, "50,000 keywords"),
+        (of({}, type="string"), "no object"),
         ({"properties": {f"p{i}": {"const": f"{i}" * 1000} for i in range(1200)}}, "1,048,576 characters"),
     ],
-    ids=["choices", "objects", "a loop", "the whole is a loop", "many references", "a long grammar"],
+    ids=[
+        *("choices", "objects", "a loop", "the whole is a loop", "many references", "many listed values", "many names"),
+        *("no object", "a long grammar"),
+    ],
 )
 def test_a_schema_that_is_small_and_means_much_is_refused(parser: str, schema: dict[str, Any], words: str) -> None:
     """Regression: a schema of 1.2 kB made a grammar of 3.2 MB."""

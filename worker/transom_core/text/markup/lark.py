@@ -20,7 +20,7 @@ _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 _MAX_CHARACTERS = 1 << 20  # as `compile_grammar.MAX_GRAMMAR_BYTES`; more is not even written
-_MAX_SCHEMAS = 20_000  # a small schema may refer to its parts so often that to read all would take seconds
+_MAX_READ = 50_000  # a small schema may refer to its parts so often that to read all would take seconds
 _REGEX_PIECES = re.compile(r"\\.|.", re.DOTALL)  # an escape, or a character
 _ANYTHING = r"(.|\n)*"
 _ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
@@ -38,7 +38,7 @@ class LarkText:
         self._tokenizer = tokenizer
         self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
         self._rules: list[str] = []
-        self._num_names = self._num_characters = self._num_schemas = 0
+        self._num_names = self._num_characters = self._num_read = 0
         self._has_free_text = False
 
     def rule(self, hint: str, body: str, *, options: str = "") -> str:
@@ -61,13 +61,13 @@ class LarkText:
                 f"The grammar of the answer has more than {_MAX_CHARACTERS:,} characters; send a smaller schema."
             )
 
-    def count_schemas(self, num_schemas: int) -> None:
-        """Count schemas, or parts of schemas, that are read for the grammar. Raises RequestError if these are too many."""
-        self._num_schemas += num_schemas
-        if self._num_schemas > _MAX_SCHEMAS:
+    def count_read(self, num_items: int) -> None:
+        """Count schemas, keywords and listed items that are read for the grammar. Raises RequestError if they are too many."""
+        self._num_read += num_items
+        if self._num_read > _MAX_READ:
             raise RequestError(
-                f"The tools' schemas have more than {_MAX_SCHEMAS:,} parts, each counted as often as it is referred to; send "
-                "smaller ones.",
+                f"The tools' schemas have more than {_MAX_READ:,} keywords and listed items, each counted as often as it is "
+                "referred to; send smaller ones.",
                 param="tools",
             )
 

@@ -80,11 +80,10 @@ def object_schemas(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list
     Raises:
         RequestError: the schema has a keyword that a grammar of this markup cannot enforce, or too many alternatives.
     """
-    kinds = [
-        parts
-        for parts in _alternatives(lark, schema, root)
-        if all("object" in schema_types(part, root) for part in parts)
-    ]
+    kinds = _kinds(lark, schema, root)
+    kinds = [parts for parts in kinds if all("object" in schema_types(part, root) for part in parts)]
+    if not kinds:
+        raise RequestError("A tool's schema, or a part of it, allows no object; mend it.", param="tools")
     if len(kinds) > _MAX_ALTERNATIVES:
         raise RequestError(
             f"A tool's schema is a choice between {len(kinds)} kinds of objects and {_MAX_ALTERNATIVES} are allowed; name fewer.",
@@ -99,7 +98,7 @@ def value_choices(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[
     Raises:
         RequestError: as `object_schemas` does.
     """
-    choices = [folded for parts in _alternatives(lark, schema, root) if (folded := _folded(parts)) is not None]
+    choices = [folded for parts in _kinds(lark, schema, root) if (folded := _folded(parts)) is not None]
     choices = [choice for choice in choices if listed_values(choice) != []]
     if not choices:
         raise RequestError("A tool's schema has a part that no value satisfies; mend it.", param="tools")
@@ -186,6 +185,14 @@ def refuse_keywords(schema: Mapping[str, Any], keywords: tuple[str, ...] = _NOT_
         )
 
 
+def _kinds(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """Return what `_alternatives` returns, and count how much a reader of all parts reads."""
+    kinds = _alternatives(lark, schema, root)
+    values = (value for parts in kinds for part in parts for value in part.values())
+    lark.count_read(sum(len(value) for value in values if isinstance(value, list | Mapping)))
+    return kinds
+
+
 def _alternatives(
     lark: LarkText, schema: Any, root: Mapping[str, Any], depth: int = 0
 ) -> list[list[Mapping[str, Any]]]:
@@ -199,14 +206,13 @@ def _alternatives(
             f"A tool's schema has choices or references in each other, deeper than {_MAX_DEPTH}; make it flatter.",
             param="tools",
         )
-    lark.count_schemas(1)
     if isinstance(schema, bool):
         return [[{}]] if schema else []
     if not isinstance(schema, Mapping):
         raise _not_a_schema(schema)
-    groups = [
-        [part] for part in keyword_value(schema, "allOf", list) or ()
-    ]  # of each group, a value satisfies one schema
+    lark.count_read(1 + len(schema))
+    # Of each group, a value satisfies one schema.
+    groups = [[part] for part in keyword_value(schema, "allOf", list) or ()]
     if (reference := keyword_value(schema, "$ref", str)) is not None:
         groups.append([referenced(reference, root)])
     groups += [choices for name in ("anyOf", "oneOf") if (choices := keyword_value(schema, name, list))]
@@ -277,7 +283,7 @@ def _merged(lark: LarkText, schemas: list[Mapping[str, Any]]) -> ObjectSchema:
         True if schema.get("additionalProperties") is None else schema["additionalProperties"] for schema in schemas
     ]
     names = dict.fromkeys([*chain.from_iterable(declared), *sorted(required)])
-    lark.count_schemas(len(names) * len(schemas))
+    lark.count_read(len(names) * len(schemas))
     properties = {
         name: _all_of([own.get(name, extra) for own, extra in zip(declared, extras, strict=True)]) for name in names
     }
