@@ -102,20 +102,20 @@ def walk(
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")  # by token id
         assert not matcher.get_error(), matcher.get_error()
         if allowed[0] and rng.random() < 0.2:
-            return Walk(_with_texts(tokenizer, ids), is_complete=True)
+            return Walk(with_texts(tokenizer, ids), is_complete=True)
         choices = [i for i in (hint_ids if ids else first_ids) if allowed[i]]
         if not choices or rng.random() >= (0.3 if ids else 0.7):
             choices = np.flatnonzero(allowed[1:]).tolist()
             if not choices:
-                return Walk(_with_texts(tokenizer, ids), is_complete=True)
+                return Walk(with_texts(tokenizer, ids), is_complete=True)
             choices = [i + 1 for i in choices]
         token_id = rng.choice(choices)
         assert matcher.consume_token(token_id), matcher.get_error()
         ids.append(token_id)
-    return Walk(_with_texts(tokenizer, ids), is_complete=matcher.is_stopped())
+    return Walk(with_texts(tokenizer, ids), is_complete=matcher.is_stopped())
 
 
-def _with_texts(tokenizer: WalkTokenizer, ids: list[int]) -> list[tuple[int, str]]:
+def with_texts(tokenizer: WalkTokenizer, ids: list[int]) -> list[tuple[int, str]]:
     """Each token with its text: special tokens have none, and bytes of one character come with its last."""
     tokens: list[tuple[int, str]] = []
     rest = b""

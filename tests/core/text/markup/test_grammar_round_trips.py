@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from tests.core.grammar.random_schemas import random_schema
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
-from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, compiled, walk
+from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, compiled, walk, with_texts
 from tests.how_many import num_examples
 from tests.present import present
 from transom_core.errors import RequestError
@@ -211,7 +211,15 @@ def walks(
     ]
     complete = [answer for answer in answers if answer.is_complete]
     assert len(complete) > len(answers) / 3
-    return [read_answer(form.parser(tokenizer, context), answer.tokens) for answer in complete]
+    parsed = [read_answer(form.parser(tokenizer, context), answer.tokens) for answer in complete]
+    return [parts for parts in parsed if not repeats_a_name(parts)]
+
+
+def repeats_a_name(parts: list[AnswerPart]) -> bool:
+    """Whether a call of `anything` ended as malformed: it has two arguments of one name, which no grammar can forbid."""
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    are_complete = [part.is_complete for part in parts if isinstance(part, CallEnd)]
+    return ("anything", False) in zip(names, are_complete, strict=True)
 
 
 @EACH_FORM
@@ -311,6 +319,65 @@ def test_a_string_of_qwen3_coder_has_nothing_that_its_parser_takes_for_the_end(
     if is_allowed:
         parts = read_answer(form.parser(tokenizer, context), [(i, tokenizer.token(i)) for i in call + end])
         assert json.loads(call_arguments(parts, 0)) == {"text": text}
+
+
+SHELL: dict[str, Any] = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ("command", "directory")},
+}
+_FUNCTION = "<function=shell>\n<parameter=command>|ls|</parameter>\n<parameter=directory>|/|</parameter>\n</function>\n"
+_GLM = (
+    "shell|<arg_key>command</arg_key>|<arg_value>ls</arg_value>|<arg_key>directory</arg_key>|<arg_value>/</arg_value>|"
+)
+_PYTHON = 'shell(command="ls", directory="/")'
+
+
+def _tags(block: str, token: str, string: str) -> str:
+    """A call with two arguments in tags like XML."""
+    texts = {"command": "ls", "directory": "/"}
+    lines = [f'<{token}parameter name="{name}"{string}>{text}</{token}parameter>\n' for name, text in texts.items()]
+    call = f'<{token}invoke name="shell">\n{"".join(lines)}</{token}invoke>\n'
+    return f"<{token.strip()}{block}>\n{call}</{token.strip()}{block}>"
+
+
+TWO_ARGUMENTS = {  # parser -> a call with two arguments
+    "qwen3_coder": f"<tool_call>\n{_FUNCTION}</tool_call>".replace("|", "\n"),
+    "seed_oss": f"<seed:tool_call>\n{_FUNCTION}</seed:tool_call>".replace("|", ""),
+    "glm45": f"<tool_call>{_GLM}</tool_call>".replace("|", "\n"),
+    "glm47": f"<tool_call>{_GLM}</tool_call>".replace("|", ""),
+    "gemma4": '<|tool_call>call:shell{command:<|"|>ls<|"|>,directory:<|"|>/<|"|>}<tool_call|>',
+    "pythonic": f"[{_PYTHON}]",
+    "llama4_pythonic": f"[{_PYTHON}]",
+    "lfm2": f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>",
+    "olmo3": f"<function_calls>\n{_PYTHON}\n</function_calls>",
+    "minimax_m2": _tags("minimax:tool_call", "", ""),
+    "deepseek_v32": _tags("function_calls", "｜DSML｜", ' string="true"'),
+    "deepseek_v4": _tags("tool_calls", "｜DSML｜", ' string="true"'),
+    "deepseek_v41": _tags(" calls", "｜DSML｜ ", ' string="true"'),
+    "hermes": '<tool_call>\n{"name": "shell", "arguments": {"command": "ls", "directory": "/"}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize(
+    ("shell", "demand"),
+    [
+        (ToolSpec("shell", SHELL), ToolsDemand("auto", ("shell",), parallel=False)),
+        (ToolSpec("shell", SHELL), ToolsDemand("auto", ("shell", "place"))),  # `place` is strict
+        (ToolSpec("shell", {"type": "object"}), ToolsDemand("required", ("shell",))),
+    ],
+    ids=["no parallel calls", "another tool is strict", "a bare object"],
+)
+@pytest.mark.parametrize("parser", TWO_ARGUMENTS)
+def test_arguments_that_are_not_held_may_be_several(parser: str, shell: ToolSpec, demand: ToolsDemand) -> None:
+    tokenizer, form = WalkTokenizer(markers=()), answer_format(parser)
+    context = AnswerContext((shell, TOOLS[1]), parses_tools=True)
+    matcher = compiled(tokenizer, present(form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)))
+    call = tokenizer(TWO_ARGUMENTS[parser].encode())
+    assert matcher.consume_tokens(call)
+    assert matcher.is_accepting()
+    parts = read_answer(form.parser(tokenizer, context), with_texts(tokenizer, call))
+    assert json.loads(call_arguments(parts, 0)) == {"command": "ls", "directory": "/"}
+    assert [part.is_complete for part in parts if isinstance(part, CallEnd)] == [True]
 
 
 @pytest.mark.parametrize(("parser", "markers"), [("gemma4", GEMMA), ("glm47", GLM), ("deepseek_v4", DSML)])

@@ -9,13 +9,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transom_core.errors import RequestError
 from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
+from transom_core.text.markup.schema_types import keyword_value
+from transom_core.text.markup.string_formats import format_pattern
 
 # Arguments are written as most chat templates write them: one space after a comma and a colon. With free whitespace, a model that
 # the grammar constrains could write spaces for ever.
 _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+_MAX_CHARACTERS = 1 << 20  # as `compile_grammar.MAX_GRAMMAR_BYTES`; more is not even written
+_MAX_READ = 50_000  # a small schema may refer to its parts so often that to read all would take seconds
 _REGEX_PIECES = re.compile(r"\\.|.", re.DOTALL)  # an escape, or a character
 _ANYTHING = r"(.|\n)*"
 _ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
@@ -33,7 +38,7 @@ class LarkText:
         self._tokenizer = tokenizer
         self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
         self._rules: list[str] = []
-        self._num_names = 0
+        self._num_names = self._num_characters = self._num_read = 0
         self._has_free_text = False
 
     def rule(self, hint: str, body: str, *, options: str = "") -> str:
@@ -48,8 +53,23 @@ class LarkText:
         return f"{hint}_{self._num_names}"
 
     def define(self, name: str, body: str, *, options: str = "") -> None:
-        """Add the rule of this name."""
+        """Add the rule of this name. Raises RequestError if the grammar gets too long."""
         self._rules.append(f"{name}{options}: {body}")
+        self._num_characters += len(self._rules[-1])
+        if self._num_characters > _MAX_CHARACTERS:
+            raise RequestError(
+                f"The grammar of the answer has more than {_MAX_CHARACTERS:,} characters; send a smaller schema."
+            )
+
+    def count_read(self, num_items: int) -> None:
+        """Count schemas, keywords and listed items that are read for the grammar. Raises RequestError if they are too many."""
+        self._num_read += num_items
+        if self._num_read > _MAX_READ:
+            raise RequestError(
+                f"The tools' schemas have more than {_MAX_READ:,} keywords and listed items, each counted as often as it is "
+                "referred to; send smaller ones.",
+                param="tools",
+            )
 
     def terminal(self, hint: str, body: str) -> str:
         """Add a terminal, which is one regular expression, and return its name, which begins with `hint`."""
@@ -63,6 +83,11 @@ class LarkText:
         """Return an expression for a marker: its special token, or else its text (with the special tokens of its inner tokens)."""
         before, token, after = self._parts(text)
         return " ".join([*map(self.literal, filter(None, [before])), *token, *map(self.literal, filter(None, [after]))])
+
+    def argument_name(self) -> str:
+        """Return an expression for the name of an argument that no schema names. A call may have several such arguments, and a
+        grammar cannot say that their names differ: where they do not, the parser ends the call as malformed."""
+        return self.terminal("name", "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
 
     def has_marker(self, text: str) -> bool:
         """Return whether the vocabulary has this marker as one token."""
@@ -101,7 +126,8 @@ class LarkText:
         if schema is False:
             return "%json false"  # the grammar library refuses this, because nothing is valid
         settings = {"x-guidance": _WHITESPACE if escapes is None else {**_WHITESPACE, "json_allowed_escapes": escapes}}
-        return f"%json {json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)}"
+        text = json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)
+        return self.rule("json", f"%json {text}")
 
     def list_of(self, item: str, *, has_several: bool) -> str:
         """Return an expression for a list in brackets: of one item, or of several if `has_several`."""
@@ -158,21 +184,26 @@ def escaped(text: str) -> str:
     return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
 
 
-def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "") -> str:
+def string_expression(
+    lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "", unlike: Sequence[str] = ()
+) -> str:
     """Return an expression for a string without quotes or escapes, and for `end`, the marker after it.
 
-    The string satisfies `minLength`, `maxLength` and `pattern` of `schema`. No part of it matches the regular expression `without`,
-    if that is not "".
+    The string satisfies `minLength`, `maxLength`, `pattern` and `format` of `schema`. No part of it matches the regular expression
+    `without`, if that is not "", and the whole of it matches none of `unlike`.
+
+    Raises:
+        RequestError: one of these keywords is malformed, or the format is unknown.
     """
-    least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
-    if not (least or without) and most is None and not isinstance(pattern, str):
-        return lark.text_until(end)
-    conditions = []
-    if least or most is not None or not isinstance(pattern, str):
-        conditions.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
-    if isinstance(pattern, str):
+    least, most = keyword_value(schema, "minLength", int) or 0, keyword_value(schema, "maxLength", int)
+    conditions = [f"~/{text}/" for text in unlike]
+    if (pattern := keyword_value(schema, "pattern", str)) is not None:
         conditions.append(lark.regex(_whole_text(pattern)))
-    return lark.text_of(conditions, end, without=without)
+    if (name := keyword_value(schema, "format", str)) is not None:
+        conditions.append(lark.regex(format_pattern(name)))
+    if not (least or without or conditions) and most is None:
+        return lark.text_until(end)
+    return lark.text_of([f"/(.|\\n){{{least},{'' if most is None else most}}}/", *conditions], end, without=without)
 
 
 def _whole_text(pattern: str) -> str:

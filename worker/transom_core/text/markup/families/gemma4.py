@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from transom_core.errors import RequestError
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_string, read_string
 from transom_core.text.markup.lark import LarkText, string_expression
@@ -24,7 +25,7 @@ from transom_core.text.markup.object_schemas import (
 )
 from transom_core.text.markup.parameters import quoted, typed_value
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, MarkupReader, Reading
-from transom_core.text.markup.schema_types import JSON_TYPES, schema_types
+from transom_core.text.markup.schema_types import JSON_TYPES, keyword_value, schema_types
 from transom_core.text.markup.tool_markup import CallReading, ToolMarkup
 
 _QUOTE = '<|"|>'
@@ -32,7 +33,7 @@ _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
 _NAME_ENDS = Markers(["{", _CALL_END, _CALL])
 _STRING_ENDS = Markers([_QUOTE])
 _KEYS = re.compile(r'[^:{}\[\],"<>\s]+')
-_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_MAX_DEPTH = 64  # values in each other; a document that the router takes has 50, but references may make more of it
 _BARE = re.compile(r"[^,:{}\[\]]+")
 _BARE_KEY = re.compile(r"[^:{}]+")
 
@@ -138,20 +139,29 @@ class _Notation:
     def __init__(self, lark: LarkText, root: Mapping[str, Any]) -> None:
         self._lark = lark
         self._root = root
+        self._depth = 0  # values that are being written, each inside the previous one
         self._rules: dict[str, str] = {}  # a schema's JSON -> its rule, so that a schema may contain itself
 
     def object(self, schema: Any) -> str:
         """Return an expression for an object."""
-        kinds = [self._members(kind) for kind in object_schemas(schema, self._root)]
+        kinds = [self._members(kind) for kind in object_schemas(self._lark, schema, self._root)]
         return "({})".format(" | ".join(f'"{{" {members} "}}"' for members in kinds))
 
     def value(self, schema: Any) -> str:
         """Return a rule for a value of any kind that the schema allows."""
         key = json.dumps(schema, sort_keys=True, default=str)
         if key not in self._rules:
+            self._depth += 1
+            if self._depth > _MAX_DEPTH:
+                raise RequestError(
+                    f"A tool's schema has values in each other, deeper than {_MAX_DEPTH}.", param="tools"
+                )
             self._rules[key] = self._lark.rule_name("value")
-            choices = [choice for each in value_choices(schema, self._root) for choice in self._choices(each)]
+            choices = [
+                choice for each in value_choices(self._lark, schema, self._root) for choice in self._choices(each)
+            ]
             self._lark.define(self._rules[key], " | ".join(choices))
+            self._depth -= 1
         return self._rules[key]
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[str]:
@@ -171,8 +181,10 @@ class _Notation:
             yield self._lark.json(with_definitions(of_type(schema, kind), self._root))
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        refuse_keywords(schema, ("prefixItems", "contains", "uniqueItems", "unevaluatedItems"))
-        least, most = schema.get("minItems") or 0, schema.get("maxItems")
+        refuse_keywords(schema, ("prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems"))
+        if isinstance(schema.get("items"), list):  # a schema for each place, of which this grammar knows nothing
+            refuse_keywords(schema, ("items",))
+        least, most = keyword_value(schema, "minItems", int) or 0, keyword_value(schema, "maxItems", int)
         if most == 0:
             return '"[]"'
         item = self.value(schema.get("items", True))
@@ -186,7 +198,9 @@ class _Notation:
         if not schema.properties:
             if schema.additional is False:
                 return ""
-            return f"({self._lark.terminal('name', _KEY)} {self._lark.literal(':')} {self.value(schema.additional)})?"
+            name, value = self._lark.argument_name(), self.value(schema.additional)
+            member = self._lark.rule("member", f"{name} {self._lark.literal(':')} {value}")
+            return f'({member} ("," {member})*)?'
         names = sorted(schema.properties, key=lambda name: (name.lower(), name))
         members = [f"{self._lark.literal(name + ':')} {self.value(schema.properties[name])}" for name in names]
         # From the last member to the first. `heads` has an expression for each member that can be the first one written: a member

@@ -133,7 +133,8 @@ def _calls_rule(lark: LarkText, tools: Sequence[ToolSpec]) -> str:
 
 def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
     objects = [
-        _arguments_rule(lark, schema, tool.parameters) for schema in object_schemas(tool.parameters, tool.parameters)
+        _arguments_rule(lark, schema, tool.parameters)
+        for schema in object_schemas(lark, tool.parameters, tool.parameters)
     ]
     arguments = lark.rule("arguments", " | ".join(objects))
     return f"{lark.literal(tool.name + '(')} {arguments} {lark.literal(')')}"
@@ -152,9 +153,10 @@ def _arguments_rule(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any
         else:
             start, after = f"{written} {after} | {start}", f"({next_written})? {after}"
         start, after = lark.rule("arguments", start), lark.rule("more_arguments", after)
-    # Only one additional argument, because a grammar cannot say that two names differ.
     if not schema.properties and schema.additional is not False:
-        start = f"(/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark.literal('=')} {_value(lark, schema.additional, root)})?"
+        value = _value(lark, schema.additional, root)
+        written = lark.rule("argument", f"{lark.argument_name()} {lark.literal('=')} {value}")
+        start = f"({written} ({lark.literal(', ')} {written})*)?"
     return start
 
 

@@ -20,7 +20,8 @@ by `</tool_call>`, or with `<parameter=` and the name of one of the tool's other
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transom_core.text.markup.call_object import read_call_object
 from transom_core.text.markup.context import ToolSpec
@@ -91,9 +92,15 @@ def _other_ends(tool: ToolSpec, call_end: str) -> str:
     ends = [
         f"{escaped(_PARAMETER_END)}{spaces}({'|'.join(map(escaped, (_PARAMETER, _FUNCTION_END, call_end)))})",
         f"{escaped(chr(10) + _FUNCTION_END)}{spaces}{escaped(call_end)}",
-        *(escaped(f"\n{_PARAMETER}{name}>") for name in tool.parameters.get("properties") or ()),
+        *(escaped(f"\n{_PARAMETER}{name}>") for name in _argument_names(tool)),
     ]
     return "|".join(ends)
+
+
+def _argument_names(tool: ToolSpec) -> Mapping[str, Any]:
+    """Return the arguments that a tool's schema names; none if the schema, which nothing has to hold, is wrong."""
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 class _Function:
@@ -116,7 +123,7 @@ class _Function:
         yield from self._reader.expect(">")
         self._calls.begin(name)
         tool = self._calls.tools.get(name)
-        self._next_names = set(tool.parameters.get("properties") or ()) if tool else set()
+        self._next_names = set(_argument_names(tool)) if tool else set()
         arguments = ParameterWriter(self._calls, name)
         while (argument := (yield from self._begin_argument())) is not None:
             arguments.begin(argument)
