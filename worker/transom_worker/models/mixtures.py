@@ -1,43 +1,9 @@
-"""The MoE families of the shared decoder, except Gemma 4. Each row names a family's differences from mixtral:
+"""The MoE families of the shared decoder, except Gemma 4: how feed-forward networks are loaded, and, at the end, their `Style`s.
+docs/models.md says in words how each family differs from others.
 
-    mixtral         none here: all layers are MoE, with a softmax over the chosen experts
-    qwen2_moe       some layers may be dense; a shared expert, whose output a sigmoid of the token multiplies
-    qwen3_moe       QK norm of each head; some layers may be dense
-    olmoe           QK norm over all heads
-    mellum          as qwen3_moe
-    flint           sigmoid scores; a shared expert; QK norm of each head, NoPE without a window, a sink logit for each head
-    ernie4_5_moe    a learned correction of the scores when experts are chosen; a shared expert; some layers are dense
-    hy_v3           routed as mimo_v2_flash; a shared expert; QK norm of each head
-    solar_open      routed as deepseek_v3; a shared expert
-    exaone_moe      routed as deepseek_v3; a shared expert; QK norm of each head, NoPE in layers without a window
-    afmoe           routed as mimo_v2_flash; a shared expert; the first layers are dense; norms before and after attention and MLP,
-                    QK norm of each head, a gate on attention's output, NoPE in layers without a window
-    step3p5         routed as mimo_v2_flash; a shared expert; the first layers are dense; norm weights minus 1, QK norm of each
-                    head, a gate on each head's output, other query heads in layers with a window; some layers limit gates and ups
-    glm4_moe        routed as mimo_v2_flash; a shared expert; the first layers are dense; QK norm of each head if the config says so
-    minimax_m2      routed as mimo_v2_flash; QK norm over all heads
-    dots1           routed as deepseek_v3; a shared expert; QK norm of each head
-    deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, mistral4, glm4_moe_lite, glm_moe_dsa
-                    MLA (`mla.py`); a shared expert; some layers may be dense; V2 and Mistral 4 have softmax scores, the
-                    others are routed as mimo_v2_flash; experts may be chosen from the best groups of experts only
-    bailing_hybrid  gated delta nets, and MLA with a gate for each head; experts as deepseek_v3
-    kimi_linear     gated delta nets and MLA without rotation, both under `self_attn`; experts as deepseek_v3
-    qwen3_next, qwen3_5_moe_text
-                    as qwen3_5_text, with experts as qwen2_moe
-    granitemoe, granitemoeshared, granitemoe_swa
-                    a shared expert on request; granitemoe_swa has a sink logit for each head
-    granitemoehybrid
-                    Mamba-2 instead of attention in most layers; experts beside a shared one, or the shared one alone
-    nemotron_h      Mamba-2 or NoPE attention; MLPs and experts without gates, relu(up) ** 2; routed as deepseek_v3; experts may
-                    compute in a narrower, latent width; layers with no feed-forward network, or with several
-    jamba           Mamba-1 (`mamba1.py`) or NoPE attention; softmax over all experts; some layers are dense
-    lfm2_moe        routed as mimo_v2_flash; lfm2's convolutions and names; the first layers are dense
-    mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
-                    layers; values narrower than keys
-    gpt_oss         a sink logit for each head; biases in router and experts; the experts' gate is
-                    gate * sigmoid(1.702 * gate) * (up + 1), with `gate` and `up` clamped first
-    llama4_text     chunked attention with RoPE, and every fourth layer global without RoPE (NoPE), both in `Architecture`; a shared
-                    expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
+The router's scores are a softmax over the chosen experts (mixtral) or over all, or sigmoids; a learned correction of them may
+count for the choice of experts alone. In gpt_oss the experts' gate is gate * sigmoid(1.702 * gate) * (up + 1), with `gate` and `up`
+clamped first; in llama4_text a routing weight, a sigmoid, multiplies the expert's input.
 
 Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss, granitemoe* and (unless quantised) llama4_text all
 experts in two stacks, and for step3p5 in three. gpt_oss is published in MXFP4: the package `weights` gives it as bfloat16 tensors,

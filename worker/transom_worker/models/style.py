@@ -1,29 +1,7 @@
 """The options in which the families of the shared `Decoder` differ, besides sizes: norms, kind of residual, feed-forward network.
 
-Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family. The
-dense families are here, those with experts in `mixtures`. Each row names a dense family's differences from llama:
-
-    llama, smollm3, mistral, ministral, ministral3, qwen2, seed_oss, granite, phi3, cwm, ernie4_5
-                   none here: windows, NoPE layers, biases and factors are in `Architecture`; phi3's fused projections are read as
-                   separate ones (`weights.renamed_weights`)
-    arcee          MLPs without gates, relu(up) ** 2
-    granite_swa    a sink logit for each head
-    youtu          MLA (`mla.py`)
-    qwen3          QK norm of each head
-    qwen3_5_text   gated delta nets instead of attention in most layers, whose output has a gate in the others; QK norm of each
-                   head, norm weights minus 1; projections that hold several are read as separate ones
-    lfm2           short convolutions instead of attention in some layers, QK norm of each head
-    lfm3           as lfm2, with windows in some layers, norms before and after both sublayers, and a gate on each head's output
-    gemma          norm weights minus 1
-    vaultgemma     as gemma2, with norms before attention and MLP only
-    gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
-    gemma3_text    as gemma2, and QK norm of each head
-    glm, glm4      one tensor has the MLP's gates and ups; glm4 has norms before and after attention and MLP
-    olmo_hybrid    gated delta nets with norms before both sublayers; attention as in olmo3, NoPE unless the config says otherwise
-    olmo2, olmo3   norms after attention and MLP only, QK norm over all heads
-    exaone4        norms after attention and MLP only, QK norm of each head, NoPE in layers without a window
-    falcon_h1      Mamba-2 and attention side by side (`Architecture.beside`); factors of projections multiply the weights
-    cohere2        LayerNorm, attention and MLP in parallel (parallel residual), NoPE in layers without a window
+Sizes, attention windows, NoPE layers, biases and factors are in `Architecture`, which is read from config.json; a `Style` is
+written in code for each family: of dense families here, of those with experts in `mixtures`. docs/models.md has them in words.
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
 

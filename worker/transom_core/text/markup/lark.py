@@ -184,19 +184,17 @@ def escaped(text: str) -> str:
     return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
 
 
-def string_expression(
-    lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "", unlike: Sequence[str] = ()
-) -> str:
+def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "") -> str:
     """Return an expression for a string without quotes or escapes, and for `end`, the marker after it.
 
     The string satisfies `minLength`, `maxLength`, `pattern` and `format` of `schema`. No part of it matches the regular expression
-    `without`, if that is not "", and the whole of it matches none of `unlike`.
+    `without`, if that is not "".
 
     Raises:
         RequestError: one of these keywords is malformed, or the format is unknown.
     """
     least, most = keyword_value(schema, "minLength", int) or 0, keyword_value(schema, "maxLength", int)
-    conditions = [f"~/{text}/" for text in unlike]
+    conditions = []
     if (pattern := keyword_value(schema, "pattern", str)) is not None:
         conditions.append(lark.regex(_whole_text(pattern)))
     if (name := keyword_value(schema, "format", str)) is not None:

@@ -6,14 +6,12 @@ end marker, that the schema allows, and any other argument is JSON. Arguments co
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transom_core.errors import RequestError
 from transom_core.text.markup.lark import LarkText, string_expression
 from transom_core.text.markup.object_schemas import (
-    KEYWORDS_OF,
     ObjectSchema,
     listed_values,
     object_schemas,
@@ -21,21 +19,8 @@ from transom_core.text.markup.object_schemas import (
     value_choices,
     with_definitions,
 )
-from transom_core.text.markup.parameters import quoted, typed_value
-from transom_core.text.markup.schema_types import json_type, schema_types, type_names
+from transom_core.text.markup.schema_types import json_type, schema_types
 
-_INTEGER = r"\s*-?(0|[1-9][0-9]*)"
-_FRACTION = r"(\.[0-9]+([eE][+-]?[0-9]+)?|[eE][+-]?[0-9]+)"
-_MORE = r"([\s<](.|\n)*)?"
-# JSON type -> the texts that are no strings if the schema holds values of this type to more than the type, because `parameters` may
-# read them as such values. The grammar's lexer takes the longest text, so that a string may not even begin with a number and a
-# character with which an end marker may begin.
-_READ_AS = {
-    "number": f"{_INTEGER}{_FRACTION}?{_MORE}",
-    "boolean": rf"\s*([tT][rR][uU][eE]|[fF][aA][lL][sS][eE]){_MORE}",
-    "array": r"\s*\[(.|\n)*",
-    "object": r"\s*\{(.|\n)*",
-}
 _NAMES = re.compile(r"[^<>\n]*")  # names that cannot end the tag around them
 
 
@@ -83,42 +68,20 @@ def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], marku
 
 def _argument(lark: LarkText, name: str, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> str:
     values = [f"{markup.before_value(kind)} {value}" for kind, value in _values(lark, schema, root, markup)]
-    if not values:
-        raise RequestError(
-            "A tool lists only texts that are read as other values, such as 'true'; mend it.", param="tools"
-        )
     return lark.rule("argument", f"{markup.before_name} {name} ({' | '.join(values)}) {markup.after}")
 
 
 def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> Iterator[tuple[str, str]]:
     """Yield (JSON type, expression) of the values that a schema allows; an expression includes the end marker."""
-    choices = value_choices(lark, schema, root)
-    says_type = markup.before_value("string") != markup.before_value("number")
-    unlike = [] if says_type else _no_strings(choices, root)
-    types = frozenset().union(*(schema_types(choice, root) for choice in choices))
-    for choice in choices:
+    for choice in value_choices(lark, schema, root):
         listed = listed_values(choice)
         if listed is not None:
             for value in listed:
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                if says_type or not isinstance(value, str) or typed_value(value, types) == quoted(value):
-                    yield json_type(value), f"{lark.literal(text) if text else ''} {lark.marker(markup.end)}"
+                yield json_type(value), f"{lark.literal(text) if text else ''} {lark.marker(markup.end)}"
             continue
         kinds = schema_types(choice, root)
         if "string" in kinds:
-            yield "string", string_expression(lark, choice, end=markup.end, without=markup.other_ends, unlike=unlike)
+            yield "string", string_expression(lark, choice, end=markup.end, without=markup.other_ends)
         for kind in sorted(kinds - {"string"}):
             yield kind, f"{lark.json(with_definitions(of_type(choice, kind), root))} {lark.marker(markup.end)}"
-
-
-def _no_strings(choices: Iterable[Mapping[str, Any]], root: Mapping[str, Any]) -> list[str]:
-    """Return regular expressions for texts that no string may be, because they are read as values that `choices` may forbid."""
-    found: set[str] = set()
-    for choice in choices:
-        types = schema_types(choice, root)
-        for kind in types & _READ_AS.keys():
-            if not choice.keys().isdisjoint(("const", "enum", *KEYWORDS_OF.get(kind, ()))):
-                found.add(_READ_AS[kind])
-            elif kind == "number" and "number" not in (type_names(choice) or types):
-                found.add(rf"{_INTEGER}{_FRACTION}\s*")
-    return sorted(found)
