@@ -18,6 +18,7 @@ from tests.how_many import num_examples
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from transom_core.config import SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_kernels.latent_attention.reference import rows_of_sequences
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey
 from transom_kernels.paged_attention.triton.tuning import FEW_TOKENS, MAX_PARTIAL_BYTES
@@ -26,6 +27,7 @@ from transom_worker.execution.batch.step_arrays import GroupArrays, StepArrays, 
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.backends import GRAPH_BYTES, graph_bytes
 from transom_worker.execution.replay.decode_sizes import FEW_SEQS, MIXED_TOKENS, DecodeSize, DecodeSizes, StepSize
+from transom_worker.execution.replay.fixed_inputs import FixedArrays, FixedInputs, step_fields
 from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey, buffer_bytes, plan_work_by_key, size_of
 
@@ -267,6 +269,21 @@ def mixed_step(starts: list[int], counts: list[int]) -> StepArrays:
             )
         )
     return StepArrays(token_ids=rows.positions, rows=rows, logit_rows=rows.offset[1:] - 1, groups=tuple(groups))
+
+
+def test_padding_names_no_rows(tiny_model: Path) -> None:
+    """Regression: an indexer read a block id of padding in what an earlier step of another size had left there."""
+    builder = make_runner(engine_config(tiny_model, window=6, window_pattern="FS"))._builder
+    arrays = FixedArrays.on_cpu(step_fields(builder, 4, (3, 3)))
+    for array in arrays.host.values():
+        array.fill(129_000)
+    inputs = FixedInputs(builder, arrays)
+    inputs.write(mixed_step([7, 7], [1, 1]), 4)
+    for group in inputs.forward_batch(4).groups:
+        slots, sequence, num_visible = rows_of_sequences(group, 4)
+        assert sequence.tolist() == [0, 1, 2, 3]
+        assert num_visible.tolist() == [8, 8, 1, 1]
+        assert slots[2:, 0].tolist() == [-1, -1]
 
 
 def random_counts(rng: random.Random, most_tokens: int, most_seqs: int) -> list[int]:

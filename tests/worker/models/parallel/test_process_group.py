@@ -143,7 +143,7 @@ class FakeCuda:
 
     def __init__(self, *, is_able: bool = True) -> None:
         self.regions: list[ctypes.Array[ctypes.c_byte]] = []
-        self.is_able = is_able
+        self.is_able, self.last_error = is_able, 0
         self.cudaGetErrorString = lambda error: {217: b"peer access is not supported"}[error]
         self.cudaGetErrorString.restype = None  # type: ignore[attr-defined]
 
@@ -166,7 +166,12 @@ class FakeCuda:
     def cudaIpcOpenMemHandle(self, address: Any, handle: Handle, flags: Any) -> int:
         assert flags.value == 1
         address._obj.value = int.from_bytes(bytes(handle)[:8], "little")
-        return 0 if self.is_able else 217
+        self.last_error = 0 if self.is_able else 217
+        return self.last_error
+
+    def cudaGetLastError(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
 
 
 def mapped(hosts: list[str], monkeypatch: pytest.MonkeyPatch, *, unable: int | None = None) -> list[Any]:
@@ -183,6 +188,7 @@ def mapped(hosts: list[str], monkeypatch: pytest.MonkeyPatch, *, unable: int | N
 
     with ThreadPoolExecutor(size) as pool:
         made = list(pool.map(one, range(size)))
+    assert [each.last_error for each in cuda] == [0] * size, "torch's next launch raises it"
     for rank, peers in enumerate(made):
         if peers is not None:
             assert peers._memory.rank == rank

@@ -148,10 +148,10 @@ class FixedInputs:
             return
         for index, group in enumerate(arrays.groups):
             self._write_table(f"block_table {index}", group.block_table)
-            is_state = layout.groups[index].spec.is_state  # padding has none
-            self._fill(f"first_block {index}", group.first_block, num_seqs, padding=NO_BLOCK if is_state else 0)
-            if is_state:
-                to[f"block_table {index}"][len(group.block_table) : num_seqs] = NO_BLOCK
+            # Padding has no state, and no rows that an indexer could read: it is at position 0, so it names at most two columns.
+            to[f"block_table {index}"][len(group.block_table) : num_seqs, :2] = NO_BLOCK
+            first = NO_BLOCK if layout.groups[index].spec.is_state else 0
+            self._fill(f"first_block {index}", group.first_block, num_seqs, padding=first)
             self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
 
     def forward_batch(

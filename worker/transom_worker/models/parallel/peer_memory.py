@@ -87,6 +87,7 @@ class CudaRuntime:
     def _call(self, name: str, *arguments: Any) -> None:
         error = getattr(self._library, name)(*arguments)
         if error:
+            self._library.cudaGetLastError()  # it would otherwise be raised by the next kernel that torch launches
             raise RuntimeError(f"{name}: {self._library.cudaGetErrorString(error).decode()}")
 
 
