@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,7 +26,6 @@ from transom_core.text.markup.schema_types import (
     type_names,
 )
 
-_DEFINITIONS = ("$defs", "definitions")
 _ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
 _MAX_ALTERNATIVES = 32  # kinds of objects of one schema; nested choices multiply, and each kind becomes a rule
 _MAX_PARTS = 2_000  # schemas of all kinds of values of one schema, each counted in every kind that it is a part of
@@ -137,29 +136,9 @@ def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `schema`, a part of the document `root`, as a document of its own: with the definitions that its references need."""
-    if not any(_references(schema)):
-        return schema
-    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
-    if not any(map(_points_elsewhere, _references((schema, definitions)))):
-        return {**definitions, **schema}
-    moved: Mapping[str, Any] = _moved({**definitions, **schema})
-    return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: _moved(root)}}
-
-
-def _points_elsewhere(reference: str) -> bool:
-    """Return whether a reference points into the document, but not into its definitions."""
-    return reference.startswith("#") and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        if isinstance(reference := value.get("$ref"), str):
-            yield reference
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _references(each)
+    """Return `schema`, a part of the document `root`, as a document of its own: with a copy of `root` if it has references."""
+    moved = _moved(schema)
+    return schema if moved == schema else {**moved, "$defs": {_ROOT: _moved(root)}}
 
 
 def _moved(value: Any) -> Any:
@@ -169,7 +148,7 @@ def _moved(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     moved = {name: _moved(each) for name, each in value.items()}
-    if isinstance(reference := value.get("$ref"), str) and _points_elsewhere(reference):
+    if isinstance(reference := value.get("$ref"), str) and reference.startswith("#"):
         moved["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
     return moved
 
