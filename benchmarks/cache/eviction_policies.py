@@ -1,8 +1,7 @@
 """The eviction policy to compare with the cache's own (`kvcache.eviction`): least recently used, with the same interface.
 
 A policy ranks nodes of the prefix tree by what it remembers in `node.policy_state`; of a sample of nodes the one with the smallest
-rank is evicted: a leaf with its windows, or the windows alone. GreedyDual-Size-Frequency, Marconi's rule, segmented LRU and S3-FIFO
-gave their figures earlier (docs/cache_simulation.md has them, with their commit).
+rank is evicted: a leaf with its windows, or the windows alone. docs/cache_simulation.md has figures of other rules.
 """
 
 from collections.abc import Callable

@@ -98,6 +98,7 @@ def test_defaults_of_a_bare_gguf(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"GGUF"), "too few"),
         (lambda path: path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(40)), "version 1"),
         (lambda path: None, "cannot be read"),
+        (lambda path: write_small_gguf(path, split__count=2), "is one of 2 parts"),
     ],
 )
 def test_other_ggufs_are_refused(tmp_path: Path, make: Any, match: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, prompt_logprobs, run
@@ -22,7 +23,7 @@ from tests.thread_ranks import make_sharded_engine
 from tests.tiny_checkpoints import tiny_llama, tiny_tokenizer
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SPARSE, make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_format, to_mxfp4
-from tests.worker.models.quantised_formats import FORMATS
+from tests.worker.models.quantised_formats import FORMATS, gptq
 from tests.worker.models.test_dense_families import FALCON
 from tests.worker.models.test_interpreted_models import kernels_of
 from transom_core.model_config.architecture import read_architecture
@@ -191,6 +192,25 @@ def test_models_held_on_gpus_answer_as_their_numbers_do(
     with kernels_of(kernels):
         got, _ = logits(packed, dtype="bfloat16", lengths=(5,))
     assert (got - wanted).norm() / wanted.norm() < (0.1 if "fp8 channel" in name else 0.03)
+
+
+def test_experts_of_two_formats_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: GPU kernels take the experts of a layer in one format, so the start ended with torch's error."""
+    packed, plain = make(tmp_path, "qwen3_moe", "gptq")
+    tensors, config = load_file(packed / "model.safetensors"), json.loads((packed / "config.json").read_text())
+    for name, weight in load_file(plain / "model.safetensors").items():
+        if ".experts.1." in name:
+            stored, _ = gptq(weight.float(), 32, bits=8)
+            tensors |= {name.removesuffix(".weight") + suffix: one for suffix, one in stored.items()}
+    config["quantization_config"]["dynamic"] = {r"+:.*experts\.1\..*": {"bits": 8}}
+    (packed / "config.json").write_text(json.dumps(config))
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with kernels_of("reference"):
+        wanted, _ = logits(packed, dtype="bfloat16", lengths=(5,))
+    monkeypatch.setattr(model_loading, "load_weights", lambda files, **_: load_weights(files, for_gpu=True))
+    with kernels_of("interpreted"):
+        got, _ = logits(packed, dtype="bfloat16", lengths=(5,))
+    assert (got - wanted).norm() / wanted.norm() < 0.03
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "deepseek_v4"])

@@ -80,6 +80,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     Raises:
         ModelError: the architecture is not supported, or the file lacks metadata that it needs.
     """
+    if (num_parts := header.metadata.get("split.count", 1)) not in (0, 1):
+        raise ModelError(f"{header.path} is one of {num_parts} parts; join them with `llama-gguf-split --merge`.")
     name = header.require("general.architecture")
     family = _family(header, name)
     required = {**_REQUIRED, **_REQUIRED_BY.get(family, {})}

@@ -147,7 +147,7 @@ def _stored_experts(
     load: Loader, num_experts: int, matrices: Sequence[tuple[str, tuple[int, int], Part]]
 ) -> StoredExperts | None:
     """Return experts as stored in groups; `matrices` has names, shapes and parts of gates (if any), ups and downs. None if the
-    matrices of an expert are not stored so, or GPU kernels do not take them."""
+    matrices of an expert are not stored so, or GPU kernels do not take them: they take experts of one format."""
     gate_up: list[StoredRows] = []
     down: list[StoredRows] = []
     for expert in range(num_experts):
@@ -160,6 +160,8 @@ def _stored_experts(
             return None
         gate_up.append(concatenated(pair))
         down.append(back)
+    if isinstance(down[0], GpuRows) and None in (alike_rows(gate_up), alike_rows(down)):
+        return None
     return StoredExperts(gate_up, down)
 
 

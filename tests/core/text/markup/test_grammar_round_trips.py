@@ -347,12 +347,10 @@ TWO_ARGUMENTS = {  # parser -> a call with two arguments
     "glm47": f"<tool_call>{_GLM}</tool_call>".replace("|", ""),
     "gemma4": '<|tool_call>call:shell{command:<|"|>ls<|"|>,directory:<|"|>/<|"|>}<tool_call|>',
     "pythonic": f"[{_PYTHON}]",
-    "llama4_pythonic": f"[{_PYTHON}]",
     "lfm2": f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>",
     "olmo3": f"<function_calls>\n{_PYTHON}\n</function_calls>",
     "minimax_m2": _tags("minimax:tool_call", "", ""),
     "deepseek_v32": _tags("function_calls", "｜DSML｜", ' string="true"'),
-    "deepseek_v4": _tags("tool_calls", "｜DSML｜", ' string="true"'),
     "deepseek_v41": _tags(" calls", "｜DSML｜ ", ' string="true"'),
     "hermes": '<tool_call>\n{"name": "shell", "arguments": {"command": "ls", "directory": "/"}}\n</tool_call>',
 }

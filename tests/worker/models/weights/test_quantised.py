@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.present import present
 from tests.worker.models.quantised_formats import FORMATS, compressed
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
-from transom_kernels.quantised_linear import QuantisedRows
+from transom_kernels.quantised_linear import GpuRows, QuantisedRows
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights
 from transom_worker.models.weights.quantised_tensor import QuantisedTensor
@@ -168,8 +169,20 @@ def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
 
 def test_the_text_decoders_config_says_how(tmp_path: Path) -> None:
     folder = write(tmp_path, fp8(), None)
-    (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": FP8}}))
-    assert load_weights(resolve_model(str(folder)))(f"{MATRIX}.weight").dtype == torch.float32
+    for config in ({"text_config": {"quantization_config": FP8}}, {"compression_config": FP8}):
+        (folder / "config.json").write_text(json.dumps(config))
+        assert load_weights(resolve_model(str(folder)))(f"{MATRIX}.weight").dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "scale"), [("input_scale", 0.5), ("activation_scale", 0.5), ("none", 0.0)])
+def test_the_scale_by_which_gpus_round_inputs(tmp_path: Path, name: str, scale: float) -> None:
+    """Regression: the name that transformers writes was not known, so that rows were rounded by scales of their own."""
+    stored, config = FORMATS["fp8 tensor"].stored(torch.randn(48, 256)), FORMATS["fp8 tensor"].config
+    tensors = {MATRIX + suffix: tensor for suffix, tensor in stored[0].items()}
+    folder = write(tmp_path, tensors | {f"{MATRIX}.{name}": torch.tensor(0.5)}, config)
+    rows = load_weights(resolve_model(str(folder)), for_gpu=True).groups(f"{MATRIX}.weight", shape=(48, 256))
+    assert isinstance(rows, GpuRows)
+    assert present(rows.input_scales).tolist() == [scale] * 48
 
 
 @pytest.mark.parametrize("part", ["scales", "blocks"])
@@ -190,7 +203,7 @@ def test_broken_mxfp4_is_named(tmp_path: Path, part: str) -> None:
             {f"{MATRIX}.weight": torch.zeros(96).to(torch.float8_e4m3fn)},
             r"q_proj\.weight' has shape \[96\].*\[40, 96\]",
         ),
-        ({f"{MATRIX}.weight_scale_inv": None}, r"q_proj\.weight' holds float8_e4m3fn, and neither"),
+        ({f"{MATRIX}.weight_scale_inv": None}, r"q_proj\.weight' holds float8_e4m3fn, which cannot"),
     ],
 )
 def test_broken_fp8_is_named(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:

@@ -108,12 +108,8 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that `schema` lists (`const`, `enum`) and its `type` allows; None if it lists none."""
     values = keyword_value(schema, "enum", list)
     if "const" in schema:
-        const = schema["const"]
-        values = [
-            each
-            for each in ([const] if values is None else values)
-            if each == const and json_type(each) == json_type(const)
-        ]
+        const, given = schema["const"], [schema["const"]] if values is None else values
+        values = [each for each in given if (each, json_type(each)) == (const, json_type(const))]
     if values is None:
         return None
     names = type_names(schema) or JSON_TYPES

@@ -217,8 +217,10 @@ class QuantisedWeights(WeightsView):
         """Return the scale by which a layer's inputs are rounded to fp8, [1], 0 if rows have their own; None if they stay."""
         if not self._scheme.rounds_inputs:
             return None
-        name = f"{stem}.input_scale"
-        return self._plain.mapped(name).float().reshape(-1)[:1] if name in self._stored else torch.zeros(1)
+        for name in (f"{stem}.input_scale", f"{stem}.activation_scale"):  # transformers writes the latter
+            if name in self._stored:
+                return self._plain.mapped(name).float().reshape(-1)[:1]
+        return torch.zeros(1)
 
     def _packed(self, stem: str, shape: tuple[int, ...]) -> QuantisedTensor:
         """Describe compressed-tensors' packed matrices: words of integers, or bytes of two fp4 numbers."""

@@ -40,8 +40,8 @@ class SafetensorsWeights(Weights):
         tensor = self._find(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
-                f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
-                "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
+                f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, which cannot "
+                "be read by what config.json (quantization_config) and the scales beside it say; give the unquantised checkpoint."
             )
         tensor = check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
         return tensor.to("meta") if self._without_data and tensor.numel() > 1 else self.own(tensor)
